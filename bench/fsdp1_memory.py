@@ -9,12 +9,14 @@ allocation of rank 0's second step is traced.
 import contextlib
 import functools
 import multiprocessing
+from dataclasses import replace
 from typing import Any
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.memory.peak import MemoryEstimate, peak
+from slm_toolkit.predict.setup.other_trainers import trainer_named
 from slm_toolkit.predict.setup.setup import Setup
 from slm_toolkit.strategy.strategy import Strategy
 
@@ -32,6 +34,11 @@ CASES: tuple[dict[str, Any], ...] = (
     {**TINY, "model": "slm-30m", "ranks": 64, "checkpointing": "full"},
     {**TINY, "model": "bench/data/models/tied-gqa-3m"},
     {**TINY, "model": "bench/data/models/tied-wide-28m", "ranks": 2},
+    # as LitGPT trains: fp32 weights are gathered in fp32, autocast makes bf16 copies
+    {**TINY, "gathers": "fp32"},
+    {**TINY, "gathers": "fp32", "model": "slm-30m", "batch": 4, "seq_len": 256},
+    {**TINY, "gathers": "fp32", "model": "slm-30m", "ranks": 64, "checkpointing": "full"},
+    {**TINY, "gathers": "fp32", "micro_steps": 3},
 )
 
 
@@ -65,7 +72,10 @@ def estimated(case: dict[str, Any]) -> MemoryEstimate:
     }
     yaml = {"distributed_type": "FSDP", "fsdp_config": fsdp_config}
     strategy = Strategy(name="fsdp1", engine="fsdp1", num_processes=case["ranks"], accelerate_config=yaml)
-    return peak(Setup(find_model(case["model"]), strategy, config, num_gpus=case["ranks"]))
+    setup = Setup(find_model(case["model"]), strategy, config, num_gpus=case["ranks"])
+    if "gathers" in case:  # the loss is traced as transformers computes it
+        setup = replace(setup, like=replace(trainer_named("litgpt"), loss=None))
+    return peak(setup)
 
 
 def traced(case: dict[str, Any]) -> tuple[int, str]:
@@ -92,7 +102,9 @@ def traced(case: dict[str, Any]) -> tuple[int, str]:
             )
             if wraps_layers
             else None,
-            mixed_precision=MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16),
+            mixed_precision=MixedPrecision(
+                torch.float32 if "gathers" in case else torch.bfloat16, torch.bfloat16, torch.bfloat16
+            ),
             device_id=torch.device("cpu"),
             sharding_strategy=ShardingStrategy[case.get("sharding", "FULL_SHARD")],
             backward_prefetch=getattr(BackwardPrefetch, case.get("prefetch", "BACKWARD_PRE"), None),
@@ -108,7 +120,8 @@ def traced(case: dict[str, Any]) -> tuple[int, str]:
                 with contextlib.nullcontext() if is_last else wrapped.no_sync():
                     trace.phase, trace.module = "forward", ""
                     tokens = torch.zeros(case["batch"], case["seq_len"], dtype=torch.long)
-                    loss = wrapped(input_ids=tokens, labels=tokens).loss
+                    with torch.autocast("cpu", torch.bfloat16, enabled="gathers" in case):
+                        loss = wrapped(input_ids=tokens, labels=tokens).loss
                     trace.phase, trace.module = "backward", "loss"
                     loss.backward()
                     del loss

@@ -49,13 +49,15 @@ _HALVES = {  # file of results/memory: what it holds
     "development": "read while the formulas were written",
     "held_out": "never read, only counted",
     "fresh": "drawn after the formulas were done; its worst row was 5.83 % and led to one last fix",
-    "fused_mlp": "with `--mlp_kernel fused`, only counted; without one ZeRO-3 row the worst is 1.23 %",
+    "fused_mlp": "with `--mlp_kernel fused`, only counted",
     "adapters": "LoRA and IA3, read while their formulas were written",
-    "adapters_held_out": "LoRA and IA3, only counted; 1.05 % without slm-10m under ZeRO-3 on 64 ranks",
+    "adapters_held_out": "LoRA and IA3; one row, 6.24 % off, was read and led to a fix",
+    "adapters_today": "LoRA and IA3 of small models of today's families; read",
+    "adapters_today_held_out": "the same; two rows, up to 15 % off, were read and led to fixes",
     "today": "small Qwen3, Gemma 2 and 3, SmolLM3, OLMo 2, Granite, Phi-3 and Falcon3; read",
     "today_held_out": "the same families, only counted",
     "gradients": "gradients in fp32 or kept between steps, moments in bf16; read, and two terms corrected",
-    "gradients_held_out": "the same, only counted",
+    "gradients_held_out": "the same; one row, 15 % off, was read and led to a fix",
 }
 _ARMS = {  # of bench/throughput.py, in results/throughput/cpu.txt
     "trainer": "Hugging Face Trainer, sdpa, fused AdamW",
@@ -299,8 +301,8 @@ def _memory() -> str:
         " drew the configurations from 8 models, 7 strategies, 1, 8 and 64 ranks, batches, attention,"
         " checkpointing, loss and norm kernels, numerics, optimizers and accumulation. `python"
         " bench/memory_accuracy.py` prints the errors by strategy, too. The traces of `fused_linear` are of"
-        " 2026-11-22. Outside of this grid, a sliding window and unusual DeepSpeed keys were off by up to"
-        " 5 %.\n"
+        " 2026-11-22, those of adapters with `selective_layer` of 2026-11-25. Outside of this grid, a sliding"
+        " window and unusual DeepSpeed keys were off by up to 5 %.\n"
     )
 
 
@@ -318,7 +320,7 @@ def _replayed_memory() -> str:
         + "\nA replay repeats a trace's allocations with a model of PyTorch's allocator"
         " ([Memory](memory.md#the-allocator)). The slack's constants are fitted to `development`. `held_out`"
         " was counted only; the traces that were repeated for it are a random part of that half. All are of"
-        " 2026-11-25. `python bench/fsdp1_memory.py` traces FSDP1 on small models: 12 cases, worst 0.78 %.\n"
+        " 2026-11-25. `python bench/fsdp1_memory.py` traces FSDP1 on small models: 16 cases, worst 0.78 %.\n"
     )
 
 

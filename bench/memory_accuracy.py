@@ -29,6 +29,7 @@ MODELS = Path(__file__).parent / "data" / "models"
 "small models that are no presets: a folder with config.json each"
 HALVES = (
     *("development", "held_out", "fresh", "fused_mlp", "adapters", "adapters_held_out"),
+    *("adapters_today", "adapters_today_held_out"),
     *("today", "today_held_out", "gradients", "gradients_held_out"),
 )
 "those that docs/accuracy.md shows"
@@ -59,7 +60,7 @@ def main() -> None:
             print(f"  reserved, against replays: {summary(replayed)}")
         if args.write:
             write_estimates(args.folder / f"{half}.csv")
-        if half in ("development", "adapters", "small_zero", "today", "gradients"):
+        if half in ("development", "adapters", "adapters_today", "small_zero", "today", "gradients"):
             for error, row in sorted(rows, key=lambda found: -abs(found[0]))[: args.worst]:
                 asked = " ".join(str(row[name]) for name in row if name not in _NOT_FLAGS[2:])
                 print(f"    {error:+.2%}  {asked}, traced at {row['peak_phase']} {row['peak_module']}")

@@ -12,6 +12,8 @@
     python bench/memory_traces.py --half today_held_out
     python bench/memory_traces.py --half gradients     # dtypes and lifetime of gradients; looked at
     python bench/memory_traces.py --half gradients_held_out
+    python bench/memory_traces.py --half adapters_today  # adapters of Qwen3, Gemma, Phi-3, ...; looked at
+    python bench/memory_traces.py --half adapters_today_held_out
 
 Each configuration is a real run of `slm_toolkit.train --rehearse N` in a process of its own, forked from one
 that has imported everything, with the environment that `accelerate launch` would set.
@@ -44,11 +46,12 @@ SEED = 20261120
 HALVES = (
     *("development", "held_out", "fresh", "fused_mlp", "adapters", "adapters_held_out"),
     *("small_zero", "small_zero_held_out", "today", "today_held_out", "gradients", "gradients_held_out"),
+    *("adapters_today", "adapters_today_held_out"),
 )
 NUM, FRESH, FUSED_MLP, ADAPTERS, SMALL_ZERO, SMALL_ZERO_HELD_OUT = 280, 110, 60, 140, 240, 60
 GRADIENTS, GRADIENTS_HELD_OUT = 40, 30
 SMALL_ZERO_SEED = 1
-TODAY = 96
+TODAY, ADAPTERS_TODAY = 96, 96
 AXES: dict[str, tuple[Any, ...]] = {
     "model": (
         *("slm-100m", "slm-500m", "slm-1b", "slm-2b"),
@@ -124,6 +127,18 @@ OF_TODAY: dict[str, tuple[Any, ...]] = {
 }
 "small models of today's families, at batches that fill a GPU of their size"
 
+OF_ADAPTERS_TODAY: dict[str, tuple[Any, ...]] = {
+    **OF_TODAY,
+    "strategy": ("single", *OF_TODAY["strategy"]),
+    "num_gpus": (1, 2, 8),
+    "peft": ("lora", "lora", "lora", "ia3"),
+    "lora_r": (8, 16, 64),
+    "lora_dropout": (0.0, 0.0, 0.05),
+    "lora_target_modules": ("all-linear", "all-linear", "q_proj,v_proj", "gate_proj,up_proj,down_proj"),
+}
+"the same with adapters"
+_TARGETS_OF_PHI3 = {"q_proj,v_proj": "qkv_proj", "gate_proj,up_proj,down_proj": "gate_up_proj,down_proj"}
+
 LEFT_OUT = ""
 "the value of a flag that is not given"
 OF_GRADIENTS: dict[str, tuple[Any, ...]] = {
@@ -164,6 +179,9 @@ def sample(num: int, seed: int = SEED, axes: dict[str, tuple[Any, ...]] = AXES) 
         drawn = {name: rng.choice(values) for name, values in axes.items()}
         if drawn.get("peft") == "ia3":
             drawn |= {"lora_r": 16, "lora_dropout": 0.0}
+        if drawn["model"].startswith("phi3") and "peft" in drawn:
+            targets = drawn["lora_target_modules"]
+            drawn["lora_target_modules"] = _TARGETS_OF_PHI3.get(targets, targets)
         if kernel_problems(find_model(model_named(drawn["model"])), RunConfig(**_kernels_of(drawn))):
             continue
         if drawn["strategy"] == "ds_zero1" and axes is OF_SMALL_ZERO:
@@ -209,6 +227,11 @@ def halves(configurations: list[dict[str, Any]], seed: int = SEED) -> dict[str, 
         "gradients_held_out": sample(GRADIENTS_HELD_OUT, seed + 6, OF_GRADIENTS),
     }
     of_adapters = {"adapters": adapters[::2], "adapters_held_out": adapters[1::2]}
+    adapters_today = sample(ADAPTERS_TODAY, seed + 7, OF_ADAPTERS_TODAY)
+    of_adapters |= {
+        "adapters_today": adapters_today[::2],
+        "adapters_today_held_out": adapters_today[1::2],
+    }
     return {**drawn, **of_adapters, **small, **gradients}
 
 
@@ -218,7 +241,11 @@ def main() -> None:
     parser.add_argument("--half", choices=HALVES, required=True)
     parser.add_argument("--out", type=Path, default=Path("results/memory"), help="folder")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--loss_kernel", help="trace only those of this kernel again, keep the other rows")
+    parser.add_argument(
+        "--again",
+        metavar="FLAG=VALUE",
+        help="trace only rows with this value again, such as loss_kernel=fused_linear; keep the others",
+    )
     args = parser.parse_args()
     configurations = [
         {**found, "mlp_kernel": found.get("mlp_kernel", "hf")}
@@ -231,14 +258,11 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{args.half}.csv"
     kept = []
-    if args.loss_kernel is not None:
+    if args.again is not None:
+        name, _, value = args.again.partition("=")
         with path.open(newline="") as file:
-            kept = [
-                {"mlp_kernel": "hf", **row}
-                for row in csv.DictReader(file)
-                if row["loss_kernel"] != args.loss_kernel
-            ]
-        configurations = [found for found in configurations if found["loss_kernel"] == args.loss_kernel]
+            kept = [{"mlp_kernel": "hf", **row} for row in csv.DictReader(file) if row[name] != value]
+        configurations = [found for found in configurations if str(found[name]) == value]
     context = multiprocessing.get_context("fork")
     with path.open("w", newline="") as file, context.Pool(args.processes, maxtasksperchild=1) as pool:
         writer = csv.DictWriter(file, fieldnames=[*configurations[0], *_FOUND])
@@ -251,7 +275,7 @@ def main() -> None:
     about = {
         "date": datetime.now(UTC).date().isoformat(),
         "command": f"python bench/memory_traces.py --num {args.num} --half {args.half}"
-        + (f" --loss_kernel {args.loss_kernel}" if kept else ""),
+        + (f" --again {args.again}" if kept else ""),
         "seconds": round(time.time() - started),
         "versions": installed_versions(),
     }

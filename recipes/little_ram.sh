@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # What if host RAM is too small for one copy of the model per rank?
 # hardware: 8 x a100-40gb
-# memory: 19.9 of 39.4 GiB per GPU, 68 GiB of host RAM per node
-# time: 94.8 h
-# cost: $1,795
+# memory: 19.8 of 39.4 GiB per GPU, 68 GiB of host RAM per node
+# time: 93.6 h
+# cost: $1,772
 # estimated on 2026-11-25 by the first command below
 set -euo pipefail
 

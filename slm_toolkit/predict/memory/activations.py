@@ -16,9 +16,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 from slm_toolkit.model.model_spec import ModelSpec, layer_tensors
-from slm_toolkit.predict.setup.adapters import ATTENTION, FFN, Adapters, adapter_sizes, matrices_of
+from slm_toolkit.predict.setup.adapters import (
+    ATTENTION_INPUTS,
+    FFN_INPUTS,
+    Adapters,
+    adapter_sizes,
+    matrices_of,
+)
 from slm_toolkit.predict.setup.setup import AUTOCAST, BF16, FP32, Setup
 from slm_toolkit.strategy.strategy import Strategy
 
@@ -372,6 +379,36 @@ class _Widths:
     v: int
 
 
+@dataclass(frozen=True)
+class _FrozenNorms:
+    """Bytes per token that norms with frozen weights save: their input in fp32 (fused: as it is), and 1/rms.
+
+    A frozen weight needs no normalised input.
+    """
+
+    before: float
+    behind: float
+    "0 if there is none behind attention and FFN"
+    of_queries: float
+    of_keys: float
+
+
+def _frozen_norms(spec: ModelSpec, w: _Widths, kernels: "Kernels") -> _FrozenNorms:
+    in_front = (2 if kernels.compute == BF16 and kernels.fused_norm else 4) * w.h + 4
+    rows = {"none": (0, 0), "head": (spec.num_heads, spec.num_kv_heads), "all_heads": (1, 1)}[spec.qk_norm]
+    of_product = kernels.element if kernels.fused_norm else 4  # these norms read results of matrix products
+    of_queries, of_keys = (
+        (of_product * width + 4 * number) * (number > 0)
+        for width, number in zip((w.q, w.v), rows, strict=True)
+    )
+    return _FrozenNorms(
+        before=0 if spec.norms == "after" else in_front,
+        behind=0 if spec.norms == "before" else of_product * w.h + 4,
+        of_queries=of_queries,
+        of_keys=of_keys,
+    )
+
+
 @lru_cache(maxsize=4096)
 def frozen_layer_memory(
     spec: ModelSpec, adapters: Adapters, kernels: Kernels, *, checkpointing: str, has_input_gradient: bool
@@ -379,7 +416,7 @@ def frozen_layer_memory(
     """Return the memory of a layer with frozen weights and trained adapters.
 
     `checkpointing` is the mode of this layer. `has_input_gradient` is False for the first layer, unless
-    layers are checkpointed: transformers then requires a gradient of the embedding's output.
+    it is checkpointed.
     """
     w = _Widths(
         *(spec.hidden_size, spec.ffn_size, spec.num_heads, spec.num_heads * spec.head_dim),
@@ -387,26 +424,33 @@ def frozen_layer_memory(
     )
     e, compute = kernels.element, kernels.compute
     residual = 2 if compute == BF16 else 4
-    norm = (2 if compute == BF16 and kernels.fused_norm else 4) * w.h + 4
+    norms = _frozen_norms(spec, w, kernels)
     # If the input has no gradient, the modules before the first adapter save nothing, as in evaluation.
-    first_norm = norm * has_input_gradient
-    first_inputs = _inputs(w, adapters, ATTENTION[:3], kernels, has_gradient=has_input_gradient)
-    of_scores = has_input_gradient or any(name in adapters for name in ATTENTION[:3])
-    attention = _attention(w, adapters, kernels, is_kept=of_scores)
+    first_norm = norms.before * has_input_gradient
+    first_inputs = _inputs(spec, adapters, ATTENTION_INPUTS, kernels, has_gradient=has_input_gradient)
+    reached = _Reached(
+        *(has_input_gradient or name in adapters or "qkv_proj" in adapters for name in _ATTENTION[:3])
+    )
+    of_scores = any(reached)
+    of_queries = norms.of_queries * reached.query + norms.of_keys * reached.key
+    attention = _attention(spec, w, adapters, kernels, reached) + of_queries
     below = of_scores or "o_proj" in adapters
     # a compiled layer whose fp32 input is saved adds attention's bf16 output again; see `layer_memory`
     adds_again = kernels.compiled and compute == AUTOCAST and has_input_gradient
-    second_norm = (2 * w.h + 4 if adds_again else norm) * below
-    second_inputs = _inputs(w, adapters, FFN[:2], kernels, has_gradient=below)
-    gate, up = (below or name in adapters for name in FFN[:2])
+    behind_attention = norms.behind * below
+    second_norm = (2 * w.h + 4 if adds_again else norms.before) * below
+    second_inputs = _inputs(spec, adapters, FFN_INPUTS, kernels, has_gradient=below)
+    gate, up = (below or name in adapters or "gate_up_proj" in adapters for name in FFN_INPUTS[:2])
     # gate's gradient needs gate and up; up's gradient needs silu(gate), which a fused MLP recomputes
     ffn = (2 * (gate or up) if kernels.fused_mlp else 2 * gate + up) * e * w.i
     product = _product(w, adapters, kernels, has_gradient=gate or up)
     ranks = e * adapters.rank
-    of_attention = ranks * sum(name in adapters for name in ATTENTION)
-    of_ffn = ranks * sum(name in adapters for name in FFN)
+    of_attention = ranks * sum(name in adapters for name in (*ATTENTION_INPUTS, "o_proj"))
+    of_ffn = ranks * sum(name in adapters for name in (*FFN_INPUTS, "down_proj"))
     above = first_norm + first_inputs + of_attention
-    kept = float(above + attention + second_norm + second_inputs + ffn + product + of_ffn)
+    at_second = above + attention + behind_attention
+    kept = float(at_second + second_norm + second_inputs + ffn + product + of_ffn)
+    behind_ffn = norms.behind * (gate or up or "down_proj" in adapters)
 
     # the gradients of the product, of silu(gate) and of up, after the product is freed
     of_product = 3 * e * w.i - product
@@ -419,13 +463,16 @@ def frozen_layer_memory(
     if compute != BF16:
         ln = 20 * w.h + (8 if kernels.fused_norm else 4)
     if below:
-        moments.append(Moment("post_attention_layernorm", above + attention + ln, 3, 0, 0))
+        moments.append(Moment("post_attention_layernorm", at_second + ln, 3, 0, 0))
         of_output = (3 if "o_proj" in adapters else 1) * e * w.q
         moments.append(Moment("self_attn", above + attention + of_output, 3, 0, 1))
     if of_scores:
-        moments += [Moment("self_attn", above + form, 3, 0, 1) for form in _softmax(w, kernels)]
+        waiting = of_queries + e * w.a * kernels.seq_len * (spec.attention_softcap and kernels.eager)
+        moments += [Moment("self_attn", above + form + waiting, 3, 0, 1) for form in _softmax(w, kernels)]
     if has_input_gradient:
         moments.append(Moment("input_layernorm", ln, 3, 2, 2))
+    if behind_ffn:
+        moments.insert(0, Moment("post_feedforward_layernorm", kept + ln, 0, 0, 0))
     # The end of forward: down_proj's output is ready, and its adapter's input is being computed.
     is_lora = "down_proj" in adapters and adapters.rank > 0
     last = kept + e * w.h * is_lora + _beside_input(w, adapters, kernels) * is_lora
@@ -433,11 +480,14 @@ def frozen_layer_memory(
         last += 4 * w.h
     else:
         last += e * w.h * (adapters.drops or not second_inputs)
+    if spec.norms == "after":  # no norm saves the residual stream, and the FFN's result is still to be added
+        last += residual * w.h
+    everything = kept + behind_ffn
     if checkpointing == "none":
         moments.insert(0, Moment("mlp", last - residual * w.h, 0, 0, 0))  # no residual gradient exists yet
-        return LayerMemory(kept, tuple(moments), residual)
+        return LayerMemory(everything, tuple(moments), residual)
     # transformers' bf16 norm copies its input, and this copy comes on top of the recomputed tensors
-    copied = 2 * w.h if compute == BF16 and not kernels.fused_norm else 0
+    copied = 2 * w.h if compute == BF16 and not kernels.fused_norm and spec.norms != "after" else 0
     saved, extra = float(residual * w.h), copied
     if checkpointing == "selective_op":
         results, unused = _saved_results(spec, e, adapters)
@@ -453,28 +503,58 @@ def frozen_layer_memory(
 
 
 def _inputs(
-    w: _Widths, adapters: Adapters, names: tuple[str, ...], kernels: Kernels, *, has_gradient: bool
+    spec: ModelSpec, adapters: Adapters, names: tuple[str, ...], kernels: Kernels, *, has_gradient: bool
 ) -> float:
     """Return the bytes per token saved of the matrices' shared input, h wide (with IA3, of their outputs)."""
-    e, adapted = kernels.element, [name for name in names if name in adapters]
-    shared = e * w.h * (kernels.keeps_inputs and has_gradient)
+    e, h, adapted = kernels.element, spec.hidden_size, [name for name in names if name in adapters]
+    shared = e * h * (kernels.keeps_inputs and has_gradient)
     if not adapters.rank:
-        outputs = {"q_proj": w.q, "k_proj": w.v, "v_proj": w.v, "gate_proj": w.i, "up_proj": w.i}
-        return shared + e * sum(outputs[name] for name in adapted)
+        matrices = matrices_of(spec)
+        return shared + e * sum(matrices[name][1] for name in adapted)
     if adapters.drops:
-        return shared + (e + 1) * w.h * len(adapted)
+        return shared + (e + 1) * h * len(adapted)
     if kernels.casts_each_input:
-        return e * w.h * len(adapted)
-    return shared or e * w.h * bool(adapted)
+        return e * h * len(adapted)
+    return shared or e * h * bool(adapted)
 
 
-def _attention(w: _Widths, adapters: Adapters, kernels: Kernels, *, is_kept: bool) -> float:
-    """Return the bytes per token that attention saves: the terms of `layer_memory`, and o_proj's input."""
-    e, kept = kernels.element, 0.0
+def _masks_of_a_layer(spec: ModelSpec, adapters: Adapters) -> float:
+    """Return the masks that SDPA saves, as a mean over the layers whose attention saves anything.
+
+    The first layer's attention saves nothing unless it has adapters. Gemma's first layer has a window.
+    """
+    if any(name in adapters for name in ATTENTION_INPUTS):
+        return spec.num_window_layers / spec.num_layers
+    first = spec.num_window_layers == spec.num_layers or spec.model_type.startswith("gemma")
+    return (spec.num_window_layers - first) / max(1, spec.num_layers - 1)
+
+
+class _Reached(NamedTuple):
+    """Whether the query, key and value have gradients."""
+
+    query: bool
+    key: bool
+    value: bool
+
+
+def _attention(spec: ModelSpec, w: _Widths, adapters: Adapters, kernels: Kernels, reached: _Reached) -> float:
+    """Return the bytes per token that attention saves: the terms of `layer_memory`, and o_proj's input.
+
+    Eager attention saves of each product only what the gradients need that are computed: keys for the
+    query's, queries for the key's, probabilities for the value's.
+    """
+    e, kept, seq_len, is_kept = kernels.element, 0.0, kernels.seq_len, any(reached)
     if is_kept and kernels.eager:
-        kept = 3 * e * w.q + (4 if kernels.compute == FP32 else 6) * w.a * kernels.seq_len
+        scores = reached.query or reached.key
+        of_scores = 4 if kernels.compute == FP32 else 4 * scores + 2 * reached.value
+        of_scores += e * spec.attention_softcap * scores
+        kept = (reached.query + reached.key + scores) * e * w.q + of_scores * w.a * seq_len
     elif is_kept:
         kept = 2 * e * (w.q + w.v) + 4 * w.a
+        if spec.sliding_window is not None and spec.sliding_window < seq_len:
+            kept += e * seq_len * _masks_of_a_layer(spec, adapters)
+        if spec.fused_projections:  # see `_saved_by_attention`
+            kept += e * (w.q + w.v)
     output = e * w.q  # the flash kernels save it anyway
     needs_output = kernels.eager or not is_kept
     for_matrix = output * (kernels.keeps_inputs and kernels.eager and is_kept)
@@ -529,7 +609,7 @@ def _saved_results(spec: ModelSpec, element: int, adapters: Adapters) -> tuple[f
     last_needed = 0
     for name, (_, outputs) in matrices_of(spec).items():
         results.append(element * outputs)
-        if name == "up_proj":
+        if name in ("up_proj", "gate_up_proj"):
             last_needed = len(results)
         if adapters.rank and name in adapters:
             results += [element * adapters.rank, element * outputs]
@@ -562,7 +642,7 @@ def layers_of(setup: Setup) -> list[LayerMemory]:
         frozen_layer_memory(
             *(spec, adapters, kernels),
             checkpointing=modes[number % 2],
-            has_input_gradient=number > 0 or checkpointing != "none",
+            has_input_gradient=number > 0 or setup.has_input_gradient,
         )
         for number in range(spec.num_layers)
     ]
@@ -573,7 +653,10 @@ def keeps_inputs(strategy: Strategy) -> bool:
     return strategy.zero_stage == 3 and strategy.deepspeed.zero_optimization.memory_efficient_linear
 
 
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_FFN = ("gate_proj", "up_proj", "down_proj")
 _ROLES = {
+    "qkv_proj": ("q_proj",),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "shared_up_proj": ("gate_proj", "up_proj"),
     "shared_down_proj": ("down_proj",),
@@ -589,9 +672,10 @@ _ROLES = {
 def _sizes_of_roles(spec: ModelSpec) -> dict[str, float]:
     """Return the elements of a layer's matrices by the names of Llama's."""
     if spec.experts is None and spec.latent_attention is None:
-        sizes = {name: inputs * outputs for name, (inputs, outputs) in matrices_of(spec).items()}
+        parts = matrices_of(replace(spec, fused_projections=False))
+        sizes = {name: inputs * outputs for name, (inputs, outputs) in parts.items()}
         return sizes | {"gate_proj": sizes["gate_proj"] * spec.gated_ffn}
-    sizes = dict.fromkeys((*ATTENTION, *FFN), 0.0)
+    sizes = dict.fromkeys((*_ATTENTION, *_FFN), 0.0)
     for tensor in layer_tensors(spec):
         roles = _ROLES.get(tensor.name, (tensor.name,)) if tensor.is_matrix else ()
         for role in roles:
@@ -604,10 +688,12 @@ def gradients_made(spec: ModelSpec, adapters: Adapters | None) -> Callable[[Mome
     if adapters is None:
         sizes = _sizes_of_roles(spec)
     else:
-        sizes = dict.fromkeys(matrices_of(spec), 0) | adapter_sizes(spec, adapters)
+        sizes = dict.fromkeys((*_ATTENTION, *_FFN), 0)
+        for name, size in adapter_sizes(spec, adapters).items():
+            sizes[_ROLES.get(name, (name,))[0]] += size
     ffn, key_and_value, query_and_output = (
         list(accumulate((sizes[name] for name in reversed(names)), initial=0))  # the order of backward
-        for names in (FFN, ATTENTION[1:3], ATTENTION[::3])
+        for names in (_FFN, _ATTENTION[1:3], _ATTENTION[::3])
     )
     return lambda moment: (
         ffn[moment.ffn_grads] + key_and_value[moment.kv_grads] + query_and_output[moment.query_grads]

@@ -61,6 +61,8 @@ class Step:
     "when gradients are copied together to be sent"
     at_last_layer: At | None = None
     "in the last layer's forward, if more is gathered then than later"
+    at_final_norm: At | None = None
+    "the same in the final norm's forward"
     at_gather: At | None = None
     "when forward gathers the head, if that is an instant of its own"
     crowded_layer: int = 0
@@ -85,6 +87,11 @@ class Copies:
     def waiting(self, num_layers: int) -> float:
         """Return the bytes of copies that the first `num_layers` layers save for backward."""
         return self.of_layer * (num_layers - sum(self.recomputed[:num_layers]))
+
+    def in_backward(self, layer: int) -> float:
+        """Return the bytes of copies in a layer's backward; a checkpointed layer makes its own again."""
+        again = self.of_layer if self.recomputed and self.recomputed[layer] else 0
+        return self.waiting(layer + 1) + again
 
     @property
     def in_forward(self) -> float:
@@ -215,15 +222,11 @@ def fsdp2(
     held, held_gradient = (tail, trained_tail) if is_one_unit else (0, 0)
     is_alone = gathering_ranks == 1
 
-    def copied_at(layer: int) -> float:
-        again = copies.of_layer if copies.recomputed and copies.recomputed[layer] else 0
-        return copies.waiting(layer + 1) + again
-
     def gathered_at(layer: int) -> float:
         if not reshard_after_forward:
-            return (num_vocabularies * E + (layer + 1) * p) * w + copied_at(layer)
+            return (num_vocabularies * E + (layer + 1) * p) * w + copies.in_backward(layer)
         ahead = p if layer else 0 if is_one_unit else E
-        return (held + p + ahead * (not is_alone)) * w + copied_at(layer)
+        return (held + p + ahead * (not is_alone)) * w + copies.in_backward(layer)
 
     def at_layer(layer: int, made: float) -> At:
         if accumulates:
@@ -314,13 +317,15 @@ def fsdp1(
     wraps_layers: bool,
     accumulates: bool,
     optimizer_temporary: float,
+    copies: Copies = NO_COPIES,
 ) -> Step:
     """Return the step of FSDP1, whose units are each layer and the root; all weights are trained.
 
     The root holds embedding, final norm and head as one flat parameter, which stays gathered during the whole
     step. Without `wraps_layers` the root is the whole model. `prefetches` is BACKWARD_PRE: backward gathers
     one layer ahead. When a unit's gradients are complete, they are joined in one flat gradient, which is
-    reduced and freed; the gradient of the head waits for that of the embedding. torch 2.13,
+    reduced and freed; the gradient of the head waits for that of the embedding. `copies`: of gathered fp32
+    weights, if autocast makes them; it caches none of them, because they are views. torch 2.13,
     distributed/fsdp/_runtime_utils.py; traced by `bench/fsdp1_memory.py`.
     """
     P, p, D, L = weights.total, weights.layer, weights.trained_vocabulary, spec.num_layers
@@ -342,22 +347,24 @@ def fsdp1(
         return before + waiting * w + reduced
 
     def at_layer(layer: int, made: float) -> At:
-        return At(gathered_at(layer), gradients_at(layer) + made * w)
+        return At(gathered_at(layer) + copies.in_backward(layer), gradients_at(layer) + made * w)
 
     def joining(layer: int) -> At:
-        return At(gathered_at(layer), gradients_at(layer) + p * w, communication=p * w)
+        gathered = gathered_at(layer) + copies.waiting(layer)
+        return At(gathered, gradients_at(layer) + p * w, communication=p * w)
 
     after_forward = root * w if reshard_after_forward else P * w
     # the loss's backward begins with the gathering of the last layer
-    in_loss = after_forward + p * w * (prefetches and reshard_after_forward)
+    in_loss = after_forward + p * w * (prefetches and reshard_after_forward) + copies.waiting(L)
+    of_head = copies.of_head * copies.head_waits
     # the tied head's part of the gradient, the embedding's, and their sum; then all of the root's, joined
     at_end = 2 * root if wraps_layers else 2 * P
     reduced = 0 if accumulates or not wraps_layers else L * p * share * kept
     return Step(
         state,
-        at_forward_loss=At(after_forward, before),
-        at_loss=At(in_loss, before),
-        at_head=At(in_loss, before + D * w),
+        at_forward_loss=At(after_forward + copies.waiting(L) + copies.of_head, before),
+        at_loss=At(in_loss + of_head, before),
+        at_head=At(in_loss + of_head, before + D * w),
         at_norm=At(in_loss, before + D * w),
         at_layer=at_layer,
         at_reductions=tuple(
@@ -490,7 +497,7 @@ def zero_3(
     return Step(
         state,
         at_last_layer=At(gathered_bytes(gathered.in_last_layer)),
-        at_gather=At(gathered_bytes(gathered.before_head)),
+        at_final_norm=At(gathered_bytes(gathered.before_head)),
         at_forward_loss=At(gathered_bytes(gathered.in_loss)),
         at_loss=At(gathered_bytes(gathered.in_loss)),
         at_head=At(gathered_bytes(gathered.at_head), D * w),

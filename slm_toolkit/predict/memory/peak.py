@@ -95,16 +95,17 @@ def peak(setup: Setup) -> MemoryEstimate:
             best_total, best_instant, best = sum(sizes), instant, sizes
 
     residual = layers[-1].residual * spec.hidden_size * num_tokens
-    # Checkpointing with frozen weights requires a gradient of the embedding's output. The output and its
-    # gradient stay allocated until the loss is freed, which is in the next micro-step's forward. A
-    # checkpointed first layer saves the output anyway.
-    needs_input_gradient = weights.is_frozen and config.gradient_checkpointing != "none"
-    if needs_input_gradient and config.gradient_checkpointing == "selective_layer":
-        fixed += residual
-    left_over = 2 * residual * (needs_input_gradient and config.gradient_accumulation_steps > 1)
+    # A checkpointed first layer requires a gradient of the embedding's output. The output and its gradient
+    # stay allocated until the loss is freed, which is in the next micro-step's forward.
+    of_input = 2 * residual * (weights.is_frozen and setup.has_input_gradient)
+    left_over = of_input * (config.gradient_accumulation_steps > 1)
     consider("forward: the loss", step.at_forward_loss, saved + fixed + left_over, loss.forward)
     if step.at_last_layer is not None:
         consider("forward: the last layer", step.at_last_layer, saved + _not_saved(setup) + fixed, 0)
+    if step.at_final_norm is not None:
+        # the last layer's two summands; the norm's input and result in fp32, the result in bf16, the output
+        in_norm = 16 * spec.hidden_size * num_tokens if config.norm_kernel == "hf" else loss.final_norm
+        consider("forward: the final norm", step.at_final_norm, saved + fixed + in_norm, 0)
     if step.at_gather is not None:
         consider("forward: gathering the head", step.at_gather, saved + fixed + loss.final_norm, 0)
     consider("backward: the loss", step.at_loss, saved + fixed, loss.backward)
@@ -133,7 +134,7 @@ def peak(setup: Setup) -> MemoryEstimate:
         "lm_head": saved + fixed + loss.final_norm,
         "norm": saved + fixed + loss.final_norm,
         "embed_tokens": fixed,
-        "end": 2 * residual * needs_input_gradient,
+        "end": of_input,
     }
     for where, at in step.at_reductions:
         if where.layer is None:
@@ -142,9 +143,8 @@ def peak(setup: Setup) -> MemoryEstimate:
             per_token = _in_hook(layers[where.layer], where, made_at) + sums[where.layer]
             name = f"backward: layers.{where.layer}, reducing"
             consider(name, at, per_token * num_tokens + residual + fixed, 0)
-    residuals = (2 if needs_input_gradient else 1) * residual
-    consider("backward: embed_tokens", step.at_embedding, residuals + fixed, 0)
-    consider("optimizer step", step.at_optimizer, 2 * residual * needs_input_gradient, 0)
+    consider("backward: embed_tokens", step.at_embedding, max(residual, of_input) + fixed, 0)
+    consider("optimizer step", step.at_optimizer, of_input, 0)
 
     state = step.state
     always = {
@@ -193,7 +193,9 @@ def _not_saved(setup: Setup) -> float:
     if not setup.recomputed[-1]:
         return 0
     adapters, spec = setup.adapters, setup.spec
-    is_adapted = adapters is not None and adapters.rank > 0 and "up_proj" in adapters
+    is_adapted = (
+        adapters is not None and adapters.rank > 0 and {"up_proj", "gate_up_proj"} & {*adapters.targets}
+    )
     widths = 2 * spec.hidden_size + (4 if is_adapted else 3) * spec.ffn_size
     return widths * setup.num_tokens * (2 if setup.compute == BF16 else 4)
 
@@ -244,17 +246,18 @@ def _engine_step(setup: Setup) -> Step:
             copies=_autocast_copies(setup) if setup.compute == AUTOCAST else Copies(),
             optimizer_temporary=temporary,
         )
-    if strategy.is_fsdp1:
+    if setup.has_fsdp1:
         return fsdp1(
             spec,
             weights,
             dtypes,
             num_ranks=setup.gpu_state_ranks,
             reshard_after_forward=setup.placement.reshard_after_forward,
-            prefetches=strategy.fsdp.backward_prefetch == "BACKWARD_PRE",
+            prefetches=not strategy.is_fsdp1 or strategy.fsdp.backward_prefetch == "BACKWARD_PRE",
             wraps_layers=strategy.fsdp.auto_wrap_policy != "NO_WRAP",
             accumulates=accumulates,
             optimizer_temporary=temporary,
+            copies=_autocast_copies(setup) if setup.compute == AUTOCAST else Copies(),
         )
     if strategy.is_fsdp:
         return fsdp2(

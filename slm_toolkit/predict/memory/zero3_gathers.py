@@ -128,10 +128,10 @@ def _model_of(
 ) -> _Module:
     """Return the modules. Parameters that are on every rank always are left out.
 
-    With adapters, backward only reaches the embedding, and the first layer's matrices on its output, if a
-    checkpointed layer needs a gradient of its input.
+    With adapters, backward only reaches the embedding, and the first layer's matrices on its output, if the
+    first layer is checkpointed.
     """
-    reaches_all = adapters is None or any(recomputed)
+    reaches_all = adapters is None or recomputed[0]
 
     def with_params(place: str, layer: int | None, size: int, *, is_trained: bool, reached: bool) -> _Module:
         params = (Param(place, layer, size),) if size > zero.stage3_param_persistence_threshold else ()
@@ -161,10 +161,7 @@ def _model_of(
     ]
     rotary = _Module("rotary_emb", in_backward=False)
     base = _Module("model", children=(embed, rotary, *layers, _Module("norm")))
-    model = _Module("root", children=(base, head))
-    if adapters is not None:  # peft's PeftModelForCausalLM and LoraModel
-        model = _Module("peft", children=(_Module("lora_model", children=(model,)),))
-    return model
+    return _Module("root", children=(base, head))
 
 
 def _layer_modules(

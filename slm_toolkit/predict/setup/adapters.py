@@ -7,10 +7,13 @@ from functools import lru_cache
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import ModelSpec, layer_tensors
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-FFN = ("gate_proj", "up_proj", "down_proj")
-_IA3_OF = {"qwen2": ("q_proj", "v_proj", "down_proj")}  # peft 0.21, utils/constants.py
-_IA3 = ("k_proj", "v_proj", "down_proj")  # the same for llama and mistral
+ATTENTION_INPUTS = ("q_proj", "k_proj", "v_proj", "qkv_proj")
+FFN_INPUTS = ("gate_proj", "up_proj", "gate_up_proj")
+KNOWN = (*ATTENTION_INPUTS, "o_proj", *FFN_INPUTS, "down_proj")
+IA3_MODULES = {  # peft 0.21, utils/constants.py; it has no default for other model types
+    **dict.fromkeys(("llama", "mistral"), ("k_proj", "v_proj", "down_proj")),
+    **dict.fromkeys(("qwen2", "qwen3", "gemma2", "gemma3_text"), ("q_proj", "v_proj", "down_proj")),
+}
 NF4_BLOCK, SCALE_BLOCK = 64, 256
 "64 weights share an 8-bit scale, 256 scales an fp32 scale: bitsandbytes 0.50, functional.quantize_4bit"
 CODE_BYTES = (16 + 256) * 4 + 4
@@ -22,7 +25,7 @@ class Adapters:
     """The adapters of one decoder layer; all layers have the same."""
 
     targets: tuple[str, ...]
-    "the matrices of ATTENTION and FFN that have an adapter"
+    "the matrices that have an adapter, by transformers' names, in the model's order"
     rank: int
     "rank of LoRA's two matrices; 0: IA3, whose adapter is a vector"
     drops: bool
@@ -72,16 +75,23 @@ def adapters_of(spec: ModelSpec, config: RunConfig) -> Adapters | None:
         return None
     if problem := unknown_targets(config):
         raise ValueError(problem)
-    is_llamas = spec.gated_ffn and spec.norms == "before" and spec.qk_norm == "none"
-    if not is_llamas or spec.fused_projections or spec.experts or spec.latent_attention:
+    if not spec.gated_ffn or spec.experts or spec.latent_attention:
         raise ValueError(
-            f"--peft {config.peft}: no closed form for {spec.name}, whose layers are not Llama's"
+            f"--peft {config.peft}: no closed form for {spec.name}, which has "
+            f"{'experts' if spec.experts else 'latent attention' if spec.latent_attention else 'no gate'}"
             "\nhint: --rehearse N measures it"
         )
+    matrices = matrices_of(spec)
     names = _target_names(config)
-    if names is None:
-        names = (*ATTENTION, *FFN) if config.peft != "ia3" else _IA3_OF.get(spec.model_type, _IA3)
-    targets = tuple(name for name in (*ATTENTION, *FFN) if name in names)
+    if names is None and config.peft == "ia3":
+        names = set(IA3_MODULES.get(spec.model_type, ()))
+    targets = tuple(name for name in matrices if names is None or name in names)
+    if not targets:
+        reason = (
+            f"peft has no default for {spec.model_type}" if names == set() else "the model has none of these"
+        )
+        flags = f"--peft {config.peft} --lora_target_modules {config.lora_target_modules}"
+        raise ValueError(f"{flags} with {spec.name}: {reason}\nhint: name some of {', '.join(matrices)}")
     is_lora = config.peft != "ia3"
     return Adapters(
         targets,
@@ -93,12 +103,12 @@ def adapters_of(spec: ModelSpec, config: RunConfig) -> Adapters | None:
 
 def unknown_targets(config: RunConfig) -> str | None:
     """Return an error if `--lora_target_modules` names a module without a closed form, else None."""
-    others = [name for name in _target_names(config) or () if name not in (*ATTENTION, *FFN)]
+    others = [name for name in _target_names(config) or () if name not in KNOWN]
     if config.peft == "none" or not others:
         return None
     return (
         f"--lora_target_modules {others[0]}: no closed form for it; estimates cover "
-        f"{', '.join((*ATTENTION, *FFN))} of all layers, and all-linear"
+        f"{', '.join(KNOWN)} of all layers, and all-linear"
     )
 
 
@@ -117,8 +127,15 @@ def matrices_of(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """Return the (inputs, outputs) of each matrix of a decoder layer, by transformers' names."""
     h, f = spec.hidden_size, spec.ffn_size
     query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    attention = ((h, query), (h, key), (h, key), (query, h))
-    return dict(zip((*ATTENTION, *FFN), (*attention, (h, f), (h, f), (f, h)), strict=True))
+    if spec.fused_projections:
+        return {
+            "qkv_proj": (h, query + 2 * key),
+            "o_proj": (query, h),
+            "gate_up_proj": (h, 2 * f),
+            "down_proj": (f, h),
+        }
+    attention = {"q_proj": (h, query), "k_proj": (h, key), "v_proj": (h, key), "o_proj": (query, h)}
+    return attention | {"gate_proj": (h, f), "up_proj": (h, f), "down_proj": (f, h)}
 
 
 def adapter_shapes(spec: ModelSpec, adapters: Adapters) -> dict[str, tuple[tuple[int, int], ...]]:

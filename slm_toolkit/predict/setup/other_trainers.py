@@ -43,6 +43,8 @@ class OtherTrainer:
     "with --torch_compile; None: as without"
     root_holds_vocabulary: bool = False
     "FSDP: the root unit, gathered during the whole step, has the embedding, the final norm and the head"
+    has_fsdp1: bool = False
+    "its FSDP is FSDP1: a flat parameter for each layer, and one for the root; backward gathers ahead"
     gathers_in_fp32: bool = False
     "FSDP: fp32 parameters are gathered in fp32 and cast by autocast; gradients are reduced in bf16"
     zero_1_has_buckets: bool = False
@@ -60,6 +62,8 @@ class OtherTrainer:
             phrases.append(f"with --torch_compile a compiled loss, {_loss_text(self.compiled_loss)}")
         if self.root_holds_vocabulary:
             phrases.append("an FSDP root that keeps embedding and head gathered")
+        if self.has_fsdp1:
+            phrases.append("FSDP1, which holds two layers at once")
         if self.gathers_in_fp32:
             phrases.append("FSDP that gathers fp32 weights and reduces bf16 gradients")
         if self.zero_1_has_buckets:
@@ -204,12 +208,13 @@ TRAINERS = (
         # `logits` are fp32 (Fabric casts the output) and live until the next assignment: 4. Before it, the
         # new ones are made of bf16 ones: 2 + 4. Backward: gradients of chunks 4, joined 4
         loss=LossBytes(forward=6, backward=8, alive=4),
-        root_holds_vocabulary=True,  # auto_wrap_policy={Block}
+        # auto_wrap_policy={Block}, so the root is a unit of the rest; lightning's FSDPStrategy leaves
+        # backward_prefetch at FSDP1's default, BACKWARD_PRE (strategies/fsdp.py)
+        has_fsdp1=True,
         gathers_in_fp32=True,
         notes=(
             ("pretrain.py compiles the model: add --torch_compile", False),
             ("pretrain.py shards within a node: for several nodes --strategy fsdp_hybrid_shard", False),
-            ("FSDP1 gathers two layers at once; estimated with FSDP2's units", True),
             ("--precision bf16-true is --numerics pure_bf16", False),
         ),
     ),

@@ -157,12 +157,24 @@ class Setup:
         is_recomputed = {"none": (False, False), "selective_layer": (False, True)}.get(mode, (True, True))
         return tuple(is_recomputed[number % 2] for number in range(self.spec.num_layers))
 
+    @property
+    def has_input_gradient(self) -> bool:
+        """True if backward reaches the embedding. With adapters: if the first layer is checkpointed."""
+        return self.adapters is None or self.recomputed[0]
+
     @cached_property
     def dtypes(self) -> Dtypes:
         dtypes = dtypes_of(self.strategy, self.config)
         if not self.gathers_in_fp32:
             return dtypes
         return dataclasses.replace(dtypes, compute=4, gradient=4, reduced=2)
+
+    @property
+    def has_fsdp1(self) -> bool:
+        """True if FSDP1 trains: the strategy's, or that of the trainer of `--like`."""
+        return self.strategy.is_fsdp1 or (
+            self.strategy.is_fsdp and self.like is not None and self.like.has_fsdp1
+        )
 
     @property
     def gathers_in_fp32(self) -> bool:

@@ -447,7 +447,7 @@ def step_time(
             "matmul": micro_steps * work.matmul,
             "attention": micro_steps * work.attention,
             "memory_traffic": micro_steps * work.memory_traffic
-            + (micro_steps - 1) * _accumulation_seconds(setup, rates),
+            + (micro_steps - 1) * _accumulation_seconds(setup, rates, software),
             "dequantization": micro_steps * work.dequantization,
             "recomputation": micro_steps * work.recomputation,
             "optimizer": optimizer_seconds,
@@ -537,11 +537,17 @@ def _optimizer_kernels(setup: Setup) -> int:
     return _STEP_KERNELS + (num_params if setup.config.numerics == "aligned" else 0)
 
 
-def _accumulation_seconds(setup: Setup, rates: Rates) -> float:
-    """Return the seconds of adding a micro-step's gradients: read the old and the new ones, write the sum."""
+def _accumulation_seconds(setup: Setup, rates: Rates, software: Software) -> float:
+    """Return the seconds of adding a micro-step's gradients: read the old and the new ones, write the sum.
+
+    An engine that shards gradients and reduces them in each micro-step adds only its shard.
+    """
+    strategy = setup.strategy
     element_bytes = 2 if setup.compute not in (AUTOCAST, FP32) else 4
     sum_bytes = 4 if setup.config.reduces_in_fp32 else element_bytes
-    return (element_bytes + 2 * sum_bytes) * setup.weights.trained / rates.memory_bytes
+    reduces_each = strategy.is_deepspeed or software.reduces_each_micro_step
+    num_shards = setup.shard_ranks if reduces_each and "gradients" in strategy.sharded_parts else 1
+    return (element_bytes + 2 * sum_bytes) * setup.weights.trained / num_shards / rates.memory_bytes
 
 
 BOTTLENECKS = (

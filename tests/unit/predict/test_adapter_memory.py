@@ -1,21 +1,27 @@
 """Memory of --peft, estimated: bytes by hand and as traced, 4-bit weights as they lie, and offloaded."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import statistics
 
 import pytest
-from conftest import bench
+from conftest import ROOT, bench
 from test_memory import TINY, estimate
 
 from slm_toolkit.cli.main import main
 from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.model.families import TRAINABLE
 from slm_toolkit.model.model_spec import PRESETS
-from slm_toolkit.predict.setup.adapters import Adapters, adapters_of, weights_of
+from slm_toolkit.model.names import find_model
+from slm_toolkit.predict.memory.activations import layers_of
+from slm_toolkit.predict.setup.adapters import IA3_MODULES, Adapters, adapters_of, matrices_of, weights_of
+from slm_toolkit.predict.setup.setup import Setup
 from slm_toolkit.run.model.model import build_model
-from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES
+from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy
 
+MODELS = ROOT / "bench" / "data" / "models"
 P = 130_569_920  # parameters of slm-100m
 G = 2_325_312  # of rank 16 beside all its linear layers: 9 x 16 x (4 x (832 + 832) + 3 x (832 + 2332))
 
@@ -139,18 +145,87 @@ def test_four_bit_weights_are_counted_as_they_lie() -> None:
     assert found.unpacked_bytes == 2 * 128 * 384 + 4 * 128 * 384 // 64
 
 
-@pytest.mark.parametrize("half", ["adapters", "adapters_held_out"])
-def test_stored_traces_of_adapters_are_met(half: str) -> None:
+FAMILIES = (
+    *("qwen3-2m", "gemma2-2m", "gemma3-2m", "smollm3-2m"),
+    *("olmo2-3m", "granite-2m", "phi3-2m", "falcon3-2m"),
+)
+
+
+@pytest.mark.parametrize("peft", ["lora", "ia3"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_trained_parameters_of_a_family_are_those_that_peft_adds(name: str, peft: str) -> None:
+    path = str(MODELS / name)
+    spec = find_model(path)
+    targets = "all-linear" if peft == "lora" else ",".join(matrices_of(spec))
+    config = RunConfig(
+        model=path, peft=peft, lora_r=8, lora_target_modules=targets, attn_implementation="eager"
+    )
+    model = build_model(spec, config)
+    counted = weights_of(spec, adapters_of(spec, config))
+    assert counted.trained == sum(param.numel() for param in model.parameters() if param.requires_grad)
+    assert counted.total == sum(param.numel() for param in model.parameters())
+
+
+def test_default_modules_of_ia3_are_pefts() -> None:
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING as modules
+
+    assert TRAINABLE
+    for name in TRAINABLE:
+        assert sorted(IA3_MODULES.get(name, ())) == sorted(modules.get(name, ()))
+
+
+def test_ia3_of_a_family_without_peft_defaults_needs_names() -> None:
+    spec = find_model(str(MODELS / "olmo2-3m"))
+    with pytest.raises(ValueError, match="peft has no default for olmo2\nhint: name some of q_proj, k_proj"):
+        adapters_of(spec, RunConfig(model="olmo2-3m", peft="ia3"))
+    with pytest.raises(ValueError, match="the model has none of these"):
+        adapters_of(spec, RunConfig(model="olmo2-3m", peft="lora", lora_target_modules="qkv_proj"))
+
+
+def frozen_layer(name: str, **flags: object) -> float:
+    """Bytes per token that the second of four layers saves in bf16 with LoRA of rank 64, 256 tokens."""
+    path = str(MODELS / name)
+    config = RunConfig(model=path, peft="lora", lora_r=64, seq_len=256, **flags).with_defaults(has_gpu=True)
+    config = dataclasses.replace(config, norm_kernel="hf", mlp_kernel="hf")
+    setup = Setup(find_model(path), find_strategy("ddp"), config, num_gpus=8)
+    return layers_of(setup)[1].saved
+
+
+def test_a_layer_with_norms_behind_its_blocks_saves_by_hand() -> None:
+    # OLMo 2: h = q = 192, v = 64, i = 512, 6 heads. Inputs of attention and of the FFN 2 x 192 each; query,
+    # key, value and output 4 x 256 and SDPA's normaliser 4 x 6; the norms of queries and keys 4 x 256 + 8;
+    # the norms behind attention and FFN 4 x 192 + 4 each; gate, silu(gate), up and product 8 x 512; seven
+    # times LoRA's 2 x 64. A rehearsal of 2026-11-25 grew by 9,384 bytes a token in each layer.
+    parts = (2 * 192 * 2, 4 * 256 + 4 * 6, 4 * 256 + 8, 2 * (4 * 192 + 4), 8 * 512, 7 * 2 * 64)
+    assert frozen_layer("olmo2-3m") == sum(parts) == 9384
+
+
+def test_fused_projections_have_four_adapters() -> None:
+    spec = find_model(str(MODELS / "phi3-2m"))
+    found = adapters_of(spec, RunConfig(model="phi3-2m", peft="lora", lora_r=8))
+    assert found.targets == ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+
+
+@pytest.mark.parametrize(
+    ("half", "worst"),
+    [
+        ("adapters", 0.01),
+        ("adapters_held_out", 0.015),
+        ("adapters_today", 0.03),
+        ("adapters_today_held_out", 0.03),
+    ],
+)
+def test_stored_traces_of_adapters_are_met(half: str, worst: float) -> None:
     accuracy = bench("memory_accuracy")
     found = accuracy.traces(accuracy.FOLDER / f"{half}.csv")
     errors = [abs(error) for error, _ in found]
     assert len(found) >= (60 if half == "adapters" else 30)
     assert {row["strategy"] for _, row in found} >= set(STUDIED_STRATEGIES)
     assert {row["peft"] for _, row in found} == {"lora", "ia3"}
+    if "today" in half:
+        assert {row["model"] for _, row in found} >= {"qwen3-2m", "gemma3-2m", "olmo2-3m", "phi3-2m"}
     assert statistics.median(errors) <= 0.005
-    # of the held-out half one stands out: ZeRO-3 on 64 ranks holds slm-10m twice as it gathers the last of it
-    assert max(errors) <= (0.05 if half == "adapters" else 0.07)
-    assert sorted(errors)[-2] <= 0.05
+    assert max(errors) <= worst
 
 
 def test_offload_leaves_frozen_weights_where_the_engine_does() -> None:

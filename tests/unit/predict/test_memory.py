@@ -171,15 +171,15 @@ def test_stored_traces_of_the_real_engines_are_met(half: str) -> None:
     assert len(found) >= (50 if half == "fused_mlp" else 100)
     assert {row["strategy"] for _, row in found} == {"single", *STUDIED_STRATEGIES}
     assert statistics.median(errors) <= 0.01
-    # of the third half, one stands out: ZeRO-3 keeps more of slm-100m gathered while it computes again
-    assert max(errors) <= (0.08 if half == "fused_mlp" else 0.05)
+    assert max(errors) <= 0.05
 
 
-def test_traces_of_gradients_in_fp32_and_of_kept_ones_are_met() -> None:
+@pytest.mark.parametrize("half", ["gradients", "gradients_held_out"])
+def test_traces_of_gradients_in_fp32_and_of_kept_ones_are_met(half: str) -> None:
     accuracy = bench("memory_accuracy")
-    found = accuracy.traces(accuracy.FOLDER / "gradients.csv")
-    assert len(found) >= 40
-    # ZeRO-3's step of slm-3m is the worst, 0.8 %
+    found = accuracy.traces(accuracy.FOLDER / f"{half}.csv")
+    assert len(found) >= 30
+    # smollm2-135m under ZeRO-3 that reduces in fp32 is the worst, 0.9 %
     assert max(abs(error) for error, _ in found) <= 0.01
 
 

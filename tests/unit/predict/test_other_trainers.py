@@ -95,6 +95,14 @@ def test_a_root_that_holds_the_vocabulary_is_gathered_at_the_loss() -> None:
     assert theirs.parts["gathered_parameters"] == 2 * (328 + 320)
 
 
+def test_litgpts_fsdp_is_fsdp1_with_fp32_weights_and_bf16_copies() -> None:
+    found = estimate("fsdp_full_shard", like="litgpt")
+    # the root, 2 x 320 + 8, and both layers of 656 in fp32; bf16 copies of both layers' 640 matrix elements.
+    # FSDP2 frees a layer's buffer before it gathers the next one
+    assert found.largest["gathered_parameters"] == 4 * (648 + 2 * 656) + 2 * (2 * 640)
+    assert "FSDP1, which holds two layers at once" in trainer_named("litgpt").beyond_flags
+
+
 def test_litgpts_logits_live_in_the_optimizers_step() -> None:
     found = estimate("single", num_gpus=1, like="litgpt", seq_len=2, per_device_train_batch_size=1)
     assert found.parts["logits_and_loss"] >= 4 * 40 * 2  # fp32, of two tokens

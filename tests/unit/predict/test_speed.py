@@ -417,3 +417,16 @@ def test_a_layer_with_more_norms_moves_their_bytes_by_hand() -> None:
     assert gemma.num_kernels - plain.num_kernels == 12
     qwen = layer_traffic(dataclasses.replace(llama, qk_norm="head"), **flags)
     assert qwen.bytes_per_token - plain.bytes_per_token == 90 * (32 + 8) * 64
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shards"),
+    [("ddp", 1), ("fsdp_full_shard", 1), ("ds_zero1", 1), ("ds_zero2", 8), ("ds_zero3", 8)],
+)
+def test_an_engine_that_reduces_each_micro_step_adds_only_its_shard(strategy: str, shards: int) -> None:
+    once, twice = (
+        row.parts_seconds["memory_traffic"] for row in rows_of(strategy, gradient_accumulation_steps=[1, 2])
+    )
+    # bf16 gradients: read the old and the new one, write the sum: 6 bytes each
+    rate = rates_of(gpu_of_name("h100-80gb"), SOFTWARE["2026"]).memory_bytes
+    assert twice - 2 * once == pytest.approx(6 * PRESETS["slm-100m"].num_params / shards / rate)
