@@ -88,7 +88,10 @@ def _speed(group: list[Row], names: dict[int, str]) -> str:
 def _why_unranked(timed: list[Row], names: dict[int, str]) -> str:
     """State why rows with a rate have no rank."""
     if timed and all(row.is_too_disturbed for row in timed):
-        return "Too disturbed to rank: another run of any row may be over twice as fast or slow."
+        again = "may be over twice as fast or slow."
+        if len(timed) == 1:
+            return f"{names[id(timed[0])]} ran at {_rates(timed)}, but was disturbed: another run {again}"
+        return f"Too disturbed to rank: another run of any row {again}"
     if timed and all(row.interval is None for row in timed):
         steps = max(row.num_timed_steps for row in timed)
         return f"Too few steps to rank: {steps} were timed, {STEPS_PER_BLOCK} are needed (--max_steps)."

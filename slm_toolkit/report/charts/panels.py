@@ -36,6 +36,7 @@ def panels_of(
         figures.loss_panel(rows),
         memory_figures.timeline_panel(rows, pictures_of(rows, problems=problems)),
         figures.anatomy_panel(rows),
+        figures.goodput_panel(rows),
         memory_figures.errors_panel(rows, ledger_of(records)[0]),
     ]
     return [panel for panel in panels if panel is not None]

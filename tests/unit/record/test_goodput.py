@@ -7,6 +7,7 @@ import pytest
 from conftest import made_record
 
 from slm_toolkit.record.goodput import LaunchTimes, time_shares
+from slm_toolkit.report.charts.figures import goodput_panel
 from slm_toolkit.report.rows import row_of
 from slm_toolkit.report.tables.comparison import has_stopped
 
@@ -67,3 +68,19 @@ def test_a_report_shows_goodput_of_runs_that_saved_or_resumed(
     launches = [launch(0, 10, start=1, steps=9, saving=saving)] * num_launches
     row = row_of([(Path("record.json"), dataclasses.replace(made_record(), launches=launches))])
     assert has_stopped(row) is shown
+
+
+def test_the_chart_shows_shares_of_the_wall_time_and_names_rows_without_them() -> None:
+    stopped = dataclasses.replace(made_record(), launches=[launch(0, 10, start=1, steps=7, saving=2)])
+    rows = {
+        name: row_of([(Path("record.json"), record)])
+        for name, record in (("stopped", stopped), ("unknown", made_record()))
+    }
+    panel = goodput_panel(rows)
+    shares = {part["name"]: part["x"] for part in panel.figures[0].data}
+    assert shares == {
+        **{"steps that were kept": [70.0], "steps done again": [0.0], "saving": [20.0]},
+        **{"starting": [10.0], "other": [0.0]},
+    }
+    assert panel.notes[-1].endswith("known times: unknown")
+    assert goodput_panel({"unknown": rows["unknown"]}) is None

@@ -153,6 +153,8 @@ def test_a_rate_that_may_be_twice_as_high_or_low_has_no_rank_and_no_interval() -
     assert "disturbed" in text
     assert "525" not in text  # 6.25 - 1 = +525 %, which says nothing
     assert "too disturbed: ddp, ds_zero2: another run may be over twice as fast or slow" in text
+    alone = verdict(rows(record("ddp", **CPU, other_busy_cores=1.2)))[0]
+    assert alone.endswith("but was disturbed: another run may be over twice as fast or slow.")
 
 
 def test_a_disturbed_row_among_others_is_left_out_of_the_ranks_and_named() -> None:

@@ -167,7 +167,8 @@ function layOut() {
   }
   body.replaceChildren(...lines);
   const numKept = rows.filter(isKept).length;
-  document.getElementById("count").textContent = numKept === rows.length ? `${numKept} rows` : `${numKept} of ${rows.length} rows`;
+  const all = `${rows.length} row${rows.length === 1 ? "" : "s"}`;
+  document.getElementById("count").textContent = numKept === rows.length ? all : `${numKept} of ${all}`;
 }
 
 heads.forEach((head, column) => {
