@@ -74,7 +74,7 @@ from slm_toolkit.run.fp32_pass import in_fp32_first
 from slm_toolkit.run.hub_upload import upload_model
 from slm_toolkit.run.observe.launch_times import LaunchNotes, NoLaunchNotes
 from slm_toolkit.run.observe.measure import profile_steps
-from slm_toolkit.run.observe.progress import NoProgress, Tracker, TrainingProgress, show_stage
+from slm_toolkit.run.observe.progress import NoProgress, Tracker, TrainingProgress, starting
 from slm_toolkit.run.observe.watch import RunWatch
 from slm_toolkit.run.peers.failure import record_mark, seconds_since_start, write_failure
 from slm_toolkit.run.peers.step_exchange import StepExchange
@@ -141,10 +141,10 @@ def run(
     watchdog.follow(record, job.run_dir, mark=mark, config=job.config)
     try:
         with tensors_of(job.config):
-            if job.accelerator.is_main_process:
-                show_stage(job.run_dir, f"setting up {job.launch.strategy.engine}")
-            prepared, record = prepare(job, record)
-            if job.accelerator.is_main_process:
+            is_main = job.accelerator.is_main_process
+            with starting(job.run_dir, f"setting up {job.launch.strategy.engine}", is_main=is_main):
+                prepared, record = prepare(job, record)
+            if is_main:
                 with user_errors():
                     hold_run(job.run_dir)
             if job.config.overwrite_output_dir and job.checkpoint is None:

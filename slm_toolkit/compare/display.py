@@ -276,14 +276,14 @@ class Display:
         waiting = list(self.waiting.values())
         if self.num_slots is not None and not self.searching and (running or waiting):
             left = seconds_left(
-                self.took, waiting, running, num_slots=self.num_slots, steps_left=self._steps_left(now)
+                self.took, waiting, running, num_slots=self.num_slots, steps_left=self.steps_left(now)
             )
             words += [] if left is None else [_left_in_words(left)]
         if self.usd_so_far is not None:
             words.append(f"${self.usd_so_far():,.2f} so far")
         return ", ".join(words)
 
-    def _steps_left(self, now: float) -> dict[str, float]:
+    def steps_left(self, now: float) -> dict[str, float]:
         """Return the seconds of the steps to come of each run that has done two, at its pace so far."""
         return {
             name: (num_steps - newest) * (now - began) / (newest - first)

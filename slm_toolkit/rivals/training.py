@@ -18,9 +18,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
+from safetensors.torch import load_file
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 ON_GPU = torch.cuda.is_available()
@@ -132,7 +132,7 @@ def batches(work: dict[str, Any]) -> Iterator[torch.Tensor]:
 
     The micro-batches of all ranks stand one after the other: first number 0 of each rank, then number 1.
     """
-    tokens = torch.from_numpy(np.load(work["tokens"]))
+    tokens = load_file(work["tokens"])["tokens"]
     own = tokens.view(-1, WORLD_SIZE, work["batch_size"], tokens.shape[-1])[:, RANK].flatten(0, 1)
     loader = torch.utils.data.DataLoader(own, batch_size=work["batch_size"], pin_memory=ON_GPU)
     for batch in loader:
@@ -147,7 +147,10 @@ def hf_model(work: dict[str, Any]) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        work["model"], attn_implementation=work["attn_implementation"], dtype=torch.float32
+        work["model"],
+        attn_implementation=work["attn_implementation"],
+        dtype=torch.float32,
+        trust_remote_code=False,
     )
     model.config.use_cache = False
     return model.train()
@@ -242,7 +245,7 @@ def trainer(work: dict[str, Any]) -> Watch:
         disable_tqdm=True,
         dataloader_pin_memory=ON_GPU,
     )
-    tokens = torch.from_numpy(np.load(work["tokens"]))
+    tokens = load_file(work["tokens"])["tokens"]
     run = InOrder(
         model=hf_model(work),
         args=arguments,

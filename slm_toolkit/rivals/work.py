@@ -5,9 +5,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
+from safetensors.torch import save_file
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.config.schedule import learning_rate
@@ -36,11 +37,12 @@ def write_work(
     build_model(spec, config).save_pretrained(folder / "model")
     num_steps = config.steps_asked
     per_step = config.gradient_accumulation_steps * num_processes
-    np.save(folder / "tokens.npy", _tokens(config, num_steps * per_step, batches_per_step=per_step))
+    tokens = _tokens(config, num_steps * per_step, batches_per_step=per_step)
+    save_file({"tokens": tokens}, folder / "tokens.safetensors")
     work = {
         "folder": str(folder),
         "model": str(folder / "model"),
-        "tokens": str(folder / "tokens.npy"),
+        "tokens": str(folder / "tokens.safetensors"),
         "seq_len": config.seq_len,
         "batch_size": config.per_device_train_batch_size,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
@@ -64,7 +66,7 @@ def write_work(
     return work
 
 
-def _tokens(config: RunConfig, num_batches: int, *, batches_per_step: int) -> np.ndarray:
+def _tokens(config: RunConfig, num_batches: int, *, batches_per_step: int) -> torch.Tensor:
     """Return (num_batches x batch, seq_len) tokens, in the order in which our run reads them.
 
     Rank r's micro-batch number k is batch k x num_processes + r of the data. `batches_per_step`: of all ranks
@@ -92,6 +94,6 @@ def _tokens(config: RunConfig, num_batches: int, *, batches_per_step: int) -> np
     batches, epoch = [], 0
     while len(batches) < num_batches:
         loader.set_epoch(epoch)
-        batches += [batch["input_ids"].numpy() for batch in islice(loader, in_epoch)]
+        batches += [batch["input_ids"] for batch in islice(loader, in_epoch)]
         epoch += 1
-    return np.concatenate(batches[:num_batches])
+    return torch.cat(batches[:num_batches])

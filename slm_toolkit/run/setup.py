@@ -92,7 +92,7 @@ from slm_toolkit.run.observe.allocations import AllocationTrace
 from slm_toolkit.run.observe.launch_times import LaunchNotes, NoLaunchNotes
 from slm_toolkit.run.observe.machine_load import GpuBefore, driver_version, look_at_gpu
 from slm_toolkit.run.observe.measure import num_trainable
-from slm_toolkit.run.observe.progress import show_stage
+from slm_toolkit.run.observe.progress import starting
 from slm_toolkit.run.peers.launch_info import (
     Launch,
     absolute_deepspeed_config,
@@ -396,19 +396,17 @@ def _build(request: _Request, start: _Start, run_dir: Path) -> _Built:
         _print_on_rank_0(f"note: --seq_len {config.seq_len} is longer than {trained_for}")
     data, description = None, start.description
     if not is_fake(config):
-        if is_main:
-            show_stage(run_dir, f"reading data: {config.dataset}")
         num_sequences = (config.steps_asked or 0) * start.sequences_per_step
         held_out = num_held_out(checkpoint)
-        data = rank_0_first(
-            lambda: load_data(config, spec, num_sequences=num_sequences, num_held_out=held_out)
-        )
+        with starting(run_dir, f"reading data: {config.dataset}", is_main=is_main):
+            data = rank_0_first(
+                lambda: load_data(config, spec, num_sequences=num_sequences, num_held_out=held_out)
+            )
         if checkpoint is not None:
             check_data(checkpoint, data.contents)
         description = {**description, DATA: data.contents}
-    if is_main:
-        show_stage(run_dir, f"{'loading' if has_weights(spec) else 'building'} {spec.name}")
-    with tensors_of(config):
+    stage = f"{'loading' if has_weights(spec) else 'building'} {spec.name}"
+    with starting(run_dir, stage, is_main=is_main), tensors_of(config):
         model = build_model(spec, config, documents_apart=data is not None and data.documents_apart)
     if is_fake(config):
         start.accelerator.device_placement = False

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from conftest import ENV, ROOT, Comparison, compare, left_over, slm
 from training_faults import SITE, planted
 
+from slm_toolkit.compare.local import last_step_of
 from slm_toolkit.run.faults.watchdog import LocalRanks
 from slm_toolkit.run.peers.peer_store import PeerStore
 
@@ -122,7 +123,7 @@ def test_a_terminated_comparison_takes_its_ranks_along_and_shows_what_is_done(tm
         text=True,
     )
     deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("*/progress.json")):
+    while not any(last_step_of(folder) for folder in tmp_path.iterdir()):
         assert time.monotonic() < deadline
         time.sleep(0.2)
     process.terminate()

@@ -262,7 +262,7 @@ def test_the_steps_to_come_take_as_long_as_the_steps_that_were_seen() -> None:
         display.progress(run, {"step": step, "num_steps": 33, "loss": 5.5, "tokens_per_second": None})
     first_seen_at = display.steps[run.run_name][0]
     # two steps in 10 s, and 30 to come
-    assert display._steps_left(first_seen_at + 10) == {run.run_name: 150}
+    assert display.steps_left(first_seen_at + 10) == {run.run_name: 150}
 
 
 @pytest.mark.quick

@@ -159,7 +159,12 @@ def test_a_checkpoint_is_there_at_every_moment_of_its_replacement(tmp_path: Path
     again = train(tmp_path, *words, "auto")
     assert (again["status"], again["first_step"], again["losses"]) == ("ok", 4, [])
     assert f"warning: skipped the damaged checkpoint {folder}/step_3" in again["said"]
-    assert sorted(os.listdir(tmp_path / "run")) == [".train.lock", "checkpoints", "record.json"]
+    assert sorted(os.listdir(tmp_path / "run")) == [
+        ".train.lock",
+        "checkpoints",
+        "launches.json",
+        "record.json",
+    ]
     assert sorted(os.listdir(folder)) == ["step_3", "step_4"]
     (tmp_path / "run" / "record.json").unlink()
     again = train(tmp_path, *words, "latest", "--save_final_model", "true")

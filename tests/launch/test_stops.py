@@ -18,6 +18,8 @@ from conftest import ENV, ROOT, launch, left_over, record_under
 from safetensors.torch import load_file
 from training_faults import launch_with_fault, note
 
+from slm_toolkit.compare.local import last_step_of
+
 
 def words(folder: Path, *more: str) -> tuple[str, ...]:
     return ("--model", "slm-1m", "--seq_len", "32", "--run_name", "run", "--output_dir", str(folder), *more)
@@ -129,7 +131,7 @@ def test_ctrl_c_of_one_process_ends_after_the_step_whoever_gets_it(to_all: bool,
     """A terminal sends it to launcher and rank, who then gets it twice; `kill -INT` to the launcher alone."""
     more = ("--save_steps", "5") if to_all else ()
     process = launched("single", *words(tmp_path, "--max_steps", "100000", *more))
-    wait_for((tmp_path / "run" / "progress.json").exists, process)
+    wait_for(lambda: last_step_of(tmp_path / "run"), process)
     (os.killpg if to_all else os.kill)(process.pid, signal.SIGINT)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + 2

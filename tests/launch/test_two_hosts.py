@@ -11,6 +11,8 @@ import pytest
 from conftest import ROOT, Finished, launch, record_under, run, slm
 from hosts import Hosts, two_hosts
 
+from slm_toolkit.compare.local import last_step_of
+
 BIN = Path(sys.executable).parent
 SLM, ACCELERATE = (str(BIN / "slm"), "launch"), (str(BIN / "accelerate"), "launch")
 SHIPPED = "accel_configs/{}.yaml"
@@ -180,7 +182,7 @@ def in_training(hosts: Hosts, folder: Path, **env: str) -> list[subprocess.Popen
     words = (SHIPPED.format("ddp"), "2", "--max_steps", "100000", "--run_name", "long")
     processes = started(hosts, folder, *words, envs=(env, env))
     deadline = time.monotonic() + 120
-    while not (folder / "runs" / "long" / "progress.json").exists():
+    while not last_step_of(folder / "runs" / "long"):
         assert time.monotonic() < deadline, (folder / "host0.log").read_text()
         time.sleep(0.2)
     return processes

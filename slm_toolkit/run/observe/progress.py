@@ -4,7 +4,8 @@ import dataclasses
 import json
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,31 @@ from slm_toolkit.run.observe.machine_load import allocator_retries
 from slm_toolkit.run.observe.watch import RunWatch
 
 
-def show_stage(run_dir: Path, stage: str) -> None:
-    """Tell a terminal, or `slm compare` through the progress file, what a run does before its first step."""
+@contextmanager
+def starting(run_dir: Path, stage: str, *, is_main: bool) -> Iterator[None]:
+    """Show a stage before the first step, on rank 0. If it fails, the run's folder is left as it was."""
+    if is_main:
+        _show_stage(run_dir, stage)
+    try:
+        yield
+    except BaseException:
+        if is_main:
+            _remove(run_dir / PROGRESS_FILE)
+        raise
+
+
+def _show_stage(run_dir: Path, stage: str) -> None:
+    """Tell a terminal, and `slm compare` through the progress file, what the run does."""
     if sys.stderr.isatty():
         print(f"starting: {stage}", file=sys.stderr, flush=True)
     if run_dir.is_dir():  # `slm compare` made it
         with suppress(OSError):  # the run itself does not need the file
             _write_state(run_dir / PROGRESS_FILE, {"stage": stage})
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def _write_state(path: Path, state: dict[str, Any]) -> None:
@@ -81,7 +100,7 @@ class TrainingProgress:
         self.logging_steps = logging_steps
         self.num_steps = num_steps
         self.last_shown = self.last_line = time.monotonic()
-        show_stage(run_dir, "first step")
+        _show_stage(run_dir, "first step")
         self.has_warned = False
         "True after the warning that the file can't be written"
         self.bar: Progress | None = None
@@ -164,8 +183,7 @@ class TrainingProgress:
 
     def close(self) -> None:
         self.stop()
-        with suppress(OSError):
-            self.path.unlink(missing_ok=True)
+        _remove(self.path)
 
 
 class Tracker:
