@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT, Comparison, compare, launch, record_under, slm
+from conftest import ROOT, Comparison, compare, launch, quiet_copy, record_under, slm
 
 from slm_toolkit.record.numerics import Numerics, differences, merged
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES
@@ -99,20 +99,14 @@ def test_stock_marks_what_accelerate_does_otherwise_by_itself(stock: Comparison)
 
 
 def test_strict_gives_no_rank_to_what_was_computed_otherwise(stock: Comparison, tmp_path: Path) -> None:
-    for path in stock.folder.glob("*/record.json"):  # as on a quiet machine: no rank is lost to other work
-        record = json.loads(path.read_text())
-        record["step_seconds"] = [[0.1] * len(rank) for rank in record["step_seconds"]]
-        (tmp_path / path.parent.name).mkdir()
-        (tmp_path / path.parent.name / "record.json").write_text(
-            json.dumps({**record, "other_busy_cores": 0})
-        )
-    free = json.loads(slm("report", str(tmp_path), "--json").out)
+    runs = str(quiet_copy(stock.folder, tmp_path))
+    free = json.loads(slm("report", runs, "--json").out)
     assert None not in [row["rank"] for row in free]
-    strict = json.loads(slm("report", str(tmp_path), "--json", "--strict").out)
+    strict = json.loads(slm("report", runs, "--json", "--strict").out)
     assert [row["rank"] for row in strict] == [
         None
     ] * 3  # DDP alone is left, and has nobody to be ranked with
-    table = slm("report", str(tmp_path)).out
+    table = slm("report", runs).out
     assert "fsdp_full_shard [1]" in table
     assert "[2] not computed as ddp: parameter bfloat16 (not float32), autocast off (not on)" in table
 

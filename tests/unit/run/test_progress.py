@@ -27,9 +27,9 @@ def test_the_first_retry_of_the_allocator_is_a_warning(
 
 
 def test_a_stage_is_read_by_the_comparison_and_is_no_step(tmp_path: Path) -> None:
-    progress.show_stage(tmp_path, "setting up ddp")
-    assert progress_of(tmp_path) == {"stage": "setting up ddp"}
-    assert last_step_of(tmp_path) is None
+    with progress.starting(tmp_path, "setting up ddp", is_main=True):
+        assert progress_of(tmp_path) == {"stage": "setting up ddp"}
+        assert last_step_of(tmp_path) is None
     shown = progress.TrainingProgress(tmp_path, 0, 10, device=torch.device("cpu"), logging_steps=1)
     assert progress_of(tmp_path) == {"stage": "first step"}
     shown.show(1, 2.0, None)
@@ -37,5 +37,11 @@ def test_a_stage_is_read_by_the_comparison_and_is_no_step(tmp_path: Path) -> Non
 
 
 def test_a_stage_makes_no_folder(tmp_path: Path) -> None:
-    progress.show_stage(tmp_path / "run", "setting up ddp")
+    with progress.starting(tmp_path / "run", "setting up ddp", is_main=True):
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_start_that_fails_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit), progress.starting(tmp_path, "reading data: x", is_main=True):
+        raise SystemExit(2)
     assert list(tmp_path.iterdir()) == []
