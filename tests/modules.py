@@ -10,7 +10,7 @@ HEAVY = {
     *("pandas", "numpy", "pyarrow", "plotly"),
 }
 WITH_TORCH = (
-    *("slm_toolkit.run", "slm_toolkit.train", "slm_toolkit.launch.launcher"),
+    *("slm_toolkit.run", "slm_toolkit.train", "slm_toolkit.recorder", "slm_toolkit.launch.launcher"),
     *("slm_toolkit.rivals.training", "slm_toolkit.rivals.work"),
 )
 "what trains, and the process that starts it: the only modules that begin with torch, accelerate, ..."

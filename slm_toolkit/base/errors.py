@@ -103,6 +103,10 @@ SAYS_DISK_FULL = re.compile(
     r"\[Errno (28|122|27)\]|No space left on device|Disk quota exceeded|os error (28|122|27)\b"
 )
 "the same errors in text: Linux's numbers, and the messages of C++ and Rust"
+OUT_OF_MEMORY = re.compile(
+    r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|can't allocate memory", re.IGNORECASE
+)
+"out of memory in the messages of CUDA, NCCL, cuBLAS, cuDNN and the CPU's allocator, which raise other errors"
 
 
 # The optional packages, by the extras of pyproject.toml. Messages name the packages: the extras themselves

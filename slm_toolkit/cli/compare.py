@@ -24,13 +24,14 @@ from slm_toolkit.cli.output import (
 from slm_toolkit.compare.slurm import SLURM_TEMPLATE, SlurmNodes, slurm_nodes, write_script
 from slm_toolkit.config.flag_pairs import Pair, check_pairs, flags_given, pair_problems
 from slm_toolkit.config.flags import ONE_RUN_ONLY, add_flags, given_flags
-from slm_toolkit.config.parser import count, positive_number, whole_number
+from slm_toolkit.config.parser import count, hint_for, positive_number, whole_number
 from slm_toolkit.hardware.machine import advise
 from slm_toolkit.strategy.groups import help_of_strategies
 
 if TYPE_CHECKING:
     from slm_toolkit.compare.comparison import Request
     from slm_toolkit.compare.grid import PlannedRun
+    from slm_toolkit.compare.scripts import Script
 
 
 _DESCRIPTION = """\
@@ -40,6 +41,8 @@ _EXAMPLES = """\
   slm compare --max_steps 10                              six strategies on this machine
   slm compare --strategy ddp ds_zero2 --model slm-1m --per_device_train_batch_size 4 8
   slm compare --model slm-1m --seq_len 64 --parity 20     do all strategies compute the same?
+  slm compare --script train.py --strategy ddp my_fsdp.yaml -- --lr 1e-4 --batch 4,8
+                                                          the same for your own script
 """
 
 
@@ -50,6 +53,13 @@ def add_grid_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME|YAML|JSON",
         help=help_of_strategies(),
     ).basic = True
+    parser.add_argument(
+        "--script",
+        metavar="FILE",
+        help="train with your own Accelerate or Trainer script instead of ours. Its arguments follow at the "
+        "end, after `--`; `--batch 4,8` there makes a grid, `--layers=q,v` does not",
+    ).basic = True
+    parser.add_argument("arguments", nargs="*", metavar="-- ARGUMENTS", help="arguments of --script")
     parser.add_argument(
         "--num_processes", type=int, help="ranks (default: one per GPU; two without a GPU)"
     ).basic = True
@@ -227,7 +237,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from slm_toolkit.compare.comparison import launch_all, prepare, with_searches
+    from slm_toolkit.compare.comparison import launch_all, prepare, prepare_script, with_searches
     from slm_toolkit.compare.slurm import SlurmJobs
     from slm_toolkit.doctor.before_launch import check_launches
     from slm_toolkit.rivals.rivals import matching_runs
@@ -250,13 +260,16 @@ def _compare(args: argparse.Namespace) -> int:
         check_pairs(flags_given(args), _MEASURES_NOTHING)
         baseline = read_baseline(args.baseline)
         request = _request(args, nodes)
-        prepared = prepare(
-            request,
-            names=flags_given(args),
-            check_launches=check_launches,
-            console=console,
-            runs_beside=partial(matching_runs, keys=args.ours_against or ()),
-        )
+        if (script := _script(args)) is not None:
+            prepared = prepare_script(request, script, console=console)
+        else:
+            prepared = prepare(
+                request,
+                names=flags_given(args),
+                check_launches=check_launches,
+                console=console,
+                runs_beside=partial(matching_runs, keys=args.ours_against or ()),
+            )
         runs = prepared.runs
         jobs = nodes and SlurmJobs(nodes, console, timeout_seconds=args.timeout)
         if args.slurm_only_write:
@@ -272,6 +285,20 @@ def _compare(args: argparse.Namespace) -> int:
     if prepared.machine.num_gpus == 0 and nodes is None and not args.rehearse:
         advise(console)  # about this machine's allocator, which Slurm's jobs don't use
     return 130 if done.interrupted else code
+
+
+def _script(args: argparse.Namespace) -> "Script | None":
+    """Return the script of --script; None without it. Raises ValueError for what it excludes."""
+    from slm_toolkit.compare.scripts import PAIRS, Script
+
+    if args.script is None:
+        if args.arguments:
+            hint = hint_for(args.arguments, args.parser._option_string_actions)
+            hint = hint or "only arguments of --script FILE have no name: slm compare --help"
+            raise ValueError(f"unknown: {' '.join(args.arguments)}\nhint: {hint}")
+        return None
+    check_pairs(flags_given(args), PAIRS)
+    return Script.of(args.script, args.arguments)
 
 
 def _request(args: argparse.Namespace, nodes: SlurmNodes | None) -> "Request":

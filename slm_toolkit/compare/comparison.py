@@ -18,6 +18,7 @@ from slm_toolkit.compare.grid import PAIRS, PlannedRun, plan_runs
 from slm_toolkit.compare.largest_batch import BatchSearch, find_largest_batch, flags_of_trials
 from slm_toolkit.compare.local import Slot, run_in_slots, slots_of
 from slm_toolkit.compare.predicted import check_skippable, skipped_record
+from slm_toolkit.compare.scripts import Script, plan_scripts
 from slm_toolkit.compare.slurm import SlurmJobs, SlurmNodes, strategy_on_nodes
 from slm_toolkit.compare.supervisor import locked
 from slm_toolkit.compare.torch_checks import check_with_torch
@@ -106,6 +107,35 @@ def prepare(
     if nodes is None:
         check_one_machine(run.strategy for run in runs)
     _print_notes(dict.fromkeys([*taken_out, *notes]))
+    return Prepared(runs, slots, machine)
+
+
+def prepare_script(request: Request, script: Script, *, console: Console) -> Prepared:
+    """Plan the runs of a user's own script. Notes go to stderr. Raises ValueError with all problems."""
+    if flags := [name for name in request.given if name != "output_dir"]:
+        raise ValueError(
+            f"--script with --{', --'.join(flags)}: flags of our own trainer\n"
+            "hint: give the script's own arguments at the end: slm compare --script train.py -- ARGUMENTS"
+        )
+    with console.status("looking at this machine"):
+        machine = this_machine()
+    strategies, notes = strategies_asked(request.strategy, {}, has_gpu=machine.num_gpus > 0)
+    check_one_machine(strategies)
+    slots = slots_of(
+        machine,
+        gpus_per_run=request.gpus_per_run,
+        runs_at_once=request.runs_at_once,
+        num_processes=request.num_processes,
+    )
+    runs = plan_scripts(
+        script,
+        strategies,
+        num_processes=request.num_processes or request.gpus_per_run,
+        machine=machine,
+        output_dir=request.given.get("output_dir", RunConfig.output_dir),
+        num_repeats=request.num_repeats,
+    )
+    _print_notes(notes)
     return Prepared(runs, slots, machine)
 
 

@@ -83,7 +83,8 @@ def _left_in_words(seconds: float) -> str:
 
 def _kinds(run: PlannedRun) -> list[tuple]:
     """Return the groups of runs that `run` belongs to, from the narrowest to all runs."""
-    model, strategy, batch = run.spec.name, run.name, run.config.per_device_train_batch_size
+    strategy, batch = run.name, run.config.per_device_train_batch_size
+    model = run.details if run.spec is None else run.spec.name
     return [(model, strategy, batch), (model, strategy), (strategy,), ()]
 
 
@@ -294,7 +295,11 @@ class Display:
     def _label(self, run: PlannedRun) -> str:
         """Return the strategy and the flags that vary between the runs of the grid."""
         repeat = re.search(r"-r(\d+)$", run.run_name)
-        words = [run.name, *(f"{name}={getattr(run.config, name)}" for name in self.varying)]
+        words = [
+            run.name,
+            *filter(None, [run.details]),
+            *(f"{name}={getattr(run.config, name)}" for name in self.varying),
+        ]
         if run.run_name.startswith(PARITY_REFERENCE):
             words[0] = f"reference: one process in {run.config.numerics}"
         return escape(" ".join([*words, f"launch {repeat[1]}"] if repeat else words))

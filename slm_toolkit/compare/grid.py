@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,8 @@ class PlannedRun:
     """One `accelerate launch` to run, and the folder for its record."""
 
     config: RunConfig
-    spec: ModelSpec
+    spec: ModelSpec | None
+    "None: a user's own script, whose model is not known"
     strategy: Strategy
     num_processes: int
     "launched processes; 1 for a rehearsal, because the ranks that it stands for are in `asked`"
@@ -73,6 +74,10 @@ class PlannedRun:
     "module that `python -m` starts, and its first arguments; another one for another trainer's run"
     rival_name: str | None = None
     "name in tables of another trainer's run; None: one of ours"
+    words: tuple[str, ...] | None = None
+    "of a user's own script: what the launcher starts in each rank"
+    details: str = ""
+    "the arguments that distinguish runs of a user's own script"
 
     @property
     def folder(self) -> Path:
@@ -129,13 +134,8 @@ def plan_runs(
     most_rehearsed = max(config.rehearse or 0 for config in configs)
     if most_rehearsed > 1 and all(strategy.is_single for strategy in strategies):
         problems.append(f"--rehearse {most_rehearsed} with {strategies[0].name}, which has only one rank")
-    if processes < 1:
-        problems.append(f"--num_processes is {processes}: at least 1")
-    if 0 < machine.num_gpus < processes:
-        problems.append(f"--num_processes is {processes}: this machine has {machine.num_gpus} GPUs")
+    problems += process_problems(strategies, processes, machine)
     for strategy in strategies:
-        if strategy.is_fsdp1 and not has_gpu:
-            problems.append(f"{strategy.path} uses FSDP1, which needs a GPU: write `fsdp_version: 2`")
         for config in configs:
             problems += contradictions(strategy, config, has_gpu=has_gpu)
             problems += parallel_problems(strategy, num_ranks=config.rehearse or processes)
@@ -165,8 +165,24 @@ def plan_runs(
         runs.append(dataclasses.replace(run, taken_out=taken_out))
     runs += runs_beside(runs)
     # each repeat runs all strategies, so that a drift over time affects them equally
-    again = [_repeated(run, number) for number in range(2, repeats + 1) for run in runs]
+    again = [repeated(run, number) for number in range(2, repeats + 1) for run in runs]
     return list({run.folder: run for run in (*references, *runs, *again)}.values())
+
+
+def process_problems(strategies: Iterable[Strategy], processes: int, machine: Machine) -> list[str]:
+    """Return a sentence for each reason why this machine can't run so many processes of the strategies."""
+    problems = []
+    if processes < 1:
+        problems.append(f"--num_processes is {processes}: at least 1")
+    if 0 < machine.num_gpus < processes:
+        problems.append(f"--num_processes is {processes}: this machine has {machine.num_gpus} GPUs")
+    if machine.num_gpus == 0:
+        problems += [
+            f"{strategy.path} uses FSDP1, which needs a GPU: write `fsdp_version: 2`"
+            for strategy in strategies
+            if strategy.is_fsdp1
+        ]
+    return problems
 
 
 def with_batch(run: PlannedRun, size: int) -> PlannedRun:
@@ -175,7 +191,7 @@ def with_batch(run: PlannedRun, size: int) -> PlannedRun:
     return _planned(config, run.strategy, run.asked["num_processes"], run.gpu, run.versions)
 
 
-def _repeated(run: PlannedRun, number: int) -> PlannedRun:
+def repeated(run: PlannedRun, number: int) -> PlannedRun:
     run_name = f"{run.run_name}-r{number}"
     return dataclasses.replace(
         run, run_name=run_name, config=dataclasses.replace(run.config, run_name=run_name)

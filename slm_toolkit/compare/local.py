@@ -204,8 +204,8 @@ def launch_command(run: PlannedRun, yaml_path: Path, *, port: int) -> list[str]:
         *config_options(str(yaml_path)),
         *("--num_processes", str(run.num_processes)),
         *("--main_process_port", str(port)),
-        *(("-m", "slm_toolkit.train") if run.rival_name is None else ()),
-        *flags_of(run.config),
+        *(run.words or (("-m", "slm_toolkit.train") if run.rival_name is None else ())),
+        *(() if run.words else flags_of(run.config)),
     ]
 
 

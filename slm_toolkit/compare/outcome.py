@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slm_toolkit.base.errors import KILLED_OR_CRASHED, SAYS_DISK_FULL, STOPPED_AFTER
+from slm_toolkit.base.errors import KILLED_OR_CRASHED, OUT_OF_MEMORY, SAYS_DISK_FULL, STOPPED_AFTER
 from slm_toolkit.base.secrets import without_secrets
 from slm_toolkit.compare.grid import ACCELERATE_LAUNCH, PlannedRun
 from slm_toolkit.record.files import read_record
@@ -26,9 +26,9 @@ _KILLED = 128 + 9
 
 
 def reason_in_log(log: Path) -> str:
-    """Return the reason in a log: our last `error:` line, else the last exception, else the last line."""
+    """Return the reason in a log: the last `error:` line, else the last exception, else the last line."""
     lines = [line.strip() for line in read_log(log).splitlines() if line.strip()]
-    for pattern in (r"error: (.*)", r"(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception)\b: .*)"):
+    for pattern in (r"(?:[\w./-]+: )?error: (.*)", r"(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception)\b: .*)"):
         reasons = [
             match[1]
             for line in lines
@@ -125,11 +125,15 @@ def own_record(run: PlannedRun, ended: Ended) -> RunRecord | None:
 
 def record_of(run: PlannedRun, ended: Ended, *, reason: str | None = None) -> RunRecord:
     """Make the record of a run that left no record, or not a correct one."""
+    reason = reason or _reason(run.folder, ended)
+    status = "failed" if ended.stopped_after_seconds is None else "timeout"
+    if run.words and OUT_OF_MEMORY.search(reason):  # a run of ours writes such a record itself
+        status = "oom"
     return planned_record(
         run,
-        status="failed" if ended.stopped_after_seconds is None else "timeout",
+        status=status,
         started_at=ended.started_at,
-        reason=reason or _reason(run.folder, ended),
+        reason=reason,
         command=as_typed(ended.command) if ended.command else None,
         seconds_total=ended.seconds_total,
         gpu=run.gpu,
@@ -143,7 +147,7 @@ def planned_record(run: PlannedRun, **observed: Any) -> RunRecord:
         identity=run.identity,
         strategy=run.name,
         asked=run.asked,
-        model=model_facts(run.spec),
+        model={"name": Path(run.asked["script"][0]).name} if run.spec is None else model_facts(run.spec),
         versions=run.versions,
         **observed,
     )

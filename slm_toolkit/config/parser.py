@@ -75,9 +75,10 @@ _OUR_NAME = {f"--{other}": f"--{ours}" for ours, others in SAME_MEANING.items() 
 def in_our_names(words: list[str], known: Collection[str]) -> list[str]:
     """Return the words with other trainers' names replaced by ours: `--lr 1e-3` is `--learning_rate 1e-3`.
 
-    A name that is itself among the parser's flags, `known`, stays.
+    A name that is itself among the parser's flags, `known`, stays, and so do all words after `--`.
     """
-    return [_in_our_name(word, known) for word in words]
+    ours = words.index("--") if "--" in words else len(words)
+    return [*(_in_our_name(word, known) for word in words[:ours]), *words[ours:]]
 
 
 def _in_our_name(word: str, known: Collection[str]) -> str:

@@ -21,7 +21,7 @@ from slm_toolkit.base.typed_files import PositiveInt, converted, field_problem, 
 from slm_toolkit.base.user_files import check_values, exists, is_dir, read_bytes
 from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.record import run_record
-from slm_toolkit.record.run_record import RECORD_FILE, SCHEMA_VERSION, RunRecord
+from slm_toolkit.record.run_record import RECORD_FILE, SCHEMA_VERSION, SHAPES, RunRecord
 from slm_toolkit.record.saved_files import delete, sync
 from slm_toolkit.strategy.settings import DeepSpeedSettings
 from slm_toolkit.strategy.strategy import check_sections
@@ -63,8 +63,9 @@ def read_record(path: Path) -> RunRecord:
         record = dataclasses.replace(record, **_without_controls(vars(record)))
     record.asked.setdefault("files", {})
     record.asked.setdefault("num_processes", record.world_size or 1)
-    for name in ("max_grad_norm", "gradient_accumulation_steps", "dataset"):  # flags that older versions lack
-        record.asked["config"].setdefault(name, getattr(RunConfig, name))
+    if not record.is_of_script:
+        for name in ("max_grad_norm", "gradient_accumulation_steps", "dataset"):  # older versions lack these
+            record.asked["config"].setdefault(name, getattr(RunConfig, name))
     return record
 
 
@@ -115,7 +116,7 @@ def _problem(record: RunRecord) -> str | None:
     """Return the first problem that RunRecord's types can't express: wrong flags, or unequal lengths."""
     asked, steps = record.asked, record.step_seconds
     try:
-        converted(asked["config"], _asked_flags(), prefix="asked.config")
+        converted(asked["config"], _asked_flags(all_required=not record.is_of_script), prefix="asked.config")
         for name in ("accelerate_config", "deepspeed_config"):
             check_values(asked.get(name), f"invalid field: asked.{name}", hint="")
         check_sections(asked.get("accelerate_config") or {}, Path("invalid field: asked.accelerate_config"))
@@ -123,6 +124,8 @@ def _problem(record: RunRecord) -> str | None:
         check_values(record.lm_eval, "invalid field: lm_eval", hint="")
     except ValueError as error:
         return str(error).partition("\n")[0]
+    if not record.is_of_script and (missing := [name for name in SHAPES if name not in record.model]):
+        return f"missing field: model.{missing[0]}"
     zero = (asked.get("deepspeed_config") or {}).get("zero_optimization") or {}
     if zero.get("stage", 0) not in (0, 1, 2, 3):
         return f"invalid field: asked.deepspeed_config: zero_optimization.stage is {zero['stage']!r}"
@@ -140,7 +143,7 @@ def _problem(record: RunRecord) -> str | None:
 
 
 @cache
-def _asked_flags() -> Any:
+def _asked_flags(*, all_required: bool) -> Any:
     """Make a TypedDict of the RunConfig's fields; most may be missing: older versions had fewer flags."""
     types: dict[str, Any] = {
         name: Literal[(*flag.choices, *flag.synonyms, getattr(RunConfig, name))]
@@ -150,6 +153,7 @@ def _asked_flags() -> Any:
     types["gradient_checkpointing"] |= bool  # a switch in older versions
     sizes = ("seq_len", "per_device_train_batch_size", "gradient_accumulation_steps")
     required = ("seq_len", "numerics", "gradient_checkpointing", "per_device_train_batch_size")
+    required = required if all_required else ("numerics",)
     return typed_dict_of(RunConfig, required=required, **types, **dict.fromkeys(sizes, PositiveInt))
 
 

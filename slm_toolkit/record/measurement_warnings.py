@@ -29,12 +29,13 @@ def warnings_of(record: RunRecord) -> list[str]:
     waited = [sum(phases.get("data", [])[start:]) for phases in record.phase_seconds]
     if waited and max(waited) > DATA_SHARE * sum(slowest[start:]):
         share = max(waited) / sum(slowest[start:])
-        hint = "" if (record.asked["config"].get("dataloader_num_workers") or 0) else _READ_AHEAD
+        reads_ahead = (record.asked["config"].get("dataloader_num_workers") or 0) or record.is_of_script
+        hint = "" if reads_ahead else _READ_AHEAD
         warnings.append(f"waited for data {share:.0%} of the time{hint}")
     if (share := padding_share(record)) > PADDING_SHARE:
         packed = all(fact["packing"] == "multipack" for fact in record.datasets) and bool(record.datasets)
-        helps = "use a longer --seq_len" if packed else "--packing multipack packs documents together"
-        warnings.append(f"{share:.0%} of the tokens were padding; {helps}")
+        helps = "; use a longer --seq_len" if packed else "; --packing multipack packs documents together"
+        warnings.append(f"{share:.0%} of the tokens were padding{'' if record.is_of_script else helps}")
     if (record.fp32_pass or {}).get("status") == "failed":
         warnings.append(f"the fp32 steps failed: {record.fp32_pass['reason']}")
     warnings += _ram_warnings(record.host_ram or {})

@@ -254,7 +254,7 @@ def merged(of_ranks: list[dict[str, Any]]) -> Numerics:
     for f in dataclasses.fields(Numerics):
         values = [of_rank[f.name] for of_rank in of_ranks]
         if f.name == "tokens_per_step":
-            merged_fields[f.name] = sum(values)
+            merged_fields[f.name] = sum(value or 0 for value in values) or None
         elif f.name == "batch_hashes":
             merged_fields[f.name] = [batch_hash for value in values for batch_hash in value]
         else:

@@ -39,7 +39,7 @@ _CLOSE = 1e-4
 def settings_not_as_asked(record: RunRecord) -> list[str]:
     """Return a sentence for each setting that differs from its flag; empty for older records without them."""
     numerics = numerics_from(record.numerics)
-    if numerics is None or record.first_step > 0 or record.is_rehearsal:
+    if numerics is None or record.first_step > 0 or record.is_rehearsal or record.is_of_script:
         return []
     dtypes = {"master weights": numerics.master_weight_dtype}
     config = record.config
@@ -288,7 +288,7 @@ def _comparisons(record: RunRecord, references: "_References", loss_tolerance: f
     Compares the run and its fp32 steps with the fp32 reference, and the run with one process of the same
     numerics. That process is compared with fp32, too, because its fault would be in every run.
     """
-    fp32 = _fp32_reference_of(record, references)
+    fp32 = None if record.is_of_script else _fp32_reference_of(record, references)
     if fp32 is None:
         return []
     limits = LOW_PRECISION[precision_of(record.asked["config"])]
@@ -516,7 +516,7 @@ def _usable(record: RunRecord) -> bool:
 
 
 def _is_fp32_reference(record: RunRecord) -> bool:
-    return record.engine == "single" and record.config.numerics == "fp32"
+    return record.engine == "single" and record.config.numerics == "fp32" and not record.is_of_script
 
 
 def _control_of(record: RunRecord, references: _References) -> RunRecord | None:

@@ -7,14 +7,18 @@ import math
 import os
 import platform
 import re
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, Required, TypedDict
 
 from msgspec import Meta
 
+from slm_toolkit.base.secrets import without_secrets
 from slm_toolkit.base.typed_files import Count, Finite, NonNegative, Positive, PositiveInt, typed_dict_of
 from slm_toolkit.base.user_files import exists, typed_path
 from slm_toolkit.config.run_config import CHECKPOINTING_SYNONYMS, FLAGS, RunConfig
@@ -61,14 +65,19 @@ class Asked(TypedDict):
     "for each data path, a hash of its files' sizes and times; null for a hub id"
     trainer: NotRequired[str]
     "another trainer that did the run, by its name for --ours_against; missing: this toolkit's own"
+    script: NotRequired[list[str]]
+    """a user's own script that did the run, and its arguments (`recorder.py`). `config` then has only these
+    arguments by name, and numerics stock: what accelerate does by itself. Other flags are unknown"""
 
 
+_SHAPES = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_size", "vocab_size")
 ModelFacts = typed_dict_of(
     ModelSpec,
-    num_layers=Annotated[int, Meta(ge=1, le=MOST_LAYERS)],  # some closed forms loop over layers
-    **dict.fromkeys(("hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_size"), PositiveInt),
-    **dict.fromkeys(("vocab_size", "num_params"), PositiveInt),
+    num_layers=NotRequired[Annotated[int, Meta(ge=1, le=MOST_LAYERS)]],  # some closed forms loop over layers
+    **dict.fromkeys((*_SHAPES, "num_params"), NotRequired[PositiveInt]),
 )
+SHAPES = ("num_layers", *_SHAPES, "num_params")
+"facts of a model that only a script's own model may lack"
 NumericsFacts = typed_dict_of(Numerics)
 AnatomyFacts = typed_dict_of(Anatomy)
 
@@ -163,6 +172,11 @@ class HostRam(TypedDict):
     swapped_out_bytes: Count
 
 
+class FirstBatch(TypedDict):
+    num_sequences: PositiveInt
+    seq_len: PositiveInt
+
+
 class MemoryAtPeak(TypedDict):
     """The moment of a traced step at which the most memory was in use."""
 
@@ -240,6 +254,8 @@ class RunRecord:
     resumed, in a rehearsal and in older records"""
     tokens_per_step: PositiveInt | None = None
     "sum over all ranks and micro-steps"
+    first_batch: FirstBatch | None = None
+    "of a user's own script: the shape of the first token ids that its model got on rank 0"
     first_step: Count = 0
     "above 0 if the run resumed"
     resumed_from: ResumedFrom | None = None
@@ -334,6 +350,10 @@ class RunRecord:
     def flags(self) -> dict[str, Any]:
         """Return the run's flags with today's names of values; flags that its version lacks have defaults."""
         asked = self.asked["config"]
+        if self.is_of_script:
+            seen = self.first_batch or {"num_sequences": None, "seq_len": None}
+            shape = {"per_device_train_batch_size": seen["num_sequences"], "seq_len": seen["seq_len"]}
+            return {**dict.fromkeys(_DEFAULTS), **asked, **shape}
         checkpointing = str(asked["gradient_checkpointing"]).lower()
         return {
             **_DEFAULTS,
@@ -343,19 +363,36 @@ class RunRecord:
 
     @cached_property
     def config(self) -> RunConfig:
-        """Return the run's RunConfig."""
+        """Return the run's RunConfig; unknown flags have their defaults."""
         flags = {name: value for name, value in self.flags.items() if name in FLAGS}
+        if self.is_of_script:
+            flags = {name: value for name, value in flags.items() if value is not None}
         return RunConfig(**flags).with_defaults(has_gpu=self.gpu is not None)
 
     @property
     def spec(self) -> ModelSpec:
-        """Return the model. Older records lack newer fields, and their models had the defaults."""
+        """Return the model. Older records lack newer fields, and their models had the defaults.
+
+        Raises ValueError for a script's model whose shapes are unknown.
+        """
+        if not self.has_known_shapes:
+            raise ValueError(f"the shapes of {self.model['name']} are unknown")
         return _spec(tuple(item for item in self.model.items() if item[0] in _OF_MODEL))
 
     @property
+    def has_known_shapes(self) -> bool:
+        """Return whether the model is one that estimates and counts of FLOPs know."""
+        return "hidden_size" in self.model
+
+    @property
+    def is_of_script(self) -> bool:
+        """Return whether a user's own script did the run."""
+        return "script" in self.asked
+
+    @property
     def is_of_other_trainer(self) -> bool:
-        """Return whether another trainer did the run, to be compared with ours."""
-        return "trainer" in self.asked
+        """Return whether another trainer or a user's own script did the run."""
+        return "trainer" in self.asked or self.is_of_script
 
     @property
     def is_rehearsal(self) -> bool:
@@ -387,6 +424,48 @@ def installed_versions() -> dict[str, str]:
 
 def everything_asked(config: RunConfig, strategy: Strategy, num_processes: int) -> dict[str, Any]:
     """Return all settings of a run; two runs with equal settings are repeats of each other."""
+    return {
+        "config": config.identity,
+        **launch_asked(strategy, num_processes),
+        "files": {path: state_of(typed_path(path)) for path in _files_of(config)},
+    }
+
+
+def script_asked(strategy: Strategy, num_processes: int, words: Sequence[str]) -> dict[str, Any]:
+    """Return all settings of a run of a user's script; `words`: the script's path and arguments."""
+    script, *arguments = words
+    arguments = without_secrets(arguments)
+    return {
+        "config": {"numerics": "stock", **settings_of(arguments)},
+        **launch_asked(strategy, num_processes),
+        "script": [script, *arguments],
+        "files": {script: state_of(Path(script))},
+    }
+
+
+def settings_of(arguments: Sequence[str]) -> dict[str, Flag]:
+    """Return a script's arguments by name: `--lr 1e-4` is lr 0.0001. Reports show them where rows differ."""
+    settings: dict[str, Flag] = {}
+    for option, following in pairwise([*arguments, "--"]):
+        if not re.match(r"--\w", option):
+            continue
+        name, has_value, value = option[2:].partition("=")
+        name = name.replace("-", "_")
+        if not has_value and not following.startswith("--"):
+            value = following
+        settings[f"script_{name}" if name in FLAGS else name] = _number(value) if value else True
+    return settings
+
+
+def _number(text: str) -> int | float | str:
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def launch_asked(strategy: Strategy, num_processes: int) -> dict[str, Any]:
+    """Return the settings of a launch: the strategy's files and the number of processes."""
     accelerate_config = dict(strategy.accelerate_config or {})
     accelerate_config.pop("num_processes", None)
     # the file's path does not matter: `deepspeed_config` has its content
@@ -394,12 +473,10 @@ def everything_asked(config: RunConfig, strategy: Strategy, num_processes: int) 
         section = {**accelerate_config["deepspeed_config"], "deepspeed_config_file": None}
         accelerate_config["deepspeed_config"] = section
     return {
-        "config": config.identity,
         "strategy": strategy.name,
         "accelerate_config": accelerate_config,
         "deepspeed_config": strategy.deepspeed_config,
         "num_processes": num_processes,
-        "files": {path: _state_of(typed_path(path)) for path in _files_of(config)},
     }
 
 
@@ -408,7 +485,7 @@ def _files_of(config: RunConfig) -> list[str]:
     return [*data_paths, *([config.model] if config.model else [])]
 
 
-def _state_of(path: Path) -> str | None:
+def state_of(path: Path) -> str | None:
     """Return a hash that changes when a local file, or a file of a local folder, changes; else None."""
     if not exists(path):
         return None

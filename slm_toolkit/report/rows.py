@@ -25,6 +25,8 @@ from slm_toolkit.report.recorded_estimate import estimate_of
 from slm_toolkit.report.stats import MIN_ROUNDS, joules_per_token, mean_phases, paired_lead, throughput
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES
 
+SEEN_OF_SCRIPTS = ("seq_len", "per_device_train_batch_size")
+"flags whose values are observed if a user's own script did the run: they follow from the script's arguments"
 TOO_DISTURBED = 2.0
 "a rate whose interval reaches this factor up or down has no rank, unless it is compared in paired rounds"
 
@@ -58,16 +60,17 @@ class Row:
     "of Python and of the packages"
     started_at: str
     numerics: str
+    "this and the next eleven fields are flags; of a user's own script, most are unknown"
     attn_implementation: str | None
-    seq_len: int
-    per_device_train_batch_size: int
-    gradient_accumulation_steps: int
-    gradient_checkpointing: str
-    torch_compile: bool
-    optim: str
-    seed: int
-    learning_rate: float
-    dataset: str
+    seq_len: int | None
+    per_device_train_batch_size: int | None
+    gradient_accumulation_steps: int | None
+    gradient_checkpointing: str | None
+    torch_compile: bool | None
+    optim: str | None
+    seed: int | None
+    learning_rate: float | None
+    dataset: str | None
     max_steps: int | None
     "None: the default, thirty after the warm-up"
     asked: dict[str, Any]
@@ -96,9 +99,9 @@ class Row:
     mfu: float | None
     "0..1, with attention's FLOPs; None if the GPU's peak is unknown"
     mfu_without_attention: float | None
-    flops_per_token: float
+    flops_per_token: float | None
     "forward and backward, 6 N + 12 L H S; with adapters 4 N + 6 N_adapters + 12 L H S"
-    flops_per_token_without_attention: float
+    flops_per_token_without_attention: float | None
     "6 N; 4 N + 6 N_adapters"
     tokens_per_step: int | None
     "sum over all ranks and micro-steps"
@@ -158,6 +161,8 @@ class Row:
     "the launch command of the first launch; None if it was not launched"
     record: str
     "the record file of the first launch"
+    script: str | None = None
+    "the user's own script that did the run; None: this toolkit's trainer, or another one"
     largest_batch: int | None = None
     """largest per-device batch that ran; 0: not even 1 ran. Set by `slm compare --largest_batch`, like the
     next field"""
@@ -213,13 +218,10 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
     main_record = ok[0] if ok else status_record
     rate_with_padding, padding = throughput(ok), padding_share(main_record)
     rate = rate_with_padding and rate_with_padding.times(1 - padding)
-    config, spec = main_record.flags, main_record.spec
+    config = main_record.flags
     per_gpu = rate.tokens_per_second / main_record.world_size if rate and main_record.world_size else None
     price = find_price(main_record.gpu, usd_per_gpu_hour=usd_per_gpu_hour)
-    # frozen weights need no gradients, hence fewer FLOPs
-    adapters = None if config["peft"] == "none" else main_record.num_trainable_params or 0
-    with_attention = flops_per_token(spec, seq_len=config["seq_len"], adapter_params=adapters)
-    without = flops_per_token_without_attention(spec, adapter_params=adapters)
+    with_attention, without = _flops_per_token(main_record)
     mfu = mfu_of(main_record, per_gpu and per_gpu / (1 - padding), with_attention)
     status, reason = status_record.status, status_record.reason
     if status == "ok" and (contradiction := impossible(ok, mfu)):
@@ -230,7 +232,7 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
     estimate = estimate_of(main_record) if main_record.gpu or rehearsed else None
     losses = [] if rehearsed else measured[0].losses
     return Row(
-        model=spec.name,
+        model=main_record.model["name"],
         strategy=main_record.strategy,
         status=status,
         reason=reason,
@@ -269,7 +271,7 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
         phase_seconds=mean_phases(ok[0]) if ok else None,
         tokens_per_second_per_gpu=per_gpu,
         mfu=mfu,
-        mfu_without_attention=mfu * without / with_attention if mfu else None,
+        mfu_without_attention=mfu * without / with_attention if mfu and with_attention else None,
         flops_per_token=with_attention,
         flops_per_token_without_attention=without,
         tokens_per_step=main_record.tokens_per_step,
@@ -324,6 +326,7 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
         anatomy=next((record.anatomy for record in ok if record.anatomy), None),
         command=main_record.command,
         record=str(repeats[0][0]),
+        script=main_record.asked["script"][0] if main_record.is_of_script else None,
     )
 
 
@@ -332,10 +335,25 @@ def num_different_flags(row: Row, other: Row) -> int:
     return sum(other.asked.get(name) != value for name, value in row.asked.items())
 
 
-def mfu_of(record: RunRecord, tokens_per_second_per_gpu: float | None, flops: float) -> float | None:
+def _flops_per_token(record: RunRecord) -> tuple[float | None, float | None]:
+    """Return the FLOPs per token with and without attention; None for models of unknown shape."""
+    flags = record.flags
+    if not record.has_known_shapes or flags["seq_len"] is None:
+        return None, None
+    # frozen weights need no gradients, hence fewer FLOPs
+    adapters = None if flags["peft"] in ("none", None) else record.num_trainable_params or 0
+    with_attention = flops_per_token(record.spec, seq_len=flags["seq_len"], adapter_params=adapters)
+    return with_attention, flops_per_token_without_attention(record.spec, adapter_params=adapters)
+
+
+def mfu_of(record: RunRecord, tokens_per_second_per_gpu: float | None, flops: float | None) -> float | None:
     """Return the share of the GPU's dense bf16 peak; None for an unknown GPU, and in fp32 (peak unknown)."""
     gpu = find_gpu(record.gpu)
-    if gpu is None or tokens_per_second_per_gpu is None or record.asked["config"]["numerics"] == "fp32":
+    computed_in = (record.numerics or {}).get("compute_dtype")
+    is_fp32 = (
+        computed_in != "bfloat16" if record.is_of_script else record.asked["config"]["numerics"] == "fp32"
+    )
+    if gpu is None or tokens_per_second_per_gpu is None or flops is None or is_fp32:
         return None
     return tokens_per_second_per_gpu * flops / gpu.dense_bf16_flops_per_second
 
@@ -345,7 +363,8 @@ def impossible(records: list[RunRecord], mfu: float | None) -> str | None:
     if mfu is not None and mfu > 1:
         return f"an MFU of {mfu:.0%} is impossible on a {records[0].gpu}: a clock or a token count is wrong"
     for record in records:
-        if record.is_rehearsal:  # it counts only its own tokens, but tokens_per_step covers all ranks
+        # a rehearsal counts its own tokens only, tokens_per_step those of all ranks; a script's steps differ
+        if record.is_rehearsal or record.is_of_script:
             continue
         planned = (record.tokens_per_step or 0) * len(record.losses)
         probed = (record.numerics or {}).get("tokens_per_step")
@@ -416,7 +435,9 @@ def _with_parity(row: Row, parities: list[Parity]) -> Row:
 
 def labelled(rows: list[Row]) -> dict[str, Row]:
     """Return the rows by unique labels: the strategy, and the settings in which rows differ."""
-    names = [name for name, flag in FLAGS.items() if flag.grid and name != "rehearse"]
+    names = [name for name, flag in FLAGS.items() if flag.grid and name not in ("rehearse", *SEEN_OF_SCRIPTS)]
+    names += SEEN_OF_SCRIPTS if not any(row.script for row in rows) else ()
+    names += dict.fromkeys(name for row in rows for name in row.asked if name not in FLAGS)  # of scripts
     varying = [name for name in names if len({str(row.asked.get(name)) for row in rows}) > 1]
     row_fields = ("evidence", "world_size", "gpu", "allocator")  # the first two distinguish rehearsals
     machine = [name for name in row_fields if len({getattr(row, name) for row in rows} - {None}) > 1]
@@ -512,7 +533,7 @@ def _competes(row: Row, *, strict: bool) -> bool:
 
 
 def _machine(row: Row) -> tuple:
-    return row.model, row.seq_len, row.gpu or row.cpu
+    return row.model, None if row.script else row.seq_len, row.gpu or row.cpu
 
 
 def _numerics(row: Row) -> tuple:
@@ -604,7 +625,7 @@ def report_order(found: tuple[Path, RunRecord]) -> tuple:
     asked = {**record.asked["config"]}
     num_rehearsed = asked.pop("rehearse", None)
     return (
-        record.model["num_params"],
+        record.model.get("num_params", 0),
         not record.is_parity_reference,
         _sortable(msgspec.json.encode(asked)),  # as text, since settings of several types can't be ordered
         num_rehearsed or 0,

@@ -45,7 +45,8 @@ def verdict(rows: list[Row]) -> list[str]:
 def _competition(row: Row) -> tuple[str, ...]:
     """Return what rows of a group share, as text."""
     ranks = f"{row.world_size} rank{'s' * (row.world_size != 1)}" if row.is_rehearsed else ""
-    return row.model, f"{row.seq_len} tokens", row.gpu or row.cpu, ranks
+    length = "" if row.script else f"{row.seq_len} tokens"
+    return row.model, length, row.gpu or row.cpu, ranks
 
 
 def _subject(key: tuple[str, ...], groups: Iterable[tuple[str, ...]]) -> str:
@@ -93,7 +94,7 @@ def _why_unranked(timed: list[Row], names: dict[int, str]) -> str:
             return f"{names[id(timed[0])]} ran at {_rates(timed)}, but was disturbed: another run {again}"
         return f"Too disturbed to rank: another run of any row {again}"
     if timed and all(row.interval is None for row in timed):
-        steps = max(row.num_timed_steps for row in timed)
+        steps = min(row.num_timed_steps for row in timed)
         return f"Too few steps to rank: {steps} were timed, {STEPS_PER_BLOCK} are needed (--max_steps)."
     if len(timed) == 1:
         return f"{names[id(timed[0])]} runs at {_rates(timed)}; there is no other row to compare it with."

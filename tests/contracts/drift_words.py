@@ -77,7 +77,7 @@ def _taken_port() -> None:
 
 
 def _out_of_memory() -> None:
-    from slm_toolkit.run.peers.failure import OUT_OF_MEMORY
+    from slm_toolkit.base.errors import OUT_OF_MEMORY
 
     assert issubclass(torch.OutOfMemoryError, RuntimeError)
     with pytest.raises(RuntimeError) as error:

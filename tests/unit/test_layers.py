@@ -14,7 +14,7 @@ LAYERS = (
     *("run/faults", "run"),
     *("report", "report/tables", "report/charts", "compare"),
     *("recommend", "doctor", "convert", "study", "rivals"),
-    *("train.py", "api.py", "cli"),
+    *("train.py", "recorder.py", "run_script.py", "api.py", "cli"),
 )
 "from the lowest to the highest: a folder's own files, or a file of the package's root"
 SATELLITES = ("recommend", "doctor", "convert", "study", "rivals")

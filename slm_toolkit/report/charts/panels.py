@@ -24,7 +24,9 @@ def panels_of(
     estimates = {
         label: made for label, row in rows.items() if (made := estimate_of(by_path[row.record])) is not None
     }
-    specs = {label: by_path[row.record].spec for label, row in rows.items()}
+    specs = {
+        label: record.spec for label, row in rows.items() if (record := by_path[row.record]).has_known_shapes
+    }
     panels = [
         figures.speed_panel(rows),
         memory_figures.parts_panel(rows, estimates),

@@ -189,7 +189,7 @@ def cells_of(rows: dict[str, Row], specs: Mapping[str, ModelSpec]) -> list[Cell]
     """Return the fastest timed row of each model and number of ranks, smallest model first."""
     groups: dict[tuple[str, int], list[tuple[str, Row]]] = {}
     for label, row in rows.items():
-        if _is_timed(row):
+        if _is_timed(row) and label in specs:  # the size of a user's own model may be unknown
             groups.setdefault((row.model, row.world_size), []).append((label, row))
     cells = []
     for group in groups.values():

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from slm_toolkit.config.run_config import COLUMN_TITLES, FIRST_COLUMNS, FLAGS
 from slm_toolkit.record.run_record import FP32_REFERENCE
-from slm_toolkit.report.rows import Row
+from slm_toolkit.report.rows import SEEN_OF_SCRIPTS, Row
 from slm_toolkit.report.tables.fitted import DASH, Column, dollars, gib, loss, rate, setting
 
 _FACTS = {
@@ -126,6 +126,9 @@ def _grad_norm_ratio(row: Row) -> str:
 def varying(rows: list[Row]) -> list[tuple[str, str]]:
     """Return name and title of each setting in which rows differ; each becomes a column."""
     settings = [(name, title) for name, title in _settings(rows) if _differs(rows, name)]
+    arguments = [name for name, _ in settings if name not in FLAGS and not hasattr(rows[0], name)]
+    if arguments and any(row.script for row in rows):
+        settings = [(name, title) for name, title in settings if name not in SEEN_OF_SCRIPTS]
     if all(row.largest_batch == row.per_device_train_batch_size for row in rows):  # has its own column
         settings = [(name, title) for name, title in settings if name != "per_device_train_batch_size"]
     return settings

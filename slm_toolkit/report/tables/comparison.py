@@ -61,13 +61,16 @@ def heading(rows: list[Row]) -> Text:
         same.append(f"{ranks} on {common(rows, 'num_machines')} machines" if several else ranks)
     if "numerics" not in columns:
         same.append(f"numerics {row.numerics}")
-    if "seq_len" not in columns:
+    if "seq_len" not in columns and row.seq_len is not None:
         same.append(f"sequence {row.seq_len}")
-    if "per_device_train_batch_size" not in columns and row.largest_batch is None:
-        same.append(f"batch {row.per_device_train_batch_size} per process")
+    batch = row.per_device_train_batch_size
+    if any(other.per_device_train_batch_size != batch for other in rows):
+        batch = None  # of a user's own script, whose arguments have columns instead
+    if "per_device_train_batch_size" not in columns and row.largest_batch is None and batch is not None:
+        same.append(f"batch {batch} per process")
     if "attn_implementation" not in columns and (kernel := common(rows, "attn_implementation")):
         same.append(f"attention {kernel}")
-    if "gradient_accumulation_steps" not in columns and row.gradient_accumulation_steps > 1:
+    if "gradient_accumulation_steps" not in columns and (row.gradient_accumulation_steps or 1) > 1:
         same.append(f"{row.gradient_accumulation_steps} micro-steps")
     for name, flag in FLAGS.items():
         value = value_of(row, name)

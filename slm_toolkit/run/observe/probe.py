@@ -68,7 +68,7 @@ class NumericsProbe:
     """Watch this rank's training steps inside a `with` block; `result` merges the numerics of all ranks.
 
     It hooks only the outermost module, the last norm and the head, because torch.compile and the engines wrap
-    only the layers.
+    only the layers. Of a model without such a norm or head, less is seen.
     """
 
     def __init__(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> None:
@@ -80,13 +80,16 @@ class NumericsProbe:
 
     def __enter__(self) -> "NumericsProbe":
         module = self.accelerator.unwrap_model(self.model)
-        self.vocab_size = module.get_output_embeddings().out_features
+        head, norm = head_of(module), _last_norm(module)
+        self.vocab_size = head.out_features if isinstance(head, torch.nn.Linear) else None
         self.hooks = [
             self.model.register_forward_hook(self._saw_forward, with_kwargs=True),
-            _last_norm(module).register_forward_pre_hook(self._saw_norm),
-            module.get_output_embeddings().register_forward_hook(self._saw_head),
             register_optimizer_step_post_hook(self._saw_step),
         ]
+        if norm is not None:
+            self.hooks.append(norm.register_forward_pre_hook(self._saw_norm))
+        if head is not None:
+            self.hooks.append(head.register_forward_hook(self._saw_head))
         self.clip_grad_norm, torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad_norm_, self._saw_clip
         self.steps_before = self.engine.global_steps if self.engine is not None else 0
         self.profile = profile(
@@ -115,7 +118,8 @@ class NumericsProbe:
         own_numerics = Numerics(
             parameter_dtype=_dtypes(self.model.parameters()),
             autocast=self._only("autocast"),
-            compute_dtype=self._only("head") or _product_dtype(operators, num_columns=self.vocab_size),
+            compute_dtype=self._only("head")
+            or (self.vocab_size and _product_dtype(operators, num_columns=self.vocab_size)),
             residual_dtype=self._only("residual"),
             logits_dtype=self._only("logits"),
             cross_entropy_dtype=_argument_dtype(operators, "aten::cross_entropy_loss")
@@ -137,7 +141,7 @@ class NumericsProbe:
             ),
             clipping=self._clipping(),
             accumulation=self.num_forwards // num_steps if num_steps else None,
-            tokens_per_step=self.num_tokens // max(1, num_steps),
+            tokens_per_step=self.num_tokens // max(1, num_steps) or None,
             attention=attention,
             optimizer_kernel=self._optimizer_kernel(operators),
             compiled=any(operator.name.startswith("Torch-Compiled Region") for operator in operators),
@@ -159,13 +163,18 @@ class NumericsProbe:
         return "+".join(sorted(map(str, values))) if len(values) > 1 else next(iter(values), None)
 
     def _saw_forward(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        tokens = kwargs["input_ids"]
+        if not torch.is_grad_enabled():
+            return
         self.num_forwards += 1
-        self.num_tokens += tokens.numel()
-        self.batch_hash.update(tokens.cpu().numpy().tobytes())
-        self.seen["loss"].add(_name(output.loss.dtype))
-        if output.logits.dim() > 0:  # with --loss_kernel fused_linear, the loss replaces the logits
-            self.seen["logits"].add(_name(output.logits.dtype))
+        if (tokens := tokens_of(args, kwargs)) is not None:
+            self.num_tokens += tokens.numel()
+            self.batch_hash.update(tokens.cpu().numpy().tobytes())
+        if isinstance(loss := getattr(output, "loss", None), torch.Tensor):
+            self.seen["loss"].add(_name(loss.dtype))
+        logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
+        # with --loss_kernel fused_linear, the loss replaces the logits
+        if isinstance(logits, torch.Tensor) and logits.dim() > 0:
+            self.seen["logits"].add(_name(logits.dtype))
 
     def _saw_norm(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         self.seen["residual"].add(_name(args[0].dtype))
@@ -203,14 +212,33 @@ class NumericsProbe:
 
     def _optimizer_class(self) -> str:
         if self.engine is None:
-            return type(self.optimizer.optimizer).__name__
+            return type(getattr(self.optimizer, "optimizer", self.optimizer)).__name__
         zero = self.engine.optimizer
         return f"{type(zero).__name__} over {type(getattr(zero, 'optimizer', zero)).__name__}"
 
 
-def _last_norm(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the norm between the last decoder layer and the head."""
-    return [part for part in module.base_model.modules() if "norm" in type(part).__name__.lower()][-1]
+def tokens_of(args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Return the token ids among the arguments of a model's forward; None if there are none."""
+    if isinstance(tokens := kwargs.get("input_ids"), torch.Tensor):
+        return tokens
+    first = args[0] if args else None
+    is_ids = (
+        isinstance(first, torch.Tensor) and first.dtype in (torch.int32, torch.int64) and first.dim() == 2
+    )
+    return first if is_ids else None
+
+
+def head_of(module: torch.nn.Module) -> torch.nn.Module | None:
+    """Return the module that makes logits, by transformers' interface; None for other models."""
+    find = getattr(module, "get_output_embeddings", None)
+    return None if find is None else find()
+
+
+def _last_norm(module: torch.nn.Module) -> torch.nn.Module | None:
+    """Return the norm between the last decoder layer and the head; None for a model without norms."""
+    base = getattr(module, "base_model", module)
+    norms = [part for part in base.modules() if "norm" in type(part).__name__.lower()]
+    return norms[-1] if norms else None
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -321,21 +349,22 @@ _MOST_NAMES = 3
 "names in one line, because a frozen model has hundreds"
 
 
-def model_settings(module: torch.nn.Module) -> dict[str, str]:
+def model_settings(module: torch.nn.Module) -> dict[str, str | None]:
     """Return fields of `numerics.Numerics`: dropout, rope, norm_eps, tied and frozen, the same on every rank.
 
-    `module`: transformers' model, without the engine's wrappers.
+    `module`: the model, without the engine's wrappers.
     """
     dropouts = [part.p for part in module.modules() if isinstance(part, torch.nn.Dropout)]
     # dropout of attention weights has no module: kernels such as flash-attn's do it inside
     dropouts += [getattr(part, "attention_dropout", 0.0) for part in module.modules()]
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
-    head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
+    head = head_of(module)
+    embedding = None if head is None else module.get_input_embeddings()
     return {
         "dropout": _several(f"{p:g}" for p in dropouts if p) or "none",
         "rope": _several(map(_frequencies, _buffers(module, "inv_freq"))),
         "norm_eps": _several(f"{eps:g}" for part in module.modules() if (eps := _eps_of(part)) is not None),
-        "tied": "tied" if head.weight is embedding.weight else "untied",
+        "tied": None if head is None else "tied" if head.weight is embedding.weight else "untied",
         "frozen": named(frozen),
     }
 
@@ -350,9 +379,12 @@ def optimizer_settings(optimizer: Any, engine: Any) -> str:
     lines = []
     for index, group in enumerate(groups):
         size = f"{sizes[index]} elements, " if index < len(sizes) and sizes[index] else ""
-        betas = " ".join(f"{beta:g}" for beta in group["betas"])
-        rates = f"lr {group['lr']:.6g}, betas {betas}, eps {group['eps']:g}"
-        lines.append(f"{size}{rates}, decay {group['weight_decay']:g}")
+        settings = [f"lr {float(group['lr']):.6g}"]
+        if "betas" in group:
+            settings.append(f"betas {' '.join(f'{beta:g}' for beta in group['betas'])}")
+        names = {"momentum": "momentum", "eps": "eps", "weight_decay": "decay"}
+        settings += [f"{name} {group[key]:g}" for key, name in names.items() if key in group]
+        lines.append(size + ", ".join(settings))
     return "; ".join(lines)
 
 

@@ -1,7 +1,6 @@
 """Write a rank's failure into the run's record: only the first cause, and whether it is out of memory."""
 
 import dataclasses
-import re
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from slm_toolkit.base.errors import OUT_OF_MEMORY
 from slm_toolkit.record.files import read_record, write_record
 from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
 
@@ -20,12 +20,6 @@ _AGE_SECONDS = max(0.0, time.time() - psutil.Process().create_time())
 def seconds_since_start() -> float:
     """Return the age of this process. A change of the system's clock does not affect it."""
     return _AGE_SECONDS + time.monotonic() - _LOOKED_AT
-
-
-OUT_OF_MEMORY = re.compile(
-    r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|can't allocate memory", re.IGNORECASE
-)
-"out of memory in the messages of CUDA, NCCL, cuBLAS, cuDNN and the CPU's allocator, which raise other errors"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -1,0 +1,185 @@
+"""A user's own script, unchanged, is launched under each strategy, recorded and compared."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT, slm
+
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.rivals.work import write_work
+
+SCRIPTS = ROOT / "tests" / "scripts"
+THREE = ("ddp", "fsdp_full_shard", "ds_zero2")
+
+
+def compare(folder: Path, script: str, *words: str, strategies: tuple[str, ...] = THREE) -> dict[str, dict]:
+    """The rows by strategy."""
+    start = ("compare", "--script", str(SCRIPTS / script), "--output_dir", str(folder), "--json")
+    done = slm(*start, "--strategy", *strategies, *words, timeout=600)
+    assert done.out, done.err
+    return {row["strategy"]: row for row in json.loads(done.out)}
+
+
+@pytest.mark.quick
+def test_a_loop_is_the_same_row_under_each_engine_and_is_kept(tmp_path: Path) -> None:
+    rows = compare(tmp_path, "loop.py", "--", "--lr", "1e-3")
+    assert [row["status"] for row in rows.values()] == ["ok"] * 3
+    assert [row["engine"] for row in rows.values()] == ["ddp", "fsdp2", "deepspeed"]
+    assert rows["ddp"]["losses"] == pytest.approx(rows["ds_zero2"]["losses"], abs=1e-5)
+    assert rows["ddp"]["losses"] == pytest.approx(rows["fsdp_full_shard"]["losses"], abs=1e-5)
+    assert len(set(rows["ddp"]["losses"])) == 16
+    # 2 layers: q, k, v, o of 64 x 64, three of 64 x 128, two norms; two vocabulary matrices and a norm
+    parameters = 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 2 * 256 * 64 + 64
+    full = {"parameters": 4 * parameters, "gradients": 4 * parameters, "master_weights": 0}
+    state = rows["ddp"]["state_bytes_per_rank"]
+    assert {name: state[name] for name in full} == full
+    assert rows["fsdp_full_shard"]["state_bytes_per_rank"]["parameters"] == full["parameters"] / 2
+    for row in rows.values():
+        assert (row["parity_holds"], row["numerics_differences"]) == (
+            None if row["engine"] == "ddp" else True,
+            [],
+        )
+        assert row["tokens_per_step"] == 2 * 4 * 32
+        assert row["script"] == str(SCRIPTS / "loop.py")
+        # unknown, not guessed
+        assert [row[name] for name in ("seed", "dataset", "optim", "gradient_checkpointing")] == [None] * 4
+    again = slm(
+        *("compare", "--script", str(SCRIPTS / "loop.py"), "--output_dir", str(tmp_path)),
+        *("--strategy", *THREE, "--", "--lr", "1e-3"),
+    )
+    assert again.err.count("kept from") == 3
+    assert "measured: loop.py, 2 CPU processes" in again.out
+
+
+@pytest.mark.quick
+def test_a_recorder_in_the_loop_writes_what_the_one_from_outside_writes(tmp_path: Path) -> None:
+    words = ("--accumulate", "2")
+    outside = compare(tmp_path / "outside", "loop.py", "--", *words, strategies=("ddp",))["ddp"]
+    within = compare(tmp_path / "inside", "loop.py", "--", *words, "--record", strategies=("ddp",))["ddp"]
+    same = ("losses", "tokens_per_step", "state_bytes_per_rank", "numerics_probed", "world_size")
+    assert {name: within[name] for name in same} == {name: outside[name] for name in same}
+    assert len(within["losses"]) == 8  # 16 batches of a rank, two for each step
+    assert within["numerics_probed"]["accumulation"] == 2
+
+
+def test_arguments_make_a_grid_and_columns(tmp_path: Path) -> None:
+    start = ("compare", "--script", str(SCRIPTS / "loop.py"), "--output_dir", str(tmp_path))
+    done = slm(*start, "--strategy", "single", "--", "--batch", "2,4", "--lr=1e-4")
+    table = done.out.splitlines()
+    assert [line.split()[1] for line in table if "single" in line and "│" in line] == ["2", "4"]
+    assert "batch 2 per process" not in done.out
+    records = [json.loads(path.read_text()) for path in tmp_path.glob("*/record.json")]
+    assert {record["asked"]["config"]["batch"] for record in records} == {2, 4}
+    assert {record["asked"]["config"]["lr"] for record in records} == {1e-4}
+
+
+def test_what_differs_between_strategies_is_marked_by_name(tmp_path: Path) -> None:
+    """Micro-steps that only DeepSpeed has, and autocast that only one YAML has."""
+    autocast = yaml.safe_load((ROOT / "accel_configs" / "ddp.yaml").read_text()) | {"mixed_precision": "bf16"}
+    (tmp_path / "autocast.yaml").write_text(yaml.safe_dump(autocast))
+    zero = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": 2},
+    }
+    (tmp_path / "zero.json").write_text(json.dumps(zero))
+    yamls = ("ddp", str(tmp_path / "autocast.yaml"), str(tmp_path / "zero.json"))
+    rows = compare(tmp_path / "runs", "loop.py", strategies=yamls)
+    assert rows["ddp"]["numerics_differences"] == []
+    assert "autocast on (not off)" in rows["autocast"]["numerics_differences"]
+    zero_row = next(row for name, row in rows.items() if name.startswith("zero"))
+    assert "accumulation 2 (not 1)" in zero_row["numerics_differences"]
+    assert len(zero_row["losses"]) == 8
+
+
+def test_a_script_that_fails_or_is_not_recorded_says_why(tmp_path: Path) -> None:
+    (row,) = compare(tmp_path, "plain.py", strategies=("ddp",)).values()
+    script = SCRIPTS / "plain.py"
+    unseen = f"{script} was not recorded: no Accelerator prepared a model and an optimizer"
+    assert (row["status"], row["reason"]) == ("failed", unseen)
+    (row,) = compare(tmp_path, "loop.py", "--", "--huge", strategies=("ddp",)).values()
+    assert (row["status"], "can't allocate memory" in row["reason"]) == ("oom", True)
+    (row,) = compare(tmp_path, "loop.py", "--", "--no_such", strategies=("ddp",)).values()
+    assert (row["status"], row["reason"]) == ("failed", "unrecognized arguments: --no_such")
+
+
+@pytest.mark.parametrize("script", ["trainer.py", "sft.py"])
+def test_a_trainers_script_has_the_same_losses_under_each_engine(script: str, tmp_path: Path) -> None:
+    if script == "sft.py" and importlib.util.find_spec("trl") is None:
+        pytest.skip("TRL is not installed")
+    rows = compare(tmp_path, script)
+    assert [row["status"] for row in rows.values()] == ["ok"] * 3, rows
+    losses = rows["ddp"]["losses"]
+    assert len(losses) == 14
+    for row in rows.values():
+        assert row["losses"] == pytest.approx(losses, abs=1e-5)
+        assert row["parity_holds"] in (None, True)
+    assert rows["ddp"]["numerics_probed"]["accumulation"] == (2 if script == "trainer.py" else 1)
+
+
+def test_a_model_of_unknown_shape_and_padded_batches(tmp_path: Path) -> None:
+    rows = compare(tmp_path, "classify.py", strategies=("ddp", "ds_zero2"))
+    assert [row["status"] for row in rows.values()] == ["ok"] * 2
+    ddp = rows["ddp"]
+    assert (ddp["flops_per_token"], ddp["mfu"]) == (None, None)
+    assert 0.2 < ddp["padding"] < 0.5
+    assert ddp["losses"] == pytest.approx(rows["ds_zero2"]["losses"], abs=1e-2)
+    # DeepSpeed's JSON clips, the script does not
+    assert rows["ds_zero2"]["numerics_differences"] == ["clipping 1 (not unknown)"]
+    record = json.loads(Path(ddp["record"]).read_text())
+    assert record["model"]["model_type"] == "BertForSequenceClassification"
+    assert "hidden_size" not in record["model"]
+    pages = ("--html", str(tmp_path / "page.html"), "--csv", str(tmp_path / "rows.csv"))
+    assert slm("report", str(tmp_path), *pages).code == 0
+    assert "classify.py" in (tmp_path / "page.html").read_text()
+
+
+def test_the_code_of_the_documentation_runs(tmp_path: Path) -> None:
+    """Both blocks, the loop's put behind what a loop begins with, the Trainer's before `trainer.train()`."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "your_own_script.md").read_text(), re.DOTALL)
+    in_loop, in_trainer = blocks
+    loop, trainer = ((SCRIPTS / name).read_text() for name in ("loop.py", "trainer.py"))
+    begin = loop[: loop.index("model, optimizer, loader = ")]
+    batches = (
+        "def named(rows):\n"
+        "    return dict.fromkeys(('input_ids', 'labels'), torch.stack(rows))\n\n\n"
+        "loader = torch.utils.data.DataLoader(tokens, batch_size=arguments.batch, collate_fn=named)\n"
+    )
+    (tmp_path / "loop.py").write_text(begin + batches + in_loop)
+    (tmp_path / "trainer.py").write_text(trainer.replace("trainer.train()", f"{in_trainer}trainer.train()"))
+    for name, num_steps in (("loop.py", 16), ("trainer.py", 14)):
+        (row,) = compare(tmp_path / "runs", str(tmp_path / name), strategies=("ddp",)).values()
+        assert (row["status"], len(row["losses"])) == ("ok", num_steps), row["reason"]
+
+
+def test_our_trainer_and_a_users_loop_of_the_same_training_have_the_same_figures(tmp_path: Path) -> None:
+    config = RunConfig(model="slm-1m", seq_len=32, max_steps=14, numerics="fp32", max_grad_norm=1.0)
+    work = write_work(tmp_path / "work", config, num_processes=2)
+    (theirs,) = compare(
+        tmp_path / "theirs",
+        "same_work.py",
+        *("--", "--work", str(tmp_path / "work" / "work.json")),
+        strategies=("ddp",),
+    ).values()
+    done = slm(
+        *("compare", "--strategy", "ddp", "--model", "slm-1m", "--seq_len", "32", "--max_steps", "14"),
+        *("--numerics", "fp32", "--max_grad_norm", "1", "--output_dir", str(tmp_path / "ours"), "--json"),
+    )
+    (ours,) = json.loads(done.out)
+    assert theirs["losses"] == pytest.approx(ours["losses"], abs=1e-5)
+    assert theirs["state_bytes_per_rank"] == ours["state_bytes_per_rank"]
+    assert theirs["tokens_per_step"] == ours["tokens_per_step"] == work["tokens_per_step"]
+    probed = {name: row["numerics_probed"] for name, row in (("theirs", theirs), ("ours", ours))}
+    same = (
+        "parameter_dtype",
+        "loss_dtype",
+        "gradient_dtype",
+        "reduction_dtype",
+        "optimizer_settings",
+        "rope",
+    )
+    assert {name: probed["theirs"][name] for name in same} == {name: probed["ours"][name] for name in same}
