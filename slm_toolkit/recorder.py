@@ -360,7 +360,7 @@ def _num_params(model: torch.nn.Module) -> int:
 def _running_engine(model: torch.nn.Module) -> RunningEngine:
     try:
         return probe_engine(model)
-    except ValueError:  # FSDP2 with other units than transformers' decoder layers
+    except (ValueError, AttributeError):  # FSDP2 with other units than transformers' decoder layers
         return RunningEngine("fsdp2", None, None, torch.distributed.get_world_size())
 
 

@@ -1,7 +1,7 @@
 """Numerics: how a probed step was really computed, how two of them differ, and the limits of parity."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -208,6 +208,34 @@ class Numerics:
     optimizer_class: str | None = _probed(
         "classes of the optimizer and its wrappers, outermost first", compared=False
     )
+
+
+_SAME_PRECISION = "give all YAMLs the same mixed_precision, and the JSON the same bf16 or fp16 section"
+ALIGNMENTS = {
+    **dict.fromkeys(
+        (
+            *("parameter_dtype", "autocast", "compute_dtype", "residual_dtype", "logits_dtype", "loss_dtype"),
+            *("cross_entropy_dtype", "gradient_dtype", "reduction_dtype", "master_weight_dtype"),
+        ),
+        _SAME_PRECISION,
+    ),
+    "optimizer_state_dtype": _SAME_PRECISION,
+    "clipping": "clip with accelerator.clip_grad_norm_, and gradient_clipping: auto in the JSON",
+    "accumulation": "give micro-steps to the Accelerator, and gradient_accumulation_steps: auto in the JSON",
+    "tokens_per_step": "give every strategy as many sequences per step",
+    "batch_hashes": "call set_seed before the DataLoader is made, and shuffle alike",
+    "optimizer_settings": "leave optimizer and scheduler out of the DeepSpeed JSON",
+    "optimizer_kernel": "leave optimizer and scheduler out of the DeepSpeed JSON",
+    "recomputed": "set activation checkpointing in the script, not in the YAML",
+    "compiled": "compile in the script, or set the same dynamo_config in all YAMLs",
+}
+"""by field of Numerics: what makes the strategies of a user's own script alike; strategies of our own trainer
+are alike by --numerics aligned"""
+
+
+def alignments(found: Iterable["Difference"]) -> list[str]:
+    """Return the changes that would make a script's run compute what its reference computes."""
+    return list(dict.fromkeys(ALIGNMENTS[one.field] for one in found if one.field in ALIGNMENTS))
 
 
 _FIELDS = dataclasses.fields(Numerics)

@@ -15,6 +15,7 @@ from slm_toolkit.config.run_config import FLAGS
 from slm_toolkit.config.schedule import learning_rate
 from slm_toolkit.record.measurement_warnings import rank_differences
 from slm_toolkit.record.numerics import (
+    ALIGNMENTS,
     ALIKE,
     ALIKE_IN_TASK,
     LOW_PRECISION,
@@ -194,6 +195,9 @@ class Parity:
     "faults apart from the losses: ranks with different weights, settings that differ from the flags"
     cause: str | None = None
     "why parity does not hold, if the records show it"
+    unlike: str | None = None
+    """why a user's own script can't be compared with its other runs: it began with other weights or batches.
+    Our trainer begins alike under every strategy, so that such a difference is its fault"""
 
     @property
     def holds(self) -> bool:
@@ -428,7 +432,27 @@ def compare_with(
         parameter_limit=None if parameter is None else 1 + limits.parameter_norm,
         what=what,
     )
-    return parity if parity.agrees else replace(parity, cause=cause_of(record, reference))
+    if parity.agrees:
+        return parity
+    return replace(parity, cause=cause_of(record, reference), unlike=_unlike_beginning(record, reference))
+
+
+def _unlike_beginning(record: RunRecord, reference: RunRecord) -> str | None:
+    """Return how a script's run began unlike its reference; None if it began alike, or for our trainer."""
+    if not record.is_of_script:
+        return None
+    name, ran, expected = reference.strategy, record.numerics or {}, reference.numerics or {}
+    reasons = []
+    if _weights_differ(record, reference):
+        reasons.append(f"its weights before step 1 are not those of {name} (call set_seed before the model)")
+    if ran.get("accumulation") != expected.get("accumulation"):
+        micro_steps = (
+            f"{ran.get('accumulation')} micro-steps per step, and {name} {expected.get('accumulation')}"
+        )
+        reasons.append(f"it has {micro_steps} ({ALIGNMENTS['accumulation']})")
+    elif ran.get("batch_hashes") != expected.get("batch_hashes"):
+        reasons.append(f"its batches of step 1 are not those of {name} ({ALIGNMENTS['batch_hashes']})")
+    return "; ".join(reasons) or None
 
 
 def _name_of(reference: RunRecord) -> str:

@@ -18,7 +18,7 @@ from slm_toolkit.model.model_spec import flops_per_token, flops_per_token_withou
 from slm_toolkit.predict.cost import usd_per_million_tokens
 from slm_toolkit.record.goodput import time_shares
 from slm_toolkit.record.measurement_warnings import padding_share, warnings_of
-from slm_toolkit.record.numerics import differences, numerics_from
+from slm_toolkit.record.numerics import alignments, differences, numerics_from
 from slm_toolkit.record.parity import Parity, judge
 from slm_toolkit.record.run_record import RunRecord, finite
 from slm_toolkit.report.recorded_estimate import estimate_of
@@ -141,6 +141,8 @@ class Row:
     "the fields of numerics.Numerics in the last probed step: the first that compiled nothing, of up to five"
     numerics_differences: list[str]
     "numerics that differ from `numerics_reference`; set by `ranked`"
+    numerics_alignments: list[str]
+    "of a user's own script: the changes that would remove these differences"
     numerics_reference: str | None
     parity_reference: str | None
     "the run with which losses were compared; this and the next four fields are set by `rows_of`"
@@ -309,6 +311,7 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
         time_shares=vars(times) if times else None,
         numerics_probed=measured[0].numerics,
         numerics_differences=[],
+        numerics_alignments=[],
         numerics_reference=None,
         parity_reference=None,
         parity_max_loss_difference=None,
@@ -420,6 +423,9 @@ def rows_of(
 
 
 def _with_parity(row: Row, parities: list[Parity]) -> Row:
+    unlike = [f"losses not comparable: {parity.unlike}" for parity in parities if parity.unlike is not None]
+    if unlike:
+        return with_values(row, warnings=[*row.warnings, *dict.fromkeys(unlike)])
     if not parities:
         return row
     worst = max(parities, key=lambda parity: (not parity.holds, parity.loss_difference))
@@ -592,6 +598,7 @@ def _with_differences(row: Row, reference: Row) -> Row:
     return with_values(
         row,
         numerics_differences=[str(difference) for difference in unexplained],
+        numerics_alignments=alignments(unexplained) if row.script else [],
         numerics_reference=reference.strategy,
     )
 

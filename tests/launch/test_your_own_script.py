@@ -94,6 +94,21 @@ def test_what_differs_between_strategies_is_marked_by_name(tmp_path: Path) -> No
     zero_row = next(row for name, row in rows.items() if name.startswith("zero"))
     assert "accumulation 2 (not 1)" in zero_row["numerics_differences"]
     assert len(zero_row["losses"]) == 8
+    align = "give micro-steps to the Accelerator, and gradient_accumulation_steps: auto in the JSON"
+    assert align in zero_row["numerics_alignments"]
+    not_comparable = f"losses not comparable: it has 2 micro-steps per step, and ddp 1 ({align})"
+    assert not_comparable in zero_row["warnings"]
+    assert (zero_row["parity_holds"], rows["autocast"]["parity_holds"]) == (None, True)
+    table = slm("report", str(tmp_path / "runs")).out
+    assert f". To align: {align}" in " ".join(table.split())
+
+
+def test_runs_of_other_weights_are_not_called_wrong(tmp_path: Path) -> None:
+    rows = compare(tmp_path, "loop.py", "--", "--unseeded", strategies=("ddp", "ds_zero2"))
+    assert [row["status"] for row in rows.values()] == ["ok"] * 2
+    assert [row["parity_holds"] for row in rows.values()] == [None] * 2
+    reason = "its weights before step 1 are not those of ddp (call set_seed before the model)"
+    assert f"losses not comparable: {reason}" in rows["ds_zero2"]["warnings"]
 
 
 def test_a_script_that_fails_or_is_not_recorded_says_why(tmp_path: Path) -> None:
@@ -119,6 +134,14 @@ def test_a_trainers_script_has_the_same_losses_under_each_engine(script: str, tm
         assert row["losses"] == pytest.approx(losses, abs=1e-5)
         assert row["parity_holds"] in (None, True)
     assert rows["ddp"]["numerics_probed"]["accumulation"] == (2 if script == "trainer.py" else 1)
+
+
+def test_a_model_of_the_users_own_under_each_engine(tmp_path: Path) -> None:
+    rows = compare(tmp_path, "nano.py", strategies=("ddp", "fsdp_full_shard", "ds_zero3"))
+    assert [(row["status"], row["reason"]) for row in rows.values()] == [("ok", None)] * 3
+    for row in rows.values():
+        assert row["losses"] == pytest.approx(rows["ddp"]["losses"], abs=1e-5)
+        assert (row["tokens_per_step"], row["seq_len"]) == (2 * 8 * 32, 32)
 
 
 def test_a_model_of_unknown_shape_and_padded_batches(tmp_path: Path) -> None:

@@ -11,11 +11,13 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--lr", type=float, default=1e-3)
 parser.add_argument("--batch", type=int, default=4)
 parser.add_argument("--accumulate", type=int, default=1)
+parser.add_argument("--unseeded", action="store_true", help="other initial weights in each run")
 parser.add_argument("--record", action="store_true")
 parser.add_argument("--huge", action="store_true", help="asks for more memory than there is")
 arguments = parser.parse_args()
 
-set_seed(0)
+if not arguments.unseeded:
+    set_seed(0)
 accelerator = Accelerator(gradient_accumulation_steps=arguments.accumulate)
 config = LlamaConfig(
     hidden_size=64,

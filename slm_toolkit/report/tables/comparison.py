@@ -124,8 +124,11 @@ def notes(rows: list[Row], dropped: list[str]) -> list[Text]:
     """Return the notes below the table; `dropped` has the titles of dropped columns."""
     notes = _reasons(rows)
     for marked, mark in marks_of(rows).items():
-        reference = next(row.numerics_reference for row in rows if tuple(row.numerics_differences) == marked)
-        notes.append(Text(f"{mark.strip()} not computed as {reference}: {', '.join(marked)}", style="yellow"))
+        first = next(row for row in rows if tuple(row.numerics_differences) == marked)
+        note = f"{mark.strip()} not computed as {first.numerics_reference}: {', '.join(marked)}"
+        if first.numerics_alignments:
+            note += f". To align: {'; '.join(first.numerics_alignments)}"
+        notes.append(Text(note, style="yellow"))
     if any(row.numerics_differences and row.rank is None and row.tokens_per_second for row in rows):
         notes.append(
             Text("marked rows have no rank: --strict is set, or no other row is comparable", style="dim")
