@@ -17,6 +17,7 @@ import os
 import re
 import shlex
 import sys
+import time
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from itertools import chain, count
@@ -33,6 +34,7 @@ from transformers import TrainerCallback
 from slm_toolkit.model.from_config import spec_from_config
 from slm_toolkit.record.files import write_record
 from slm_toolkit.record.run_record import (
+    PROGRESS_FILE,
     RECORD_FILE,
     RUN_DIR_VARIABLE,
     RunRecord,
@@ -47,12 +49,14 @@ from slm_toolkit.run.engine.engine import RunningEngine, probe_engine
 from slm_toolkit.run.engine.training_state import parameter_name
 from slm_toolkit.run.observe.machine_load import look_at_gpu
 from slm_toolkit.run.observe.probe import tokens_of
+from slm_toolkit.run.observe.progress import write_state
 from slm_toolkit.run.observe.watch import RunWatch
 from slm_toolkit.run.peers.failure import seconds_since_start
 from slm_toolkit.run.peers.launch_info import find_launch
 from slm_toolkit.run.peers.machines import num_machines
 from slm_toolkit.run.peers.step_exchange import gather_to_all
 
+_SECONDS_BETWEEN_SHOWN_STEPS = 0.5
 _LOSSES_READ_AT_ONCE = 256
 "steps between two reads of the losses: so many that waiting for the device costs no time"
 
@@ -91,6 +95,7 @@ class Recorder:
         self._watch = RunWatch(accelerator, model, optimizer, no_loss_function, gpu=gpu)
         self._first_batch: dict[str, int] | None = None
         self._num_steps = 0
+        self._shown_at = 0.0
         self._micro_losses: list[torch.Tensor] = []
         self._unread: list[torch.Tensor] = []
         "losses of the last steps, still on the device"
@@ -142,6 +147,7 @@ class Recorder:
         self._norms.append(self._norm)
         self._micro_losses, self._norm, self._has_updated = [], None, False
         self._num_steps += 1
+        self._show_progress()
         self._step.__exit__(None, None, None)
         self._step = self._watch.step()
         self._step.__enter__()
@@ -200,6 +206,16 @@ class Recorder:
             return norm
 
         self._accelerator.clip_grad_norm_ = clip_and_keep
+
+    def _show_progress(self) -> None:
+        """Tell `slm compare` the number of steps, twice a second. A loss or a rate would wait for the GPU."""
+        is_shown = RUN_DIR_VARIABLE in os.environ and self._accelerator.is_main_process
+        if not is_shown or time.monotonic() - self._shown_at < _SECONDS_BETWEEN_SHOWN_STEPS:
+            return
+        self._shown_at = time.monotonic()
+        state = {"step": self._num_steps, "num_steps": None, "loss": None, "tokens_per_second": None}
+        with suppress(OSError):  # only the display needs the file
+            write_state(Path(os.environ[RUN_DIR_VARIABLE], PROGRESS_FILE), state)
 
     def _read_losses(self) -> None:
         if self._unread:

@@ -205,7 +205,8 @@ class Display:
         self.bars.stop()
 
     def begin(self, run: PlannedRun) -> None:
-        status, steps = "starting: loading Python packages", run.config.steps_asked
+        status = "starting: loading Python packages"
+        steps = None if run.words else run.config.steps_asked  # a user's own script sets its own number
         if run.config.rehearse is not None and run.gpu is None:
             status, steps = "rehearsing, takes a few seconds", None  # its two steps report no progress
         with self.lock:
@@ -216,7 +217,7 @@ class Display:
 
     def progress(self, run: PlannedRun, state: dict[str, Any] | None) -> None:
         with self.lock:
-            if state is not None and "step" in state:
+            if (state or {}).get("num_steps") is not None:  # of a user's own script it is unknown
                 first = self.steps.get(run.run_name, (time.monotonic(), state["step"]))[:2]
                 self.steps[run.run_name] = (*first, state["step"], state["num_steps"])
             self.bars.update(self.overall, status=self._outlook())
@@ -224,7 +225,7 @@ class Display:
             if state is not None and "step" in state:
                 rate = state["tokens_per_second"]
                 words = "warming up" if rate is None else f"{rate:,.0f} tokens/s"
-                status = f"loss {state['loss']:.3f}  {words}"
+                status = "" if state["loss"] is None else f"loss {state['loss']:.3f}  {words}"
                 self.bars.update(bar, completed=state["step"], total=state["num_steps"], status=status)
             elif state is not None:
                 self.bars.update(bar, status=escape(f"starting: {state['stage']}"))

@@ -159,7 +159,9 @@ def _reason(folder: Path, ended: Ended) -> str:
     if ended.stopped_after_seconds is not None:
         if match := re.search(rf"^error: ({STOPPED_AFTER} .*)$", log_text, re.MULTILINE):
             return match[1]  # names the hanging rank
-        where = f"at step {last['step']} of {last['num_steps']}" if last else "before its first step"
+        where = "before its first step" if last is None else f"at step {last['step']}"
+        if last is not None and last["num_steps"] is not None:
+            where += f" of {last['num_steps']}"
         return f"{STOPPED_AFTER} {ended.stopped_after_seconds:g} s, {where}"
     if (full := disk_full(folder, log_text)) is not None:
         return full

@@ -47,7 +47,7 @@ def _show_stage(run_dir: Path, stage: str) -> None:
         print(f"starting: {stage}", file=sys.stderr, flush=True)
     if run_dir.is_dir():  # `slm compare` made it
         with suppress(OSError):  # the run itself does not need the file
-            _write_state(run_dir / PROGRESS_FILE, {"stage": stage})
+            write_state(run_dir / PROGRESS_FILE, {"stage": stage})
 
 
 def _remove(path: Path) -> None:
@@ -55,7 +55,7 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _write_state(path: Path, state: dict[str, Any]) -> None:
+def write_state(path: Path, state: dict[str, Any]) -> None:
     """Replace the file at once, so that a reader never sees half of it."""
     unfinished = path.with_suffix(".new")
     write_new(unfinished, json.dumps(state))
@@ -146,7 +146,7 @@ class TrainingProgress:
             "tokens_per_second": tokens_per_second,
         }
         try:
-            _write_state(self.path, state)
+            write_state(self.path, state)
         except OSError as error:  # only the display of `slm compare` needs the file
             if not self.has_warned:
                 self.say(f"warning: can't write {self.path}: {error.strerror}; training continues")
