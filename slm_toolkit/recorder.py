@@ -6,6 +6,7 @@
     for batch in loader:
         ...
         recorder.after_step(loss)  # at the end of each iteration
+    accelerator.end_training()
 
 With a Hugging Face Trainer, or TRL's: `trainer.add_callback(RecorderCallback(trainer))`.
 `slm report runs` then shows the run, as it shows runs of `slm compare`. What a recorder can't see is unknown.
@@ -67,6 +68,9 @@ class Recorder:
     It changes no number of the training. The first step is probed, hence slow, and not timed.
     """
 
+    num_of_all = num_steps_of_all = 0
+    "recorders and steps of this process"
+
     def __init__(
         self,
         accelerator: Accelerator,
@@ -83,26 +87,32 @@ class Recorder:
         others are counted. The record goes to `output_dir`/`run_name`/record.json. A name that is taken gets
         `-r2` at its end. By default the name is made of script, strategy and a hash.
         """
-        if (earlier := recorder_of(accelerator)) is not None:
-            earlier.stop()
-        accelerator.slm_recorder = self
+        for earlier in _open:
+            earlier.stop()  # of a training that this one replaces
         self._accelerator, self._model = accelerator, model
         self._tokens_per_batch, self._output_dir, self._run_name = tokens_per_batch, output_dir, run_name
-        self._launch = find_launch()
+        launch = find_launch()
+        self._strategy = launch.strategy
+        self._asked = script_asked(launch.strategy, launch.num_processes, sys.argv)
+        self._command = launch.command or ("python", *self._asked["script"])
         self._fingerprint = _fingerprint(model)
         no_loss_function = SimpleNamespace(num_tokens=0)  # the loss's tokens are unknown
         gpu = look_at_gpu(accelerator.local_process_index)
         self._watch = RunWatch(accelerator, model, optimizer, no_loss_function, gpu=gpu)
         self._first_batch: dict[str, int] | None = None
-        self._num_steps = 0
+        self.num_steps = 0
         self._shown_at = 0.0
         self._micro_losses: list[torch.Tensor] = []
         self._unread: list[torch.Tensor] = []
         "losses of the last steps, still on the device"
         self._losses: list[float] = []
         self._norm: float | torch.Tensor | None = None
-        "of this step; None if the script does not measure it"
+        "the gradient norm of this step; None if the script does not measure it"
+        self._max_norm: float | None = None
+        "the threshold of the script's clipping; None if it does not clip by the Accelerator"
         self._norms: list[float | torch.Tensor | None] = []
+        self._has_evaluated = False
+        "True if the model ran without gradients since the step began"
         self._has_updated = False
         "True if the optimizer's step ran since the last step's end"
         inner = _inner_optimizer(optimizer)
@@ -115,7 +125,9 @@ class Recorder:
         self._step = self._watch.step()
         self._step.__enter__()
         self.is_open = True
-        _write_at_the_end(self, accelerator)
+        _open.append(self)
+        Recorder.num_of_all += 1
+        self._close_with_training()
 
     def after_step(self, loss: torch.Tensor) -> None:
         """Note an iteration of the loop, whether its gradients were applied or only accumulated.
@@ -146,7 +158,8 @@ class Recorder:
             self._read_losses()
         self._norms.append(self._norm)
         self._micro_losses, self._norm, self._has_updated = [], None, False
-        self._num_steps += 1
+        self.num_steps += 1
+        Recorder.num_steps_of_all += 1
         self._show_progress()
         self._step.__exit__(None, None, None)
         self._step = self._watch.step()
@@ -159,29 +172,57 @@ class Recorder:
     def close(self) -> Path | None:
         """Write the record of the steps until now; return its path on rank 0. All ranks must call it.
 
-        `accelerator.end_training()` calls it, and so does the script's end, unless it ends by an error.
+        `accelerator.end_training()` calls it. Return None without a step, and if it was called before.
         """
         if not self.is_open:
             return None
+        record = self._record() if self.num_steps else None
+        folder = None if record is None else self._folder_of(record)
         self.stop()
-        if self._num_steps == 0:
+        if record is None or not self._accelerator.is_main_process:
             return None
-        record = self._record()
-        if not self._accelerator.is_main_process:
+        if folder is None:
+            print("note: the script's first training is recorded, not this one", file=sys.stderr)
             return None
-        path = write_record(record, self._folder_of(record))
+        path = write_record(record, folder)
         print(f"record: {path}", file=sys.stderr)
         return path
 
     def stop(self) -> None:
-        """Stop watching, without a record."""
+        """Stop watching, without a record, and let go of the model."""
+        if not self.is_open:
+            return
         self.is_open = False
+        _open.remove(self)
+        self._step.__exit__(GeneratorExit, GeneratorExit(), None)  # removes the probe's hooks
         for hook in self._hooks:
             hook.remove()
+        self._hooks, self._model, self._watch = [], None, None
+
+    @property
+    def is_main(self) -> bool:
+        return self._accelerator.is_main_process
+
+    @property
+    def is_alone(self) -> bool:
+        return self._accelerator.num_processes == 1
+
+    def _close_with_training(self) -> None:
+        end_training = self._accelerator.end_training
+
+        def close_and_end() -> None:
+            self.close()
+            end_training()
+
+        self._accelerator.end_training = close_and_end
 
     def _count_tokens(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
+            self._has_evaluated = True
             return
+        if self._has_evaluated:
+            self.pause()
+            self._has_evaluated = False
         tokens = tokens_of(args, kwargs)
         if tokens is not None and self._first_batch is None:
             self._first_batch = {"num_sequences": tokens.shape[0], "seq_len": tokens.shape[-1]}
@@ -199,8 +240,9 @@ class Recorder:
         """Keep the norms that the script's own clipping measures."""
         clip = self._accelerator.clip_grad_norm_
 
-        def clip_and_keep(*arguments: Any, **options: Any) -> Any:
-            norm = clip(*arguments, **options)
+        def clip_and_keep(parameters: Any, max_norm: float, **options: Any) -> Any:
+            norm = clip(parameters, max_norm, **options)
+            self._max_norm = float(max_norm)
             if norm is not None and self._accelerator.sync_gradients:
                 self._norm = norm.detach() if isinstance(norm, torch.Tensor) else norm
             return norm
@@ -213,7 +255,7 @@ class Recorder:
         if not is_shown or time.monotonic() - self._shown_at < _SECONDS_BETWEEN_SHOWN_STEPS:
             return
         self._shown_at = time.monotonic()
-        state = {"step": self._num_steps, "num_steps": None, "loss": None, "tokens_per_second": None}
+        state = {"step": self.num_steps, "num_steps": None, "loss": None, "tokens_per_second": None}
         with suppress(OSError):  # only the display needs the file
             write_state(Path(os.environ[RUN_DIR_VARIABLE], PROGRESS_FILE), state)
 
@@ -226,20 +268,19 @@ class Recorder:
         """Return the record. All ranks must call it."""
         self._read_losses()
         observed = self._watch.observed()
-        num_tokens = observed["tokens_counted"].pop("drawn")
-        observed["tokens_counted"] = {"drawn": num_tokens}
+        num_tokens = observed["tokens_counted"]["drawn"]
+        observed["tokens_counted"] = {"drawn": num_tokens}  # the loss's tokens are unknown
+        if (probed := observed["numerics"]) and probed["clipping"] is None:
+            probed["clipping"] = self._max_norm  # FSDP1 clips by a method of its own
         # under DeepSpeed they would be of before clipping, under other engines of after it
         observed.pop("parameter_grad_norms")
         losses, counts = zip(*gather_to_all((self._losses, _num_params(self._model))), strict=True)
         running = _running_engine(self._model)
         num_params = sum(counts) if running.engine == "fsdp1" else counts[0]
         gpu = torch.cuda.get_device_name() if self._accelerator.device.type == "cuda" else None
-        asked, versions = (
-            script_asked(self._launch.strategy, self._launch.num_processes, sys.argv),
-            installed_versions(),
-        )
-        identity, strategy = identity_of(asked, versions, gpu), self._launch.strategy
-        script = Path(asked["script"][0])
+        versions = installed_versions()
+        identity, strategy = identity_of(self._asked, versions, gpu), self._strategy
+        script = Path(self._asked["script"][0])
         stem = re.sub(r"[^\w.+=,@-]", "_", script.stem)
         started = datetime.now(UTC) - timedelta(seconds=seconds_since_start())
         return RunRecord(
@@ -247,11 +288,11 @@ class Recorder:
             identity=identity,
             status="ok",
             strategy=strategy.name,
-            asked=asked,
+            asked=self._asked,
             model=_model_facts(self._accelerator.unwrap_model(self._model), script.name, num_params),
             versions=versions,
             started_at=started.isoformat(timespec="seconds"),
-            command=shlex.join(self._launch.command or ("python", *asked["script"])),
+            command=shlex.join(self._command),
             seconds_total=seconds_since_start(),
             gpu=gpu,
             world_size=running.world_size,
@@ -261,7 +302,7 @@ class Recorder:
             reshard_after_forward=running.reshard_after_forward,
             weights_fingerprint=self._fingerprint,
             first_batch=self._first_batch,
-            tokens_per_step=round(num_tokens / self._num_steps) or None,
+            tokens_per_step=round(num_tokens / self.num_steps) or None,
             losses=[finite(math.fsum(ranks) / len(ranks)) for ranks in zip(*losses, strict=True)],
             grad_norms=[] if None in self._norms else [finite(float(norm)) for norm in self._norms],
             **observed,
@@ -272,10 +313,13 @@ class Recorder:
         planned = os.environ.get(RUN_DIR_VARIABLE)
         return Path(planned).name if planned else self._run_name or default
 
-    def _folder_of(self, record: RunRecord) -> Path:
-        """Return the folder that `slm compare` made for this run, or one without a record."""
-        if RUN_DIR_VARIABLE in os.environ:
-            return Path(os.environ[RUN_DIR_VARIABLE])
+    def _folder_of(self, record: RunRecord) -> Path | None:
+        """Return the folder that `slm compare` made for this run, or one without a record.
+
+        None if the script's first training has left its record in that folder.
+        """
+        if planned := os.environ.get(RUN_DIR_VARIABLE):
+            return None if Path(planned, RECORD_FILE).exists() else Path(planned)
         first = Path(self._output_dir, record.run_name)
         repeats = (first.with_name(f"{first.name}-r{number}") for number in count(2))
         return next(folder for folder in chain([first], repeats) if not (folder / RECORD_FILE).exists())
@@ -306,7 +350,8 @@ class RecorderCallback(TrainerCallback):
 
     def on_step_end(self, *arguments: Any, **keywords: Any) -> None:
         losses, self._losses = self._losses, []
-        self._recorder.end_step(torch.stack(losses).sum())
+        if losses:  # a Trainer may have a loop of its own
+            self._recorder.end_step(torch.stack(losses).sum())
 
     def on_evaluate(self, *arguments: Any, **keywords: Any) -> None:
         if self._recorder is not None:
@@ -319,37 +364,37 @@ class RecorderCallback(TrainerCallback):
         self._recorder.close()
 
 
-def recorder_of(accelerator: Accelerator) -> Recorder | None:
-    """Return the last recorder of an Accelerator's training; None without one."""
-    return getattr(accelerator, "slm_recorder", None)
+_open: list[Recorder] = []
+"the recorder of the training that runs; empty if none does"
 
 
-def _write_at_the_end(recorder: Recorder, accelerator: Accelerator) -> None:
-    """Close the recorder at `end_training`, or else at the script's end, unless an error ends it."""
-    end_training, report_error = accelerator.end_training, sys.excepthook
+def open_recorders() -> tuple[Recorder, ...]:
+    """Return the recorders that have neither been closed nor stopped: one, or none."""
+    return tuple(_open)
 
-    def close_and_end() -> None:
-        recorder.close()
-        end_training()
 
-    def close_at_exit() -> None:
-        if not recorder.is_open:
-            return
-        if accelerator.num_processes > 1 and not torch.distributed.is_initialized():
+def _close_at_exit() -> None:
+    """Write the record of a script of one process. Other ranks may not come to the collectives of `close`."""
+    for recorder in open_recorders():
+        if recorder.is_alone:
+            recorder.close()
+        elif recorder.is_main:
             print(
-                "note: no record, because the process group had ended\n"
-                "hint: call recorder.close() before destroy_process_group()",
+                "note: no record\nhint: call accelerator.end_training() or recorder.close() at the end",
                 file=sys.stderr,
             )
-            return
-        recorder.close()
 
-    def report_and_leave_out(*error: Any) -> None:
-        atexit.unregister(close_at_exit)  # other ranks may not come to the collectives of `close`
-        report_error(*error)
 
-    accelerator.end_training, sys.excepthook = close_and_end, report_and_leave_out
-    atexit.register(close_at_exit)
+atexit.register(_close_at_exit)
+
+
+def _leave_out_after_an_error(*error: Any) -> None:
+    for recorder in open_recorders():
+        recorder.stop()
+    _report_error(*error)
+
+
+_report_error, sys.excepthook = sys.excepthook, _leave_out_after_an_error
 
 
 def _inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:

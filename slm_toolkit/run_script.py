@@ -21,11 +21,11 @@ from accelerate.utils import DeepSpeedOptimizerWrapper, DistributedType
 from transformers import Trainer
 
 from slm_toolkit.base.errors import user_errors
-from slm_toolkit.recorder import Recorder, RecorderCallback, recorder_of
+from slm_toolkit.recorder import Recorder, RecorderCallback, open_recorders
 from slm_toolkit.run.peers.launch_info import absolute_deepspeed_config, find_launch
 
-_accelerators: list[Accelerator] = []
-"those that have prepared something"
+_refused: list[str] = []
+"why trainings of the script are not recorded"
 
 
 def main() -> None:
@@ -39,14 +39,33 @@ def main() -> None:
     _watch_accelerators()
     _watch_optimizers()
     _watch_trainers()
-    runpy.run_path(script, run_name="__main__")
-    if not any(map(recorder_of, _accelerators)):
-        print(
-            f"error: {script} was not recorded: no Accelerator prepared a model and an optimizer\n"
-            "hint: prepare both with one Accelerator, or use a Hugging Face Trainer",
-            file=sys.stderr,
-        )
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            for recorder in open_recorders():  # other ranks may not come to the collectives of `close`
+                recorder.stop()
+            raise
+    for recorder in open_recorders():
+        recorder.close()
+    if Recorder.num_steps_of_all == 0:
+        print(f"error: {script} was not recorded: {_why_not()}", file=sys.stderr)
         sys.exit(2)
+
+
+def _why_not() -> str:
+    """Return why no step was recorded, with a hint."""
+    if _refused:
+        return _refused[0]
+    if Recorder.num_of_all:
+        return (
+            "no step was seen\nhint: call accelerator.backward(loss), then step() of the optimizer that the "
+            "Accelerator prepared"
+        )
+    return (
+        "no Accelerator prepared a model and an optimizer\n"
+        "hint: prepare both with one Accelerator, or use a Hugging Face Trainer"
+    )
 
 
 def _script(words: list[str]) -> str:
@@ -78,28 +97,46 @@ def _run_over_gloo() -> None:
 
 
 def _watch_accelerators() -> None:
-    """Make a recorder as soon as an Accelerator has prepared a model and an optimizer."""
-    prepare = Accelerator.prepare
+    """Make a recorder as soon as an Accelerator has prepared an optimizer and the model of its parameters."""
+    prepare, free_memory = Accelerator.prepare, Accelerator.free_memory
 
     @functools.wraps(prepare)
     def prepare_and_watch(accelerator: Accelerator, *parts: Any, **options: Any) -> Any:
         prepared = prepare(accelerator, *parts, **options)
         found = prepared if isinstance(prepared, tuple | list) else (prepared,)
-        if accelerator not in _accelerators:
-            _accelerators.append(accelerator)
-            accelerator.slm_prepared = []
-        accelerator.slm_prepared += found
-        model = _first(accelerator.slm_prepared, torch.nn.Module)
-        optimizer = _first(accelerator.slm_prepared, AcceleratedOptimizer)
-        if None not in (model, optimizer) and recorder_of(accelerator) is None:
-            _record(accelerator, model, optimizer)
+        if any(isinstance(part, torch.nn.Module | AcceleratedOptimizer) for part in found):
+            accelerator.slm_prepared = [*getattr(accelerator, "slm_prepared", ()), *found]
+            _record_if_complete(accelerator, accelerator.slm_prepared)
         return prepared
 
-    Accelerator.prepare = prepare_and_watch
+    @functools.wraps(free_memory)
+    def forget_and_free(accelerator: Accelerator, *objects: Any) -> Any:
+        accelerator.slm_prepared = []
+        return free_memory(accelerator, *objects)
+
+    Accelerator.prepare, Accelerator.free_memory = prepare_and_watch, forget_and_free
 
 
-def _first(parts: list[Any], kind: type) -> Any:
-    return next((part for part in parts if isinstance(part, kind)), None)
+def _record_if_complete(accelerator: Accelerator, prepared: list[Any]) -> None:
+    optimizers = [part for part in prepared if isinstance(part, AcceleratedOptimizer)]
+    models = [part for part in prepared if isinstance(part, torch.nn.Module)]
+    if len(optimizers) > 1:
+        for recorder in open_recorders():
+            recorder.stop()
+        _refused.append(
+            "it trains with several optimizers, whose steps and losses can't be told apart\n"
+            "hint: put a slm_toolkit.recorder.Recorder into the loop that counts"
+        )
+    elif optimizers and models and not hasattr(optimizers[0], "slm_recorder"):
+        _record(accelerator, _model_of(optimizers[0], models), optimizers[0])
+
+
+def _model_of(optimizer: AcceleratedOptimizer, models: list[torch.nn.Module]) -> torch.nn.Module:
+    """Return the model whose parameters the optimizer updates; DeepSpeed's optimizers have copies of them."""
+    updated = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    owners = (model for model in models if any(id(param) in updated for param in model.parameters()))
+    engines = (model for model in models if hasattr(model, "zero_optimization_stage"))
+    return next(owners, None) or next(engines, None) or models[0]
 
 
 def _record(accelerator: Accelerator, model: torch.nn.Module, optimizer: AcceleratedOptimizer) -> None:

@@ -28,7 +28,7 @@ _KILLED = 128 + 9
 def reason_in_log(log: Path) -> str:
     """Return the reason in a log: the last `error:` line, else the last exception, else the last line."""
     lines = [line.strip() for line in read_log(log).splitlines() if line.strip()]
-    for pattern in (r"(?:[\w./-]+: )?error: (.*)", r"(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception)\b: .*)"):
+    for pattern in (r"(?:\S+\.py: )?error: (.*)", r"(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception)\b: .*)"):
         reasons = [
             match[1]
             for line in lines

@@ -21,6 +21,7 @@ _OF_OURS = ", which needs our own trainer"
 PAIRS = (
     Pair("parity", "script", ": losses of equal runs are compared anyway"),
     Pair("largest_batch", "script", ", whose batch only its own arguments set"),
+    Pair("max_batch", "script", ", whose batch only its own arguments set"),
     Pair("skip_oom", "script", ", whose memory is not estimated"),
     Pair("ours_against", "script", _OF_OURS),
     Pair("memory", "script", ", whose allocations are not traced"),
@@ -42,7 +43,7 @@ class Script:
         """Raise ValueError if there is no such file."""
         if not Path(path).is_file():
             raise ValueError(f"no such script: {path}\nhint: slm compare --script train.py -- ARGUMENTS")
-        return cls(path, tuple(arguments))
+        return cls(os.path.abspath(path), tuple(arguments))
 
     @property
     def grid(self) -> list[tuple[str, ...]]:

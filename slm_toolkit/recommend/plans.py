@@ -425,7 +425,8 @@ def observations_of(folders: list[Path]) -> dict[tuple, Observed]:
         raise ValueError(problems[0] if problems else nothing)
     groups: dict[tuple, list[tuple[Path, RunRecord]]] = {}
     for path, record in records:
-        if record.engine is None or record.world_size is None or record.is_parity_reference:
+        unknown = record.engine is None or record.world_size is None
+        if unknown or record.is_parity_reference or record.is_of_other_trainer:
             continue
         gpu = find_gpu(record.gpu)
         if gpu is None and not (record.is_rehearsal and record.gpu is None):

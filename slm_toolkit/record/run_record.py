@@ -432,14 +432,19 @@ def everything_asked(config: RunConfig, strategy: Strategy, num_processes: int) 
 
 
 def script_asked(strategy: Strategy, num_processes: int, words: Sequence[str]) -> dict[str, Any]:
-    """Return all settings of a run of a user's script; `words`: the script's path and arguments."""
+    """Return all settings of a run of a user's script; `words`: the script's path and arguments.
+
+    A change of the script, of a Python file beside it, or of a file among its arguments makes another run.
+    """
     script, *arguments = words
+    beside = sorted(Path(script).parent.glob("*.py"))
+    files = {word: state_of(Path(word)) for word in arguments if Path(word).is_file()}
     arguments = without_secrets(arguments)
     return {
         "config": {"numerics": "stock", **settings_of(arguments)},
         **launch_asked(strategy, num_processes),
         "script": [script, *arguments],
-        "files": {script: state_of(Path(script))},
+        "files": {script: _state_of_files([Path(script), *beside]), **files},
     }
 
 
@@ -453,14 +458,16 @@ def settings_of(arguments: Sequence[str]) -> dict[str, Flag]:
         name = name.replace("-", "_")
         if not has_value and not following.startswith("--"):
             value = following
-        settings[f"script_{name}" if name in FLAGS else name] = _number(value) if value else True
+        is_taken = name in FLAGS or name in _NAMES_OF_REPORTS
+        settings[f"script_{name}" if is_taken else name] = _number(value) if value else True
     return settings
 
 
 def _number(text: str) -> int | float | str:
     for kind in (int, float):
         with suppress(ValueError):
-            return kind(text)
+            if math.isfinite(number := kind(text)):
+                return number
     return text
 
 
@@ -489,7 +496,10 @@ def state_of(path: Path) -> str | None:
     """Return a hash that changes when a local file, or a file of a local folder, changes; else None."""
     if not exists(path):
         return None
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    return _state_of_files(sorted(path.rglob("*")) if path.is_dir() else [path])
+
+
+def _state_of_files(files: Sequence[Path]) -> str:
     states = [(str(file), stat.st_size, stat.st_mtime_ns) for file in files if (stat := _stat_of(file))]
     return hashlib.sha256(json.dumps(states).encode()).hexdigest()[:12]
 
@@ -536,5 +546,8 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+_NAMES_OF_REPORTS = {f.name for f in dataclasses.fields(RunRecord)}
+_NAMES_OF_REPORTS |= {"record", "rank", "mfu", "price", "evidence", "asked", "goodput", "parity", "padding"}
+"names that mean something else in records and reports"
 _OF_MODEL = frozenset(f.name for f in dataclasses.fields(ModelSpec))
 _DEFAULTS = RunConfig().identity

@@ -12,7 +12,9 @@ from slm_toolkit.config.run_config import REHEARSED_RANKS_PER_NODE, RunConfig
 from slm_toolkit.hardware.gpus import find_gpu
 from slm_toolkit.predict.estimate import Estimate, estimate
 from slm_toolkit.predict.memory.peak import MemoryEstimate, peak
+from slm_toolkit.predict.setup.other_trainers import trainer_named
 from slm_toolkit.predict.setup.setup import Setup, config_as_launched
+from slm_toolkit.record.numerics import numerics_from
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.strategy.groups import fit_groups
 from slm_toolkit.strategy.strategy import Strategy
@@ -25,9 +27,12 @@ def estimate_of(record: RunRecord) -> Estimate | None:
 
     None if the run ended before its engine was probed, or if no closed form covers its strategy. None for
     offload without a GPU, too: there the host's bytes can't be separated from the others. None for another
-    trainer's run, because the closed forms are of ours.
+    trainer's run, because the closed forms are of ours. A user's own script is estimated as Hugging Face's
+    Trainer with the settings that were observed, or not at all if its model or optimizer is unknown.
     """
-    if record.engine is None or record.world_size is None or record.is_of_other_trainer:
+    if record.engine is None or record.world_size is None or "trainer" in record.asked:
+        return None
+    if record.is_of_script and not _is_known(record):
         return None
     configuration = _configuration_of(msgspec.json.encode(_facts(record)))
     return None if configuration is None else _estimate_on(configuration, record.gpu)
@@ -43,6 +48,9 @@ def _facts(record: RunRecord) -> dict[str, Any]:
     files = {name: asked.get(name) for name in ("accelerate_config", "deepspeed_config")}
     names = ("strategy", "model", "world_size", "tokens_per_step")
     names += ("engine", "zero_stage", "reshard_after_forward")
+    if record.is_of_script:
+        names += ("first_batch", "numerics")
+        files["script"] = asked["script"][:1]
     return {"asked": {"config": config, **files}, **{name: getattr(record, name) for name in names}}
 
 
@@ -63,12 +71,14 @@ def _configuration_of(facts: bytes) -> _Configuration | None:
     num_ranks = record.world_size
     try:
         strategy = strategy_that_ran(record)
-        spec, config = record.spec, config_that_ran(record)
+        spec = record.spec
+        config = _config_of_script(record) if record.is_of_script else config_that_ran(record)
         num_nodes = strategy.num_machines
         per_node = min(num_ranks, REHEARSED_RANKS_PER_NODE) if record.is_rehearsal else num_ranks // num_nodes
         per_node = max(1, per_node)
         strategy = fit_groups(strategy, num_ranks=num_ranks, ranks_per_node=per_node)
-        setup = Setup(spec, strategy, config, num_gpus=num_ranks, gpus_per_node=per_node)
+        like = trainer_named("trainer") if record.is_of_script else None
+        setup = Setup(spec, strategy, config, num_gpus=num_ranks, gpus_per_node=per_node, like=like)
         return _Configuration(setup, peak(setup))
     except ValueError:  # ZeRO-0, tensor parallelism, ...
         return None
@@ -102,6 +112,35 @@ def strategy_that_ran(record: RunRecord) -> Strategy:
         path=record.strategy,
         accelerate_config=record.asked.get("accelerate_config"),
         deepspeed_config=record.asked.get("deepspeed_config"),
+    )
+
+
+def _is_known(record: RunRecord) -> bool:
+    """Return whether closed forms know a script's model and optimizer, and its first step was observed."""
+    seen = record.numerics or {}
+    trains_with_adam = "Adam" in (seen.get("optimizer_class") or "")
+    return record.has_known_shapes and record.first_batch is not None and trains_with_adam
+
+
+def _config_of_script(record: RunRecord) -> RunConfig:
+    """Return our flags for what a script's first step showed."""
+    seen, batch = numerics_from(record.numerics), record.first_batch
+    updates_bf16 = (seen.master_weight_dtype or "").startswith("bfloat16")
+    plain = "fp32" if seen.compute_dtype == "float32" else "pure_bf16" if updates_bf16 else "stock"
+    attention = (seen.attention or "sdpa").split()[0]
+    return RunConfig(
+        numerics=plain,
+        seq_len=batch["seq_len"],
+        per_device_train_batch_size=batch["num_sequences"],
+        gradient_accumulation_steps=seen.accumulation or 1,
+        attn_implementation="flash_attention_2" if attention == "flash_attn" else attention,
+        gradient_checkpointing="full" if seen.recomputed else "none",
+        torch_compile=bool(seen.compiled),
+        optim="adamw_torch_fused" if seen.optimizer_kernel == "fused" else "adamw_torch",
+        max_grad_norm=seen.clipping or 0.0,
+        loss_kernel="hf",
+        norm_kernel="hf",
+        mlp_kernel="hf",
     )
 
 

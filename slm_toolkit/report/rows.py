@@ -163,6 +163,8 @@ class Row:
     "the launch command of the first launch; None if it was not launched"
     record: str
     "the record file of the first launch"
+    num_params: int | None = None
+    "parameters of the model; None: unknown, because a user's own script failed"
     script: str | None = None
     "the user's own script that did the run; None: this toolkit's trainer, or another one"
     largest_batch: int | None = None
@@ -323,12 +325,13 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
         warnings=[]
         if rehearsed
         else [
-            *(["no step was timed: all steps were warm-up"] if ok and rate is None else []),
+            *([_why_no_rate(ok[0])] if ok and rate is None else []),
             *(warning for record in ok for warning in warnings_of(record)),
         ],
         anatomy=next((record.anatomy for record in ok if record.anatomy), None),
         command=main_record.command,
         record=str(repeats[0][0]),
+        num_params=main_record.model.get("num_params"),
         script=main_record.asked["script"][0] if main_record.is_of_script else None,
     )
 
@@ -336,6 +339,12 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
 def num_different_flags(row: Row, other: Row) -> int:
     """Count the flags of `row` that have another value in `other`."""
     return sum(other.asked.get(name) != value for name, value in row.asked.items())
+
+
+def _why_no_rate(record: RunRecord) -> str:
+    if record.tokens_per_step is None:
+        return "tokens are unknown: give tokens_per_batch to the script's Recorder"
+    return "no step was timed: all steps were warm-up"
 
 
 def _flops_per_token(record: RunRecord) -> tuple[float | None, float | None]:
@@ -539,7 +548,7 @@ def _competes(row: Row, *, strict: bool) -> bool:
 
 
 def _machine(row: Row) -> tuple:
-    return row.model, None if row.script else row.seq_len, row.gpu or row.cpu
+    return row.script or row.model, row.num_params, row.seq_len, row.gpu or row.cpu
 
 
 def _numerics(row: Row) -> tuple:

@@ -45,8 +45,9 @@ def verdict(rows: list[Row]) -> list[str]:
 def _competition(row: Row) -> tuple[str, ...]:
     """Return what rows of a group share, as text."""
     ranks = f"{row.world_size} rank{'s' * (row.world_size != 1)}" if row.is_rehearsed else ""
-    length = "" if row.script else f"{row.seq_len} tokens"
-    return row.model, length, row.gpu or row.cpu, ranks
+    length = "" if row.seq_len is None else f"{row.seq_len} tokens"
+    size = f"{row.num_params:,} parameters" if row.script and row.num_params else ""
+    return row.model, size, length, row.gpu or row.cpu, ranks
 
 
 def _subject(key: tuple[str, ...], groups: Iterable[tuple[str, ...]]) -> str:

@@ -206,3 +206,21 @@ def test_our_trainer_and_a_users_loop_of_the_same_training_have_the_same_figures
         "rope",
     )
     assert {name: probed["theirs"][name] for name in same} == {name: probed["ours"][name] for name in same}
+
+
+def test_several_optimizers_and_an_exit_with_an_error_are_reasons(tmp_path: Path) -> None:
+    text = (SCRIPTS / "loop.py").read_text()
+    two = text.replace(
+        "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
+        "other = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)\n"
+        "model, optimizer, other, loader = accelerator.prepare(model, optimizer, other, loader)",
+    )
+    (tmp_path / "two.py").write_text(two)
+    (row,) = compare(tmp_path / "runs", str(tmp_path / "two.py"), strategies=("ddp",)).values()
+    assert row["status"] == "failed"
+    assert "it trains with several optimizers, whose steps and losses can't be told apart" in row["reason"]
+    (tmp_path / "exits.py").write_text(
+        text + "\nif accelerator.process_index == 1:\n    raise SystemExit(3)\n"
+    )
+    (row,) = compare(tmp_path / "runs", str(tmp_path / "exits.py"), strategies=("ddp",)).values()
+    assert (row["status"], row["losses"]) == ("failed", [])

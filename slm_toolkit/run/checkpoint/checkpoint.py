@@ -222,7 +222,7 @@ def fingerprint(params: Iterable[tuple[str, torch.Tensor]]) -> str:
     for name, param in params:
         with _whole(param):
             # in bf16, because zero3_init_flag may create the shards in bf16
-            start = param.detach().view(-1)[:_FINGERPRINT_ELEMENTS].cpu().to(torch.bfloat16)
+            start = param.detach().reshape(-1)[:_FINGERPRINT_ELEMENTS].cpu().to(torch.bfloat16)
             digest.update(name.encode() + start.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 

@@ -43,22 +43,27 @@ class StepClock:
         "start, end and phases of steps that the device may not have finished yet"
         self._last_end: Any = None
         "end of the step before; None after a pause"
+        self._start: Any = None
+        "beginning of the current step"
         self._seconds = array("d")
         self._phase_seconds: dict[str, array] = {}
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        start = self._now() if self._last_end is None else self._last_end
+        self._start = self._now() if self._last_end is None else self._last_end
         self._phases = []
         yield
         self._last_end = self._now()
-        self._unread.append((start, self._last_end, self._phases))
+        self._unread.append((self._start, self._last_end, self._phases))
         while self._unread and (self.device.type != "cuda" or self._unread[0][1].query()):
             self._read_first()
 
     def pause(self) -> None:
-        """Exclude the time since the last step, such as an evaluation or a checkpoint, from the next step."""
-        self._last_end = None
+        """Exclude the time since the last step, such as an evaluation or a checkpoint, from the next step.
+
+        Within a step, the step begins now.
+        """
+        self._last_end, self._start = None, self._now()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -148,7 +148,7 @@ class NumericsProbe:
             recomputed=recomputed,
             float8=_float8(operators),
             tf32=torch.backends.cuda.matmul.fp32_precision == "tf32",
-            batch_hashes=[self.batch_hash.hexdigest()[:12]],
+            batch_hashes=[self.batch_hash.hexdigest()[:12]] if self.num_tokens else [],
             attention_call=_attention_call(operators),
             **model_settings(module),
             without_gradient=without_gradient(gradients.norms),
@@ -177,11 +177,14 @@ class NumericsProbe:
             self.seen["logits"].add(_name(logits.dtype))
 
     def _saw_norm(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        self.seen["residual"].add(_name(args[0].dtype))
-        self.seen["autocast"].add(torch.is_autocast_enabled(args[0].device.type))
+        if args:  # some models pass it by name
+            self.seen["residual"].add(_name(args[0].dtype))
+        device_type = next(self.model.parameters()).device.type
+        self.seen["autocast"].add(torch.is_autocast_enabled(device_type))
 
     def _saw_head(self, module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
-        self.seen["head" if output.dim() > 0 else "loss of head"].add(_name(output.dtype))
+        if isinstance(output, torch.Tensor):
+            self.seen["head" if output.dim() > 0 else "loss of head"].add(_name(output.dtype))
 
     def _saw_step(self, *arguments: Any) -> None:
         self.num_steps += 1
@@ -379,13 +382,21 @@ def optimizer_settings(optimizer: Any, engine: Any) -> str:
     lines = []
     for index, group in enumerate(groups):
         size = f"{sizes[index]} elements, " if index < len(sizes) and sizes[index] else ""
-        settings = [f"lr {float(group['lr']):.6g}"]
-        if "betas" in group:
-            settings.append(f"betas {' '.join(f'{beta:g}' for beta in group['betas'])}")
-        names = {"momentum": "momentum", "eps": "eps", "weight_decay": "decay"}
-        settings += [f"{name} {group[key]:g}" for key, name in names.items() if key in group]
+        settings = [f"lr {_digits(group['lr'], 6)}"]
+        names = {"betas": "betas", "momentum": "momentum", "eps": "eps", "weight_decay": "decay"}
+        settings += [f"{name} {_digits(group[key])}" for key, name in names.items() if key in group]
         lines.append(size + ", ".join(settings))
     return "; ".join(lines)
+
+
+def _digits(value: Any, number: int | None = None) -> str:
+    """Return a setting of an optimizer as text: a number, a tensor of one, several, or something else."""
+    if isinstance(value, tuple | list):
+        return " ".join(map(_digits, value))
+    try:
+        return f"{float(value):{'' if number is None else f'.{number}'}g}"
+    except (TypeError, ValueError):
+        return str(value)
 
 
 def without_gradient(norms: dict[str, float | None]) -> str:
