@@ -24,7 +24,7 @@ from slm_toolkit.cli.output import (
 from slm_toolkit.compare.slurm import SLURM_TEMPLATE, SlurmNodes, slurm_nodes, write_script
 from slm_toolkit.config.flag_pairs import Pair, check_pairs, flags_given, pair_problems
 from slm_toolkit.config.flags import ONE_RUN_ONLY, add_flags, given_flags
-from slm_toolkit.config.parser import count, hint_for, positive_number, whole_number
+from slm_toolkit.config.parser import count, positive_number, whole_number
 from slm_toolkit.hardware.machine import advise
 from slm_toolkit.strategy.groups import help_of_strategies
 
@@ -39,10 +39,8 @@ Train under each strategy with its own `accelerate launch`, then print one table
 comparison are kept, not repeated. Without a GPU it runs two CPU processes and a 10M model."""
 _EXAMPLES = """\
   slm compare --max_steps 10                              six strategies on this machine
-  slm compare --strategy ddp ds_zero2 --model slm-1m --per_device_train_batch_size 4 8
   slm compare --model slm-1m --seq_len 64 --parity 20     do all strategies compute the same?
-  slm compare --script train.py --strategy ddp my_fsdp.yaml -- --lr 1e-4 --batch 4,8
-                                                          the same for your own script
+  slm compare --script train.py --strategy ddp ds_zero2 -- --lr 1e-4 --batch 4,8
 """
 
 
@@ -59,7 +57,6 @@ def add_grid_flags(parser: argparse.ArgumentParser) -> None:
         help="train with your own Accelerate or Trainer script instead of ours. Its arguments follow at the "
         "end, after `--`; `--batch 4,8` there makes a grid, `--layers=q,v` does not",
     ).basic = True
-    parser.add_argument("arguments", nargs="*", metavar="-- ARGUMENTS", help="arguments of --script")
     parser.add_argument(
         "--num_processes", type=int, help="ranks (default: one per GPU; two without a GPU)"
     ).basic = True
@@ -129,7 +126,7 @@ def add_grid_flags(parser: argparse.ArgumentParser) -> None:
         "--dry_run",
         action="store_true",
         help="launch nothing: print the commands of the runs to do, one per line (a list with --json)",
-    ).basic = True
+    )
     parser.add_argument(
         "--force", action="store_true", help="run everything again, and replace earlier records"
     ).basic = True
@@ -228,6 +225,7 @@ def print_scripts(
 def fill(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `slm compare`."""
     parser.description, parser.examples = _DESCRIPTION, _EXAMPLES
+    parser.has_arguments = True  # those of --script
     add_grid_flags(parser)
     add_probe_flags(parser)
     add_slurm_flags(parser)
@@ -293,9 +291,8 @@ def _script(args: argparse.Namespace) -> "Script | None":
 
     if args.script is None:
         if args.arguments:
-            hint = hint_for(args.arguments, args.parser._option_string_actions)
-            hint = hint or "only arguments of --script FILE have no name: slm compare --help"
-            raise ValueError(f"unknown: {' '.join(args.arguments)}\nhint: {hint}")
+            unknown = " ".join(args.arguments)
+            raise ValueError(f"unknown: -- {unknown}\nhint: your own script's arguments need --script FILE")
         return None
     check_pairs(flags_given(args), PAIRS)
     return Script.of(args.script, args.arguments)

@@ -198,6 +198,8 @@ class Parser(argparse.ArgumentParser):
     "three commands, shown by both sizes of help; `epilog` is shown by `--help all` alone"
     has_grid = False
     "whether flags of runs take several values"
+    has_arguments = False
+    "whether the words after `--` are the arguments of another program; then they are parsed as `arguments`"
 
     def __init__(self, *, has_config_file: bool = True, **options: Any) -> None:
         super().__init__(allow_abbrev=False, add_help=False, formatter_class=_HelpFormatter, **options)
@@ -210,7 +212,16 @@ class Parser(argparse.ArgumentParser):
         if "--config" in self._option_string_actions and self.prefix_chars:
             with user_errors():
                 words = with_config_files(words, self._option_string_actions)
-        return super().parse_known_args(in_our_names(words, self._option_string_actions), namespace)
+        arguments: list[str] = []
+        if self.has_arguments and "--" in words:
+            ours = words.index("--")
+            words, arguments = words[:ours], words[ours + 1 :]
+        parsed, unknown = super().parse_known_args(
+            in_our_names(words, self._option_string_actions), namespace
+        )
+        if self.has_arguments:
+            parsed.arguments = arguments
+        return parsed, unknown
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, unknown = self.parse_known_args(args, namespace)

@@ -137,7 +137,7 @@ def test_a_trainers_script_has_the_same_losses_under_each_engine(script: str, tm
 
 
 def test_a_model_of_the_users_own_under_each_engine(tmp_path: Path) -> None:
-    rows = compare(tmp_path, "nano.py", strategies=("ddp", "fsdp_full_shard", "ds_zero3"))
+    rows = compare(tmp_path, "nano.py", strategies=THREE)
     assert [(row["status"], row["reason"]) for row in rows.values()] == [("ok", None)] * 3
     for row in rows.values():
         assert row["losses"] == pytest.approx(rows["ddp"]["losses"], abs=1e-5)
