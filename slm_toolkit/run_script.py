@@ -21,6 +21,7 @@ from accelerate.utils import DeepSpeedOptimizerWrapper, DistributedType
 from transformers import Trainer
 
 from slm_toolkit.base.errors import user_errors
+from slm_toolkit.record.run_record import RUN_DIR_VARIABLE
 from slm_toolkit.recorder import Recorder, RecorderCallback, open_recorders
 from slm_toolkit.run.peers.launch_info import absolute_deepspeed_config, find_launch
 
@@ -29,10 +30,14 @@ _refused: list[str] = []
 
 
 def main() -> None:
+    words = sys.argv[1:]
+    if words[:1] == ["--run_dir"]:  # in a Slurm job; other runs have it in their environment
+        os.environ[RUN_DIR_VARIABLE] = words[1]
+        words = words[2:]
     with user_errors():
-        script = _script(sys.argv[1:])
+        script = _script(words)
         absolute_deepspeed_config(find_launch().strategy)
-    sys.argv = sys.argv[1:]
+    sys.argv = words
     sys.path[0] = str(Path(script).resolve().parent)  # as `python script.py` has it
     if not torch.cuda.is_available():
         _run_over_gloo()

@@ -117,16 +117,22 @@ def prepare_script(request: Request, script: Script, *, console: Console) -> Pre
             f"--script with --{', --'.join(flags)}: flags of our own trainer\n"
             "hint: give the script's own arguments at the end: slm compare --script train.py -- ARGUMENTS"
         )
-    with console.status("looking at this machine"):
-        machine = this_machine()
+    if request.nodes is None:
+        with console.status("looking at this machine"):
+            machine = this_machine()
+        slots = slots_of(
+            machine,
+            gpus_per_run=request.gpus_per_run,
+            runs_at_once=request.runs_at_once,
+            num_processes=request.num_processes,
+        )
+    else:
+        machine, slots = request.nodes.machine, [Slot()]
     strategies, notes = strategies_asked(request.strategy, {}, has_gpu=machine.num_gpus > 0)
-    check_one_machine(strategies)
-    slots = slots_of(
-        machine,
-        gpus_per_run=request.gpus_per_run,
-        runs_at_once=request.runs_at_once,
-        num_processes=request.num_processes,
-    )
+    if request.nodes is None:
+        check_one_machine(strategies)
+    else:
+        strategies = [strategy_on_nodes(strategy, request.nodes) for strategy in strategies]
     runs = plan_scripts(
         script,
         strategies,

@@ -26,7 +26,6 @@ PAIRS = (
     Pair("ours_against", "script", _OF_OURS),
     Pair("memory", "script", ", whose allocations are not traced"),
     Pair("probe_network", "script", ", which starts nothing"),
-    Pair("launcher slurm", "script", ": scripts run on this machine"),
 )
 "flags of `slm compare` that a user's script excludes"
 

@@ -114,8 +114,12 @@ def write_script(run: PlannedRun, nodes: SlurmNodes, *, timeout_seconds: float) 
         "train_flags": shlex.join(flags_of(run.config)),
     }
     assert tuple(filled) == _NAMES
-    script = script_path(run)
-    write_new(script, re.sub(r"\{\{(.*?)\}\}", lambda match: filled[match[1]], nodes.template))
+    script, template = script_path(run), nodes.template
+    if run.words:  # a user's own script: another module, which gets the run's folder by an option
+        _, module, *words = run.words
+        template = template.replace("slm_toolkit.train", module)
+        filled["train_flags"] = shlex.join(["--run_dir", str(run.folder), *words])
+    write_new(script, re.sub(r"\{\{(.*?)\}\}", lambda match: filled[match[1]], template))
     return script
 
 

@@ -187,6 +187,16 @@ def test_two_strategies_are_queued_run_and_collected_on_one_node_and_on_two(
     wait_for(lambda: failing.poll() is not None, seconds=900)  # the queue is ours again
 
 
+def test_a_users_own_script_is_a_job(cluster: dict[str, str], tmp_path: Path) -> None:
+    script = ROOT / "tests" / "scripts" / "loop.py"
+    words = ("--launcher", "slurm", "--script", str(script), "--strategy", "ddp", "--json")
+    words += ("--output_dir", str(tmp_path / "my runs"), "--", "--lr", "1e-3")
+    done = slm("compare", *words, env=cluster)
+    (row,) = json.loads(done.out)
+    assert (row["status"], row["world_size"], len(row["losses"])) == ("ok", 2, 16), done.err
+    assert "kept from" in slm("compare", *words, env=cluster).err
+
+
 def test_a_node_that_goes_down_is_the_reason_of_a_row(
     cluster: dict[str, str], hosts: Hosts, tmp_path: Path
 ) -> None:
