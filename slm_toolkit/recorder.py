@@ -87,7 +87,7 @@ class Recorder:
         others are counted. The record goes to `output_dir`/`run_name`/record.json. A name that is taken gets
         `-r2` at its end. By default the name is made of script, strategy and a hash.
         """
-        for earlier in _open:
+        for earlier in open_recorders():
             earlier.stop()  # of a training that this one replaces
         self._accelerator, self._model = accelerator, model
         self._tokens_per_batch, self._output_dir, self._run_name = tokens_per_batch, output_dir, run_name
@@ -167,7 +167,8 @@ class Recorder:
 
     def pause(self) -> None:
         """Leave the time since the last step, such as an evaluation's, out of the next step's time."""
-        self._watch.clock.pause()
+        if self.is_open:  # a Trainer may evaluate after its training
+            self._watch.clock.pause()
 
     def close(self) -> Path | None:
         """Write the record of the steps until now; return its path on rank 0. All ranks must call it.

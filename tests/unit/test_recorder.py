@@ -52,6 +52,7 @@ def test_the_time_of_an_evaluation_is_in_no_step(tmp_path: Path) -> None:
             if number == 2:
                 recorder.pause()  # after number 4, the evaluation itself tells it
     path = recorder.close()
+    recorder.pause()  # as a Trainer does that evaluates after its training
     record = read_record(path)
     assert len(record.losses) == 6
     assert max(record.step_seconds[0][1:]) < 0.3
