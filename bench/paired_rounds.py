@@ -1,9 +1,10 @@
 """How often paired rounds find a slow-down of 5 %, and how often they find one that is not there.
 
-    python bench/paired_rounds.py --rounds 50
+    python bench/paired_rounds.py --rounds 20
 
 Runs `slm compare --repeats` on copies of one run that differ only in their seed. The last copy's training
-steps are made 5 % longer. Each five rounds that follow each other are one comparison of every two copies.
+steps are made 5 % longer. Each five rounds that follow each other are one comparison of every two copies:
+20 rounds give 20 comparisons with the slow copy, and 40 without.
 """
 
 import argparse
@@ -12,13 +13,15 @@ import subprocess
 import sys
 import tempfile
 from itertools import combinations
+from math import log
 from pathlib import Path
+from statistics import median, stdev
 
 from slm_toolkit.record.files import find_records
 from slm_toolkit.report.rows import rows_of
-from slm_toolkit.report.stats import paired_lead
+from slm_toolkit.report.stats import MOST_ROUNDS, paired_lead, rounds_to_find
 
-COPIES = 4
+COPIES = 6
 ROUNDS = 5
 SLOW_DOWN = """
 import importlib.util, sys, time
@@ -56,7 +59,7 @@ if "--seed" in words and words[words.index("--seed") + 1] == "{seed}":
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=50, metavar="N")
+    parser.add_argument("--rounds", type=int, default=20, metavar="N")
     parser.add_argument("--model", default="slm-1m")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -74,6 +77,11 @@ def main() -> None:
     print(f"found where there is none: {sum(low > 1 or high < 1 for low, high in equal)} of {len(equal)}")
     halves = sorted((high - low) / 2 for low, high in (*slowed, *equal))
     print(f"half width of the intervals: median {halves[len(halves) // 2]:.1%}, largest {halves[-1]:.1%}")
+    pairs = [pair for pair in leads if pair[1] != COPIES - 1]
+    logs = [[log(rates[a][number] / rates[b][number]) for number in rates[a]] for a, b in pairs]
+    print(f"equal launches of one round differ by (standard deviation): {median(map(stdev, logs)):.1%}")
+    needed = sorted(rounds_to_find(0.05, rates[a], rates[b]) or MOST_ROUNDS for a, b in pairs)
+    print(f"rounds that find 5 % on this machine: median {needed[len(needed) // 2]}, largest {needed[-1]}")
 
 
 def rates_by_seed(args: argparse.Namespace, folder: Path) -> dict[int, dict[int, float]]:

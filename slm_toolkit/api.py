@@ -248,6 +248,8 @@ def recommend(
 
 def compare(
     *,
+    script: str | Path | None = None,
+    arguments: Sequence[str] = (),
     model: str | Sequence[str] | None = None,
     strategy: Names | None = None,
     num_processes: int | None = None,
@@ -276,16 +278,18 @@ def compare(
     """Run every combination on this machine, as `slm compare` does, and report on all of them.
 
     Each run is a separate process tree and writes its record under `output_dir` (default: runs). Finished
-    runs are kept, unless `force`. Progress goes to stderr. `num_processes`: ranks (default: all GPUs, else
-    two processes). `parity`: steps to check against one process. `ours_against`: other trainers for
-    rows of their own, "trainer" or "litgpt". `timeout_seconds`: for each run. `flags`:
-    any other field of RunConfig. A run that fails or runs out of memory is a row with its reason. Raises
+    runs are kept, unless `force`. Progress goes to stderr. `script`: your own training script instead of our
+    trainer, with its `arguments`; `["--batch", "4,8"]` makes a grid. `num_processes`: ranks (default: all
+    GPUs, else two processes). `parity`: steps to check against one process. `ours_against`: other trainers
+    for rows of their own, "trainer" or "litgpt". `timeout_seconds`: for each run. `flags`: any other field of
+    RunConfig. A run that fails or runs out of memory is a row with its reason. Raises
     ValueError for a user's mistake before anything starts, KeyboardInterrupt after Ctrl-C has ended the runs.
     """
     from rich.console import Console
 
-    from slm_toolkit.compare.comparison import Request, launch_all, prepare, with_searches
-    from slm_toolkit.config.flag_pairs import names_given
+    from slm_toolkit.compare.comparison import Request, launch_all, prepare, prepare_script, with_searches
+    from slm_toolkit.compare.scripts import PAIRS, Script
+    from slm_toolkit.config.flag_pairs import check_pairs, names_given
     from slm_toolkit.config.flags import ONE_RUN_ONLY
     from slm_toolkit.config.parser import count, positive_number, whole_number
     from slm_toolkit.doctor.before_launch import check_launches
@@ -330,14 +334,19 @@ def compare(
     _report_numbers(usd_per_gpu_hour, parity_tolerance)  # before the runs, not after
     is_live = False if Console().is_jupyter else None  # a notebook would keep each state of a live bar
     console = Console(stderr=True, force_jupyter=False, force_terminal=is_live)
-    names = names_given({**given, **options})
-    prepared = prepare(
-        request,
-        names=names,
-        check_launches=check_launches,
-        console=console,
-        runs_beside=partial(matching_runs, keys=_list(ours_against) or ()),
-    )
+    if script is None:
+        if arguments:
+            raise ValueError("arguments without a script\nhint: script='train.py'")
+        prepared = prepare(
+            request,
+            names=names_given({**given, **options}),
+            check_launches=check_launches,
+            console=console,
+            runs_beside=partial(matching_runs, keys=_list(ours_against) or ()),
+        )
+    else:
+        check_pairs(names_given({**options, "script": script}), PAIRS)
+        prepared = prepare_script(request, Script.of(str(script), arguments), console=console)
     done = launch_all(prepared, request, jobs=None, console=console)
     if done.interrupted:
         raise KeyboardInterrupt

@@ -17,13 +17,12 @@ from slm_toolkit.strategy.strategy import Strategy
 
 PROGRAM = "slm_toolkit.run_script"
 "module that runs a script in each rank, and records it"
-_OF_OURS = ", which needs our own trainer"
 PAIRS = (
     Pair("parity", "script", ": losses of equal runs are compared anyway"),
     Pair("largest_batch", "script", ", whose batch only its own arguments set"),
     Pair("max_batch", "script", ", whose batch only its own arguments set"),
     Pair("skip_oom", "script", ", whose memory is not estimated"),
-    Pair("ours_against", "script", _OF_OURS),
+    Pair("ours_against", "script", ", which needs our own trainer"),
     Pair("memory", "script", ", whose allocations are not traced"),
     Pair("probe_network", "script", ", which starts nothing"),
 )

@@ -18,6 +18,8 @@ _STUDENT_T = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 MIN_ROUNDS = 3
 "rounds of `slm compare --repeats` from which two rows are compared round by round"
+MOST_ROUNDS = 100
+"rounds that one could still ask for"
 _STUDENT_T_99 = (9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250)
 "Student's t, two-sided 99 %, for 3, 4, ... paired rounds: among many rows, a wrong winner should be rare"
 
@@ -119,11 +121,33 @@ def paired_lead(rates: dict[int, float], others: dict[int, float]) -> tuple[floa
     A machine that gets slower for a while slows all launches of a round, so their ratio hardly changes. The
     interval is Student's, of the mean of the logarithms of the ratios.
     """
-    logs = [log(rates[number] / others[number]) for number in rates.keys() & others.keys()]
+    logs = _log_ratios(rates, others)
     if len(logs) < MIN_ROUNDS:
         return None
-    half = _STUDENT_T_99[min(len(logs) - MIN_ROUNDS, len(_STUDENT_T_99) - 1)] * stdev(logs) / sqrt(len(logs))
+    half = _t_99(len(logs)) * stdev(logs) / sqrt(len(logs))
     return exp(fmean(logs) - half), exp(fmean(logs) + half)
+
+
+def rounds_to_find(share: float, rates: dict[int, float], others: dict[int, float]) -> int | None:
+    """Return how many paired rounds find a difference of `share` in nine of ten comparisons.
+
+    None if there are too few rounds to tell, or more than MOST_ROUNDS would be needed. The mean of the
+    logarithms must lie half an interval above zero, and in one of ten comparisons it is 1.5 standard errors
+    too low (Student's t, one-sided 90 %, for four degrees of freedom; slightly less for more).
+    """
+    logs = _log_ratios(rates, others)
+    if len(logs) < MIN_ROUNDS:
+        return None
+    counts = range(MIN_ROUNDS, MOST_ROUNDS + 1)
+    return next((n for n in counts if (_t_99(n) + 1.5) * stdev(logs) / sqrt(n) <= log(1 + share)), None)
+
+
+def _log_ratios(rates: dict[int, float], others: dict[int, float]) -> list[float]:
+    return [log(rates[number] / others[number]) for number in rates.keys() & others.keys()]
+
+
+def _t_99(num_rounds: int) -> float:
+    return _STUDENT_T_99[min(num_rounds - MIN_ROUNDS, len(_STUDENT_T_99) - 1)]
 
 
 def timed_seconds(record: RunRecord) -> list[float]:

@@ -2,12 +2,17 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import combinations
+from statistics import median
 
 from slm_toolkit.record.steady_rate import STEPS_PER_BLOCK
 from slm_toolkit.report.rows import Row, labelled
+from slm_toolkit.report.stats import MIN_ROUNDS, MOST_ROUNDS, rounds_to_find
 
 SAME_MEMORY = 0.01
 "share by which the memory of two rows may differ and still count as the same"
+TOLD_APART = 0.05
+"difference of speed that a reader wants to see"
 _MOST_GROUPS = 6
 _MOST_NAMES = 3
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -80,11 +85,24 @@ def _speed(group: list[Row], names: dict[int, str]) -> str:
     if len(fastest) == 1:
         return f"{names[id(fastest[0])]} is fastest: {_rates(fastest)}, {_gains(fastest[0], others)}."
     if not others:
-        return f"No row is clearly fastest: {_all(len(fastest))} tie ({_rates(fastest)})."
-    return (
-        f"{_joined([names[id(row)] for row in fastest])} tie for the fastest ({_rates(fastest)}); "
-        f"{names[id(fastest[0])]} is {_gains(fastest[0], others)}."
-    )
+        tie = f"No row is clearly fastest: {_all(len(fastest))} tie ({_rates(fastest)})."
+    else:
+        tie = (
+            f"{_joined([names[id(row)] for row in fastest])} tie for the fastest ({_rates(fastest)}); "
+            f"{names[id(fastest[0])]} is {_gains(fastest[0], others)}."
+        )
+    return f"{tie} {_more_rounds(fastest)}".rstrip()
+
+
+def _more_rounds(tied: list[Row]) -> str:
+    """State how many paired rounds would find a difference of 5 % between tied rows; empty if these do."""
+    rates = [row.tokens_per_second_by_round for row in tied]
+    pairs = combinations(rates, 2)
+    needed = median(rounds_to_find(TOLD_APART, *pair) or MOST_ROUNDS + 1 for pair in pairs)
+    if min(map(len, rates)) >= needed or min(map(len, rates)) < MIN_ROUNDS:
+        return ""
+    rounds = f"about {needed:.0f}" if needed <= MOST_ROUNDS else f"over {MOST_ROUNDS}"
+    return f"To find a difference of {TOLD_APART:.0%}, {rounds} rounds are needed (--repeats)."
 
 
 def _why_unranked(timed: list[Row], names: dict[int, str]) -> str:
@@ -96,7 +114,8 @@ def _why_unranked(timed: list[Row], names: dict[int, str]) -> str:
         return f"Too disturbed to rank: another run of any row {again}"
     if timed and all(row.interval is None for row in timed):
         steps = min(row.num_timed_steps for row in timed)
-        return f"Too few steps to rank: {steps} were timed, {STEPS_PER_BLOCK} are needed (--max_steps)."
+        flag = "" if timed[0].script else " (--max_steps)"
+        return f"Too few steps to rank: {steps} were timed, {STEPS_PER_BLOCK} are needed{flag}."
     if len(timed) == 1:
         return f"{names[id(timed[0])]} runs at {_rates(timed)}; there is no other row to compare it with."
     return ""

@@ -5,7 +5,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from conftest import slm
+from conftest import ROOT, slm
 
 from slm_toolkit import api
 
@@ -30,6 +30,21 @@ def test_two_strategies_are_compared_and_kept(tmp_path: Path, capfd: pytest.Capt
     assert (
         api.report(tmp_path / "runs").to_json() + "\n" == slm("report", str(tmp_path / "runs"), "--json").out
     )
+
+
+def test_a_users_own_script_is_compared_with_a_grid_of_its_arguments(tmp_path: Path) -> None:
+    with patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
+        report = api.compare(
+            script=ROOT / "tests" / "scripts" / "loop.py",
+            arguments=["--batch", "2,4"],
+            strategy="ddp",
+            output_dir=tmp_path,
+        )
+    assert {(row.status, row.tokens_per_step) for row in report} == {("ok", 2 * 2 * 32), ("ok", 2 * 4 * 32)}
+    with pytest.raises(ValueError, match="--parity with --script"):
+        api.compare(script="train.py", parity=4)
+    with pytest.raises(ValueError, match="arguments without a script"):
+        api.compare(arguments=["--batch", "2"])
 
 
 def test_what_cannot_be_run_has_the_message_of_the_command_line(tmp_path: Path) -> None:

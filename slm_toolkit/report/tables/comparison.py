@@ -143,7 +143,8 @@ def notes(rows: list[Row], dropped: list[str]) -> list[Text]:
         notes.append(Text(f"rank: by tokens/s per process, {scope}", style="dim"))
     if disturbed := [row.strategy for row in rows if row.is_too_disturbed]:
         names = ", ".join(dict.fromkeys(disturbed))
-        causes = "other programs were busy, or few steps were timed (--max_steps)"
+        flag = "" if any(row.script for row in rows) else " (--max_steps)"
+        causes = f"other programs were busy, or few steps were timed{flag}"
         notes.append(
             Text(
                 f"too disturbed: {names}: another run may be over twice as fast or slow; {causes}",
@@ -234,8 +235,10 @@ def parity_notes(rows: dict[str, Row]) -> list[Text]:
         others = f"; this is {label}, the largest difference of {count} runs" if count > 1 else ""
         notes.append(Text(f"parity holds {worst.parity}{others}"))
     if not notes and sum(not row.is_rehearsed for row in rows.values()) > 1:
-        why = "no two strategies had the same flags and batches (--parity K adds a reference)"
-        notes.append(Text(f"losses were not compared: {why}"))
+        flag = "" if any(row.script for row in rows.values()) else " (--parity K adds a reference)"
+        notes.append(
+            Text(f"losses were not compared: no two strategies had the same flags and batches{flag}")
+        )
     return notes
 
 

@@ -215,7 +215,7 @@ class NumericsProbe:
 
     def _optimizer_class(self) -> str:
         if self.engine is None:
-            return type(getattr(self.optimizer, "optimizer", self.optimizer)).__name__
+            return type(self.optimizer.optimizer).__name__
         zero = self.engine.optimizer
         return f"{type(zero).__name__} over {type(getattr(zero, 'optimizer', zero)).__name__}"
 
