@@ -21,7 +21,14 @@ import numpy as np
 from scipy.optimize import least_squares
 from speed_rows import Row, predicted_tokens_per_second_per_gpu, published_rows
 
-from slm_toolkit.predict.speed.software import LLM_FOUNDRY, PAPER, TODAY, Shares, Software
+from slm_toolkit.predict.speed.software import (
+    LLM_FOUNDRY,
+    MEMORY_SHARE,
+    PAPER,
+    TODAY,
+    Shares,
+    Software,
+)
 from slm_toolkit.study.comparison import (
     HEADS,
     MODELS,
@@ -139,7 +146,9 @@ def _tables(*, show_fit: bool) -> None:
     published = np.array([row.tokens_per_second_per_gpu for row in rows])
 
     def predicted(found: Sequence[Row], software: Software) -> np.ndarray:
-        llama = dataclasses.replace(software, eager_slowdown=PAPER.eager_slowdown, attention_share=None)
+        llama = dataclasses.replace(
+            software, eager_slowdown=PAPER.eager_slowdown, attention_share=None, fsdp_version=2
+        )
         return np.array(
             [
                 predicted_tokens_per_second_per_gpu(row, llama if row.spec.gated_ffn else software)
@@ -243,9 +252,12 @@ def _fit(
 ) -> Software:
     """The constants with the least robust squares of log errors, from the shipped ones on.
 
-    A share of what is possible is at most 1: rows of one node alone would let matrix products run faster than
-    the best that was ever measured, in exchange for slower element-wise kernels.
+    A share of what is possible is at most 1, and no element-wise kernel is faster than the memory's data
+    sheet: some sets of rows alone would let matrix products run faster than the best that was ever measured,
+    in exchange for slower element-wise kernels, others the reverse.
     """
+    least = [math.log(MEMORY_SHARE) if name == "eager_slowdown" else -np.inf for name in names]
+    most = [0.0 if "share" in name else np.inf for name in names]
 
     def software_of(logs: np.ndarray) -> Software:
         software = start
@@ -256,7 +268,7 @@ def _fit(
     fit = least_squares(
         lambda logs: np.log(predicted(rows, software_of(logs)) / published),
         np.log([_get(start, name) for name in names]),
-        bounds=(-np.inf, [0.0 if "share" in name else np.inf for name in names]),
+        bounds=(least, most),
         loss="soft_l1",
         f_scale=_ROBUST,
         diff_step=1e-3,

@@ -2,7 +2,7 @@
 # Which GPU trains a 100M model for the least money?
 # hardware: 1 x rtx-4090
 # memory: 19.0 of 23.5 GiB per GPU, 1 GiB of host RAM per node
-# time: 6.4 h
+# time: 6.3 h
 # cost: $4.70
 # estimated on 2026-11-25 by the first command below
 set -euo pipefail

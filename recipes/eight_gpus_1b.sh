@@ -2,8 +2,8 @@
 # Eight GPUs and a 1B model: DDP, or sharded gradients and optimizer?
 # hardware: 8 x a100-40gb
 # memory: 23.6 of 39.4 GiB per GPU, 35 GiB of host RAM per node
-# time: 21.9 h
-# cost: $414
+# time: 22.0 h
+# cost: $417
 # estimated on 2026-11-25 by the first command below
 set -euo pipefail
 

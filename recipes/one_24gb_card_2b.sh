@@ -3,7 +3,7 @@
 # hardware: 1 x rtx-4090
 # memory: 19.0 of 23.5 GiB per GPU, 8 GiB of host RAM per node
 # time: 33.4 h
-# cost: $24.70
+# cost: $24.68
 # estimated on 2026-11-25 by the first command below
 set -euo pipefail
 

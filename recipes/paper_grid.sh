@@ -3,7 +3,7 @@
 # hardware: 8 x a100-80gb
 # memory: 72.9 of 79.2 GiB per GPU, 65 GiB of host RAM per node
 # time: 30 min
-# cost: $10.84
+# cost: $10.79
 # estimated on 2026-11-25 by the first command below
 set -euo pipefail
 

@@ -2,8 +2,8 @@
 # How do I compare strategies and train a model on a Slurm cluster?
 # hardware: 16 x a100-40gb in 2 nodes
 # memory: 22.8 of 39.4 GiB per GPU, 35 GiB of host RAM per node
-# time: 11.1 h
-# cost: $420
+# time: 11.2 h
+# cost: $423
 # estimated on 2026-11-25 by the first command below
 set -euo pipefail
 

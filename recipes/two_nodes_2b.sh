@@ -2,8 +2,8 @@
 # How do I train a 2B model on two nodes without InfiniBand?
 # hardware: 16 x a100-40gb in 2 nodes
 # memory: 11.0 of 39.4 GiB per GPU, 68 GiB of host RAM per node
-# time: 58.0 h
-# cost: $2,196
+# time: 58.4 h
+# cost: $2,212
 # estimated on 2026-11-25 by the first command below
 set -euo pipefail
 

@@ -84,10 +84,19 @@ def _norm_width(spec: ModelSpec) -> float:
     return spec.hidden_size * (2 if spec.norms == "both" else 1) + of_queries / 2
 
 
-LOGIT_BYTES = {"hf": 60, "fused_logits": 16, "fused_linear": 12, "fused_kernel": 8, "compiled": 8}
+LOGIT_BYTES = {
+    "hf": 60,
+    "fused_logits": 16,
+    "fused_linear": 12,
+    "fused_kernel": 8,
+    "fused_kernel_metrics": 36,
+    "compiled": 8,
+}
 """bytes per logit that the loss moves. hf: forward: fp32 copy 6, shifted copy 8, log-softmax 12; backward:
 picked logits 4, log-softmax 12, shift 12, cast to bf16 6. fused_logits: two reads, gradient in place.
 fused_linear: the same in chunks, partly from cache. fused_kernel: flash-attn's, bf16 read and written, twice.
+fused_kernel_metrics: llm-foundry's, with the two metrics that it computes in each micro-step by default
+(cross-entropy and perplexity; each casts to fp32, 6, and takes the log-softmax, 8).
 compiled: the whole loss by Inductor (torch 2.13): bf16 read for the maximum, for the sum, and for the
 gradient, which replaces it"""
 
@@ -345,10 +354,10 @@ PARTS = (
     *("matmul", "attention", "memory_traffic", "dequantization", "recomputation", "optimizer", "offload"),
     *("communication", "launch_overhead", "fixed"),
 )
-"""parts of a step's seconds, in the order of reports: matrix products; attention; element-wise kernels, loss
-and accumulation; unpacking of 4-bit weights; recomputation of checkpointed layers; the optimizer; exposed
-communication, with the wait for the slowest rank; waiting for the host to launch kernels; host time between
-two steps"""
+"""parts of a step's seconds, in the order of reports: matrix products; attention; element-wise kernels, loss,
+accumulation and copies around collectives; unpacking of 4-bit weights; recomputation of checkpointed layers;
+the optimizer; offload; exposed communication, with the wait for the slowest rank; waiting for the host to
+launch kernels; host time between two steps"""
 
 _UNFUSED_ADAM = 1.8  # x: bytes moved by foreach AdamW over fused AdamW; hand count
 _STEP_KERNELS = 30  # per step: sum the loss and the norm, copy and count tokens, ...
@@ -429,6 +438,7 @@ def step_time(
     if communication is None:
         return None
     exposed, hidden = communication
+    staged = _staged_bytes(setup, transfers, software) / rates.memory_bytes
     offload = NO_OFFLOAD
     if strategy.offloads:
         offload = offload_seconds(
@@ -447,7 +457,8 @@ def step_time(
             "matmul": micro_steps * work.matmul,
             "attention": micro_steps * work.attention,
             "memory_traffic": micro_steps * work.memory_traffic
-            + (micro_steps - 1) * _accumulation_seconds(setup, rates, software),
+            + (micro_steps - 1) * _accumulation_seconds(setup, rates, software)
+            + staged,
             "dequantization": micro_steps * work.dequantization,
             "recomputation": micro_steps * work.recomputation,
             "optimizer": optimizer_seconds,
@@ -516,6 +527,26 @@ def optimizer_bytes(strategy: Strategy, config: RunConfig) -> float:
         adamw += 2 * (dtypes.moments + 2 * updated)
     copy_back = updated + dtypes.parameter if dtypes.master else 0
     return norm + cast + clip + adamw + copy_back
+
+
+def _staged_bytes(setup: Setup, transfers: tuple[Transfer, ...], software: Software) -> float:
+    """Return the bytes of a step's copies between tensors and the buffers of collectives, read and written.
+
+    FSDP2 and ZeRO-3 gather into one buffer, then copy the parameters out of it (foreach_all_gather_copy_out
+    of torch, AllGatherCoalescedHandle of DeepSpeed). All engines copy gradients into a bucket, and DDP copies
+    them back. FSDP1 gathers in place; the backward of its split into views concatenates the gradients.
+    """
+    strategy, dtypes, config = setup.strategy, setup.dtypes, setup.config
+    if strategy.is_fsdp1 or (strategy.is_fsdp and software.fsdp_version == 1):
+        return 2 * dtypes.gradient * setup.weights.trained * config.gradient_accumulation_steps
+    moved = 0.0
+    for transfer in transfers:
+        if transfer.name in ("gather_forward", "gather_backward"):
+            moved += 2 * transfer.num_bytes
+        elif transfer.name == "reduce_gradients":
+            copies = 2 if strategy.is_replicated else 1
+            moved += copies * transfer.num_bytes * (1 + dtypes.gradient / dtypes.reduced)
+    return moved
 
 
 def _hook_kernels(setup: Setup) -> float:

@@ -351,7 +351,9 @@ def test_communication_shows_where_it_is_longer_than_compute_or_gets_in_its_way(
 def test_communication_hides_behind_its_own_pass_only() -> None:
     long = Transfer("reduce_gradients", "all_reduce", 1e12, 8, 8, 1, 100, overlaps=True)
     time = step_of(long, contention=0.0)
-    compute = sum(time.parts_seconds[name] for name in (*ON_DEVICE, "launch_overhead"))
+    on_device = sum(time.parts_seconds[name] for name in (*ON_DEVICE, "launch_overhead"))
+    # nothing hides behind DDP's copies into its buckets and back, which read and write 1e12 bytes each
+    compute = on_device - 4e12 / (MEMORY_SHARE * 3.35e12)
     seconds = transfer_seconds(long, Cluster(1e9, None))
     backward = 2 / 3 * compute
     assert time.parts_seconds["communication"] == pytest.approx(seconds - backward)
@@ -420,13 +422,42 @@ def test_a_layer_with_more_norms_moves_their_bytes_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "shards"),
-    [("ddp", 1), ("fsdp_full_shard", 1), ("ds_zero1", 1), ("ds_zero2", 8), ("ds_zero3", 8)],
+    ("strategy", "shards", "copied_once"),
+    # bytes per parameter that copies around the step's only reduction move, if it is not in each micro-step
+    [("ddp", 1, 8), ("fsdp_full_shard", 1, 4), ("ds_zero1", 1, 4), ("ds_zero2", 8, 0), ("ds_zero3", 8, 0)],
 )
-def test_an_engine_that_reduces_each_micro_step_adds_only_its_shard(strategy: str, shards: int) -> None:
+def test_an_engine_that_reduces_each_micro_step_adds_only_its_shard(
+    strategy: str, shards: int, copied_once: int
+) -> None:
     once, twice = (
         row.parts_seconds["memory_traffic"] for row in rows_of(strategy, gradient_accumulation_steps=[1, 2])
     )
     # bf16 gradients: read the old and the new one, write the sum: 6 bytes each
     rate = rates_of(gpu_of_name("h100-80gb"), SOFTWARE["2026"]).memory_bytes
-    assert twice - 2 * once == pytest.approx(6 * PRESETS["slm-100m"].num_params / shards / rate)
+    per_parameter = (twice - 2 * once) * rate / PRESETS["slm-100m"].num_params
+    assert per_parameter == pytest.approx(6 / shards - copied_once)
+
+
+def test_copies_around_collectives_move_bytes_by_hand(tmp_path: Path) -> None:
+    fsdp1 = tmp_path / "fsdp1.yaml"
+    fsdp1.write_text("distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config: {fsdp_version: 1}\n")
+    alone, *others = (
+        row.parts_seconds["memory_traffic"]
+        for row in rows_of("single", *STUDIED_STRATEGIES, str(fsdp1), numerics="pure_bf16")
+    )
+    rate = rates_of(gpu_of_name("h100-80gb"), SOFTWARE["2026"]).memory_bytes
+    copied = [(seconds - alone) * rate / PRESETS["slm-100m"].num_params for seconds in others]
+    # bf16, 2 bytes read and 2 written by each copy: gradients into the bucket, under DDP also back; gathered
+    # parameters out of the buffer, in forward and, if they were freed, in backward. FSDP1: gradients only
+    by_strategy = dict(zip((*STUDIED_STRATEGIES, "fsdp1"), copied, strict=True))
+    assert by_strategy == pytest.approx(
+        {
+            "ddp": 8,
+            "fsdp_full_shard": 12,
+            "fsdp_shard_grad_op": 8,
+            "ds_zero1": 4,
+            "ds_zero2": 4,
+            "ds_zero3": 12,
+            "fsdp1": 4,
+        }
+    )
