@@ -4,7 +4,7 @@
 
 Runs `slm compare --repeats` on copies of one run that differ only in their seed. The last copy's training
 steps are made 5 % longer. Each five rounds that follow each other are one comparison of every two copies:
-20 rounds give 20 comparisons with the slow copy, and 40 without.
+20 rounds give 20 comparisons with the slow copy, and 40 without, which share copies.
 """
 
 import argparse
@@ -62,6 +62,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, metavar="N")
     parser.add_argument("--model", default="slm-1m")
     args = parser.parse_args()
+    if args.rounds < ROUNDS:
+        parser.error(f"--rounds must be at least {ROUNDS}")
     with tempfile.TemporaryDirectory() as name:
         rates = rates_by_seed(args, Path(name))
     windows = [range(first, first + ROUNDS) for first in range(1, args.rounds - ROUNDS + 2, ROUNDS)]
@@ -80,8 +82,9 @@ def main() -> None:
     pairs = [pair for pair in leads if pair[1] != COPIES - 1]
     logs = [[log(rates[a][number] / rates[b][number]) for number in rates[a]] for a, b in pairs]
     print(f"equal launches of one round differ by (standard deviation): {median(map(stdev, logs)):.1%}")
-    needed = sorted(rounds_to_find(0.05, rates[a], rates[b]) or MOST_ROUNDS for a, b in pairs)
-    print(f"rounds that find 5 % on this machine: median {needed[len(needed) // 2]}, largest {needed[-1]}")
+    needed = sorted(rounds_to_find(0.05, rates[a], rates[b]) for a, b in pairs)
+    shown = [f"over {MOST_ROUNDS}" if count > MOST_ROUNDS else str(count) for count in needed]
+    print(f"rounds that find 5 % on this machine: median {shown[len(shown) // 2]}, largest {shown[-1]}")
 
 
 def rates_by_seed(args: argparse.Namespace, folder: Path) -> dict[int, dict[int, float]]:

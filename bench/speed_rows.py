@@ -5,10 +5,10 @@ bench/data/published_speed.csv restates llm-foundry's bf16 tables (scripts/train
 (benchmarks/llama3_h100_202412_torchtitan.md @b5bcd76c, docs/performance.md @1d5815c4b). MPT: two-matrix GELU
 FFN of ratio 4, tied embeddings, LayerNorm, learned positions; llm-foundry's README says that it sets PURE or
 DEFAULT mixed precision and a node network of 1600 Gbit/s for A100s, its loss is flash-attn's fused
-cross-entropy. Its model class computes two metrics of each micro-step's logits unless `use_train_metrics` is
-false, which neither its YAMLs nor submit_benchmarks.py @51652eae set. torchtitan's A100 rows don't say so,
-but were compiled (its docs' default then), their network is taken to be the same; its H100s had 96 GB HBM2e
-and 500 W, so that their clock is lower.
+cross-entropy. llm-foundry's model class computes two metrics of each micro-step's logits unless
+`use_train_metrics` is false, which neither its YAMLs nor submit_benchmarks.py @51652eae set. torchtitan's
+A100 rows don't say whether they were compiled; they were (its docs' default then). Their network is taken to
+be the same; its H100s had 96 GB HBM2e and 500 W, so that their clock is lower.
 
 bench/data/other_speed.csv: what others published, in their words in `source`, found on 2026-11-20; its
 kernels and precision as far as they are told. Nothing is fitted to it.

@@ -2,8 +2,8 @@
 # What if host RAM is too small for one copy of the model per rank?
 # hardware: 8 x a100-40gb
 # memory: 19.8 of 39.4 GiB per GPU, 68 GiB of host RAM per node
-# time: 97.2 h
-# cost: $1,841
+# time: 94.0 h
+# cost: $1,781
 # estimated on 2026-11-25 by the first command below
 set -euo pipefail
 

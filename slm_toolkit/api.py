@@ -346,7 +346,10 @@ def compare(
         )
     else:
         check_pairs(names_given({**options, "script": script}), PAIRS)
-        prepared = prepare_script(request, Script.of(str(script), arguments), console=console)
+        if isinstance(arguments, str):
+            raise ValueError("arguments must be a list of words\nhint: arguments=['--batch', '4,8']")
+        words = [str(word) for word in arguments]
+        prepared = prepare_script(request, Script.of(str(script), words), console=console)
     done = launch_all(prepared, request, jobs=None, console=console)
     if done.interrupted:
         raise KeyboardInterrupt

@@ -3,16 +3,16 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import combinations
-from statistics import median
+from statistics import median_high
 
 from slm_toolkit.record.steady_rate import STEPS_PER_BLOCK
 from slm_toolkit.report.rows import Row, labelled
-from slm_toolkit.report.stats import MIN_ROUNDS, MOST_ROUNDS, rounds_to_find
+from slm_toolkit.report.stats import MOST_ROUNDS, rounds_to_find
 
 SAME_MEMORY = 0.01
 "share by which the memory of two rows may differ and still count as the same"
 TOLD_APART = 0.05
-"difference of speed that a reader wants to see"
+"a tie's message says how many rounds would show this difference of speed"
 _MOST_GROUPS = 6
 _MOST_NAMES = 3
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -95,14 +95,20 @@ def _speed(group: list[Row], names: dict[int, str]) -> str:
 
 
 def _more_rounds(tied: list[Row]) -> str:
-    """State how many paired rounds would find a difference of 5 % between tied rows; empty if these do."""
-    rates = [row.tokens_per_second_by_round for row in tied]
-    pairs = combinations(rates, 2)
-    needed = median(rounds_to_find(TOLD_APART, *pair) or MOST_ROUNDS + 1 for pair in pairs)
-    if min(map(len, rates)) >= needed or min(map(len, rates)) < MIN_ROUNDS:
+    """State how many paired rounds would find a difference of 5 % between most pairs of tied rows.
+
+    Empty if there are no paired rounds, or if those that ran are enough.
+    """
+    rounds = [row.tokens_per_second_by_round for row in tied]
+    pairs = [(first, second) for first, second in combinations(rounds, 2)]
+    needed = [count for pair in pairs if (count := rounds_to_find(TOLD_APART, *pair)) is not None]
+    if not needed or median_high(needed) <= min(map(len, rounds)):
         return ""
-    rounds = f"about {needed:.0f}" if needed <= MOST_ROUNDS else f"over {MOST_ROUNDS}"
-    return f"To find a difference of {TOLD_APART:.0%}, {rounds} rounds are needed (--repeats)."
+    count = median_high(needed)
+    words = (
+        f"about {count} rounds (--repeats {count})" if count <= MOST_ROUNDS else f"over {MOST_ROUNDS} rounds"
+    )
+    return f"It takes {words} to show a difference of {TOLD_APART:.0%} here."
 
 
 def _why_unranked(timed: list[Row], names: dict[int, str]) -> str:

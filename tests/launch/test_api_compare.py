@@ -41,6 +41,9 @@ def test_a_users_own_script_is_compared_with_a_grid_of_its_arguments(tmp_path: P
             output_dir=tmp_path,
         )
     assert {(row.status, row.tokens_per_step) for row in report} == {("ok", 2 * 2 * 32), ("ok", 2 * 4 * 32)}
+    assert len(report) == 2
+    with pytest.raises(ValueError, match="arguments must be a list of words"):
+        api.compare(script="train.py", arguments="--batch 2")
     with pytest.raises(ValueError, match="--parity with --script"):
         api.compare(script="train.py", parity=4)
     with pytest.raises(ValueError, match="arguments without a script"):

@@ -79,7 +79,7 @@ class Software:
     first_step_seconds: float = 0.0
     "extra time in the paper's protocol, which averages a slow first step over ten; else absent"
     fsdp_version: int = 2
-    "FSDP's generation in published runs; it decides which copies surround a collective"
+    "the FSDP of these runs, unless the strategy names its own; FSDP1 does not copy gathered parameters"
     reduces_each_micro_step: bool = False
     "True if FSDP reduces gradients in every micro-step; accelerate reduces them once per step"
     low: float = 0.88
@@ -121,7 +121,7 @@ LLM_FOUNDRY = Software(  # fitted to llm-foundry's bf16 tables and torchtitan's 
     # at half of FlashAttention-2's rate (triton-lang/triton#1917: 72 TFLOP/s with 2,048 tokens, both passes)
     attention_share=Shares(ampere=0.334, hopper=0.176),
     attention_half_length=770.0,  # triton-lang/triton#1917
-    eager_slowdown=0.856,
+    eager_slowdown=0.85,
     contention=6.37,
     step_seconds=0.0249,
     fsdp_version=1,

@@ -530,23 +530,43 @@ def optimizer_bytes(strategy: Strategy, config: RunConfig) -> float:
 
 
 def _staged_bytes(setup: Setup, transfers: tuple[Transfer, ...], software: Software) -> float:
-    """Return the bytes of a step's copies between tensors and the buffers of collectives, read and written.
+    """Return the bytes that copies into and out of collectives' buffers move in the compute stream of a step.
 
-    FSDP2 and ZeRO-3 gather into one buffer, then copy the parameters out of it (foreach_all_gather_copy_out
-    of torch, AllGatherCoalescedHandle of DeepSpeed). All engines copy gradients into a bucket, and DDP copies
-    them back. FSDP1 gathers in place; the backward of its split into views concatenates the gradients.
+    What runs in a stream of its own is part of `contention`: ZeRO-3's copies, FSDP1's casts and divisions.
+    Source: torch 2.13 (_fsdp_collectives.py; for FSDP1 _runtime_utils.py), deepspeed 0.19.8
+    (stage_1_and_2.py, stage3.py, bf16_optimizer.py).
     """
-    strategy, dtypes, config = setup.strategy, setup.dtypes, setup.config
-    if strategy.is_fsdp1 or (strategy.is_fsdp and software.fsdp_version == 1):
-        return 2 * dtypes.gradient * setup.weights.trained * config.gradient_accumulation_steps
+    strategy, trained = setup.strategy, setup.weights.trained
+    micro_steps = setup.config.gradient_accumulation_steps
+    if setup.has_fsdp1 or (strategy.is_fsdp and software.fsdp_version == 1):
+        # parameters are pieces of one flat tensor, cut by torch.split, whose backward joins their gradients
+        return micro_steps * 2 * setup.dtypes.gradient * trained
     moved = 0.0
     for transfer in transfers:
-        if transfer.name in ("gather_forward", "gather_backward"):
-            moved += 2 * transfer.num_bytes
-        elif transfer.name == "reduce_gradients":
-            copies = 2 if strategy.is_replicated else 1
-            moved += copies * transfer.num_bytes * (1 + dtypes.gradient / dtypes.reduced)
+        if transfer.name == "reduce_gradients":
+            times = 1 if transfer.in_last_micro_step else micro_steps
+            moved += times * _reduction_bytes(setup, transfer) * trained
+        elif strategy.is_fsdp and transfer.name in ("gather_forward", "gather_backward"):
+            moved += 2 * transfer.num_bytes  # FSDP2 copies each layer out of the buffer
     return moved
+
+
+def _reduction_bytes(setup: Setup, transfer: Transfer) -> float:
+    """Return the bytes that copies, casts and divisions around a reduction move, per trained parameter."""
+    strategy, gradient, reduced = setup.strategy, setup.dtypes.gradient, setup.dtypes.reduced
+    copy, divide = 2 * gradient, 2 * reduced
+    cast = gradient + reduced if gradient != reduced else 0
+    if strategy.is_replicated:  # into DDP's bucket and back; our hook for fp32 casts, divides and casts back
+        return 2 * copy + (2 * cast + divide if cast else 0)
+    if strategy.is_fsdp:  # into the buffer, in its dtype; NCCL divides
+        return gradient + reduced
+    if transfer.collective == "all_reduce":  # BF16_Optimizer flattens, divides and copies back
+        return 3 * divide
+    if transfer.overlaps:
+        return 0 if strategy.is_zero_3 else copy
+    return (
+        copy + cast + divide * (2 if strategy.is_zero_3 else 1)
+    )  # ZeRO-3 joins the bucket's gradients first
 
 
 def _hook_kernels(setup: Setup) -> float:

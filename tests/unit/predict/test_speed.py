@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import math
 import random
 from pathlib import Path
@@ -352,8 +353,8 @@ def test_communication_hides_behind_its_own_pass_only() -> None:
     long = Transfer("reduce_gradients", "all_reduce", 1e12, 8, 8, 1, 100, overlaps=True)
     time = step_of(long, contention=0.0)
     on_device = sum(time.parts_seconds[name] for name in (*ON_DEVICE, "launch_overhead"))
-    # nothing hides behind DDP's copies into its buckets and back, which read and write 1e12 bytes each
-    compute = on_device - 4e12 / (MEMORY_SHARE * 3.35e12)
+    # nothing hides behind DDP's copies of bf16 gradients into its buckets and back: 2 x (2 + 2) bytes
+    compute = on_device - 8 * PRESETS["slm-500m"].num_params / (MEMORY_SHARE * 3.35e12)
     seconds = transfer_seconds(long, Cluster(1e9, None))
     backward = 2 / 3 * compute
     assert time.parts_seconds["communication"] == pytest.approx(seconds - backward)
@@ -438,26 +439,39 @@ def test_an_engine_that_reduces_each_micro_step_adds_only_its_shard(
     assert per_parameter == pytest.approx(6 / shards - copied_once)
 
 
-def test_copies_around_collectives_move_bytes_by_hand(tmp_path: Path) -> None:
-    fsdp1 = tmp_path / "fsdp1.yaml"
-    fsdp1.write_text("distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config: {fsdp_version: 1}\n")
-    alone, *others = (
-        row.parts_seconds["memory_traffic"]
-        for row in rows_of("single", *STUDIED_STRATEGIES, str(fsdp1), numerics="pure_bf16")
-    )
+def copied_bytes(*strategies: str, **given: object) -> dict[str, float]:
+    """Bytes per parameter that copies around collectives move: what eight ranks move and one does not."""
+    alone, *others = (row.parts_seconds["memory_traffic"] for row in rows_of("single", *strategies, **given))
     rate = rates_of(gpu_of_name("h100-80gb"), SOFTWARE["2026"]).memory_bytes
     copied = [(seconds - alone) * rate / PRESETS["slm-100m"].num_params for seconds in others]
-    # bf16, 2 bytes read and 2 written by each copy: gradients into the bucket, under DDP also back; gathered
-    # parameters out of the buffer, in forward and, if they were freed, in backward. FSDP1: gradients only
-    by_strategy = dict(zip((*STUDIED_STRATEGIES, "fsdp1"), copied, strict=True))
-    assert by_strategy == pytest.approx(
+    return dict(zip(strategies, copied, strict=True))
+
+
+def test_copies_around_collectives_move_bytes_by_hand(tmp_path: Path) -> None:
+    fsdp1, in_line = tmp_path / "fsdp1.yaml", tmp_path / "in_line.json"
+    fsdp1.write_text("distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config: {fsdp_version: 1}\n")
+    zero_3 = {"stage": 3, "overlap_comm": False}
+    in_line.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": zero_3}))
+    # bf16, 2 bytes read and 2 written by each copy: gradients into the bucket, under DDP also back; under
+    # FSDP2 gathered parameters out of the buffer, in forward and, if freed, in backward; under FSDP1
+    # gradients into the flat one. ZeRO-3 copies in streams of its own; without them it copies gradients into
+    # the bucket, joins the bucket, and divides
+    assert copied_bytes(*STUDIED_STRATEGIES, str(fsdp1), str(in_line)) == pytest.approx(
         {
             "ddp": 8,
             "fsdp_full_shard": 12,
             "fsdp_shard_grad_op": 8,
             "ds_zero1": 4,
             "ds_zero2": 4,
-            "ds_zero3": 12,
-            "fsdp1": 4,
-        }
+            "ds_zero3": 0,
+            str(fsdp1): 4,
+            str(in_line): 12,
+        },
+        abs=1e-6,
+    )
+    # sums in fp32. DDP: 4 into the bucket, 6 to fp32, 8 to divide, 6 back to bf16, 4 out of the bucket.
+    # FSDP2: 8 for the gathers, 6 into an fp32 buffer. ZeRO-1 flattens fp32 sums, divides, copies them back
+    names = ("ddp", "fsdp_full_shard", "ds_zero1")
+    assert copied_bytes(*names, reduce_dtype="fp32") == pytest.approx(
+        dict(zip(names, (28, 14, 24), strict=True))
     )

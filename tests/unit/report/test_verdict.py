@@ -53,22 +53,33 @@ def test_a_full_tie_names_no_winner() -> None:
 
 def test_a_tie_of_paired_rounds_names_the_rounds_that_would_tell_five_percent_apart() -> None:
     # The logarithms of the four ratios are +x, -x, +x, -x, so their standard deviation is s = x sqrt(4 / 3).
-    # n rounds are enough if (t + 1.5) s / sqrt(n) <= ln 1.05 = 0.04879; t = 3.25 for 10 rounds or more.
-    # x = 0.04: s = 0.0462, n >= (4.75 x 0.0462 / 0.04879)^2 = 20.2. x = 0.1: s = 0.1155, n >= 126.
-    # x = 0.01: s = 0.01155, t = 5.841 for four rounds: 7.341 x 0.01155 / 2 = 0.0424, so four are enough.
-    def said(x: float) -> str:
-        records = [
-            record(name, 0.5 * exp(sign * x * (-1) ** number / 2), run_name=f"{name}-r{number}")
-            for name, sign in (("ddp", 1), ("ds_zero2", -1))
-            for number in (1, 2, 3, 4)
+    # n rounds are enough if f s / sqrt(n) <= ln 1.05 = 0.04879; f = 4.77 for ten rounds or more.
+    # x = 0.04: s = 0.0462, n >= (4.77 x 0.0462 / 0.04879)^2 = 20.4. x = 0.1: s = 0.1155, n >= 127.
+    # x = 0.005: s = 0.00577, f = 8.68 for four rounds: 8.68 x 0.00577 / 2 = 0.0250, so four are enough.
+    def said(*shares: float, missing: int | None = None) -> str:
+        rows = [
+            row_of(
+                [
+                    (f"{name}{number}/record.json", record(name, seconds, run_name=f"{name}-r{number}"))
+                    for number in (1, 2, 3, 4)
+                    if (name, number) != ("b", missing)
+                    for seconds in [0.5 * exp(share * (-1) ** number)]
+                ]
+            )
+            for name, share in zip("abc", shares, strict=False)
         ]
-        pairs = [(f"{index}/record.json", one) for index, one in enumerate(records)]
-        (sentence, *_) = verdict(ranked([row_of(pairs[:4]), row_of(pairs[4:])], strict=False))
+        (sentence, *_) = verdict(ranked(rows, strict=False))
+        assert sentence.startswith("No row is clearly fastest")
         return sentence.partition("). ")[2]
 
-    assert said(0.04) == "To find a difference of 5%, about 21 rounds are needed (--repeats)."
-    assert said(0.1) == "To find a difference of 5%, over 100 rounds are needed (--repeats)."
-    assert said(0.01) == ""
+    assert said(0.02, -0.02) == "It takes about 21 rounds (--repeats 21) to show a difference of 5% here."
+    assert said(0.05, -0.05) == "It takes over 100 rounds to show a difference of 5% here."
+    assert said(0.0025, -0.0025) == ""
+    # pairs of x = 0.04, 0.04 and 0: most pairs need 21 rounds
+    assert (
+        said(0.02, -0.02, -0.02) == "It takes about 21 rounds (--repeats 21) to show a difference of 5% here."
+    )
+    assert said(0.02, 0.02, 0.02) == ""
 
 
 def test_two_that_tie_are_named_together_before_the_rest() -> None:
