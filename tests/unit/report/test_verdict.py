@@ -56,18 +56,15 @@ def test_a_tie_of_paired_rounds_names_the_rounds_that_would_tell_five_percent_ap
     # n rounds are enough if f s / sqrt(n) <= ln 1.05 = 0.04879; f = 4.77 for ten rounds or more.
     # x = 0.04: s = 0.0462, n >= (4.77 x 0.0462 / 0.04879)^2 = 20.4. x = 0.1: s = 0.1155, n >= 127.
     # x = 0.005: s = 0.00577, f = 8.68 for four rounds: 8.68 x 0.00577 / 2 = 0.0250, so four are enough.
-    def said(*shares: float, missing: int | None = None) -> str:
-        rows = [
-            row_of(
-                [
-                    (f"{name}{number}/record.json", record(name, seconds, run_name=f"{name}-r{number}"))
-                    for number in (1, 2, 3, 4)
-                    if (name, number) != ("b", missing)
-                    for seconds in [0.5 * exp(share * (-1) ** number)]
-                ]
-            )
-            for name, share in zip("abc", shares, strict=False)
+    def launches(name: str, share: float) -> list[tuple[str, RunRecord]]:
+        seconds = {number: 0.5 * exp(share * (-1) ** number) for number in (1, 2, 3, 4)}
+        return [
+            (f"{name}{number}/record.json", record(name, seconds[number], run_name=f"{name}-r{number}"))
+            for number in seconds
         ]
+
+    def said(*shares: float) -> str:
+        rows = [row_of(launches(name, share)) for name, share in zip("abc", shares, strict=False)]
         (sentence, *_) = verdict(ranked(rows, strict=False))
         assert sentence.startswith("No row is clearly fastest")
         return sentence.partition("). ")[2]
