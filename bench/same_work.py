@@ -35,18 +35,11 @@ def main() -> None:
         )
         write_work(folder / "work", config, num_processes=2)
         flags = (
-            "--model",
-            config.model,
-            "--seq_len",
-            "128",
-            "--max_steps",
-            str(args.steps),
-            "--numerics",
-            "fp32",
+            f"--model {config.model} --seq_len 128 --max_steps {args.steps} --numerics fp32 --max_grad_norm 1"
         )
         words = {
-            "our trainer": (*flags, "--max_grad_norm", "1"),
-            "user's loop": ("--script", str(SCRIPT), "--", "--work", str(folder / "work" / "work.json")),
+            "our trainer": flags.split(),
+            "user's loop": ["--script", str(SCRIPT), "--", "--work", str(folder / "work" / "work.json")],
         }
         rows = []
         for number in range(args.rounds):
@@ -58,13 +51,12 @@ def main() -> None:
     for who, launches in zip(words, (ours, theirs), strict=True):
         rates = sorted(row["tokens_per_second"] for row in launches)
         print(f"{who}: {rates[0]:,.0f} to {rates[-1]:,.0f} tokens/s in {args.rounds} launches")
-    low, high = paired_lead(
-        *({number: row["tokens_per_second"] for number, row in enumerate(of)} for of in (theirs, ours))
-    )
+    rates = [dict(enumerate(row["tokens_per_second"] for row in launches)) for launches in (theirs, ours)]
+    low, high = paired_lead(*rates)
     print(f"the user's loop runs at {low:.1%} to {high:.1%} of our trainer's rate (99 % interval)")
 
 
-def launched(folder: Path, words: tuple[str, ...]) -> dict:
+def launched(folder: Path, words: list[str]) -> dict:
     command = [SLM, "compare", "--strategy", "ddp", "--num_processes", "2", "--json"]
     command += ["--output_dir", str(folder), *words]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)

@@ -134,7 +134,7 @@ def paired_lead(rates: dict[int, float], others: dict[int, float]) -> tuple[floa
 def rounds_to_find(share: float, rates: dict[int, float], others: dict[int, float]) -> int | None:
     """Return roughly how many paired rounds find a difference of `share` in nine of ten comparisons.
 
-    MOST_ROUNDS + 1 if more are needed; None if there are too few rounds of both.
+    MOST_ROUNDS + 1: more are needed. None: fewer than MIN_ROUNDS rounds have both rates.
     """
     logs = _log_ratios(rates, others)
     if len(logs) < MIN_ROUNDS:

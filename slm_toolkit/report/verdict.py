@@ -100,8 +100,8 @@ def _more_rounds(tied: list[Row]) -> str:
     Empty if there are no paired rounds, or if those that ran are enough.
     """
     rounds = [row.tokens_per_second_by_round for row in tied]
-    pairs = [(first, second) for first, second in combinations(rounds, 2)]
-    needed = [count for pair in pairs if (count := rounds_to_find(TOLD_APART, *pair)) is not None]
+    of_pairs = [rounds_to_find(TOLD_APART, *pair) for pair in combinations(rounds, 2)]
+    needed = [count for count in of_pairs if count is not None]
     if not needed or median_high(needed) <= min(map(len, rounds)):
         return ""
     count = median_high(needed)

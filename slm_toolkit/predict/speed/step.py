@@ -530,9 +530,10 @@ def optimizer_bytes(strategy: Strategy, config: RunConfig) -> float:
 
 
 def _staged_bytes(setup: Setup, transfers: tuple[Transfer, ...], software: Software) -> float:
-    """Return the bytes that copies into and out of collectives' buffers move in the compute stream of a step.
+    """Return the bytes that a step's copies around collectives read and write in the compute stream.
 
-    What runs in a stream of its own is part of `contention`: ZeRO-3's copies, FSDP1's casts and divisions.
+    Copies in other streams are part of `contention`: all of ZeRO-3's, FSDP1's casts and divisions. Left out:
+    FSDP2's copy of the own shard, and ZeRO++'s conversions.
     Source: torch 2.13 (_fsdp_collectives.py; for FSDP1 _runtime_utils.py), deepspeed 0.19.8
     (stage_1_and_2.py, stage3.py, bf16_optimizer.py).
     """
@@ -564,9 +565,8 @@ def _reduction_bytes(setup: Setup, transfer: Transfer) -> float:
         return 3 * divide
     if transfer.overlaps:
         return 0 if strategy.is_zero_3 else copy
-    return (
-        copy + cast + divide * (2 if strategy.is_zero_3 else 1)
-    )  # ZeRO-3 joins the bucket's gradients first
+    join = 2 * reduced if strategy.is_zero_3 else 0  # of all gradients in the bucket
+    return copy + cast + join + divide
 
 
 def _hook_kernels(setup: Setup) -> float:

@@ -150,10 +150,13 @@ def transfers(setup: Setup, *, reduces_each_micro_step: bool = False) -> tuple[T
     reduced = weights.trained * INT4_SCALES if zero.zero_quantized_gradients else gradients
     sent.append(
         transfer(
-            *("reduce_gradients", "reduce_scatter", reduced, num_reductions),
+            "reduce_gradients",
+            "reduce_scatter",
+            reduced,
+            num_reductions,
             times=times,
             ranks=shard_ranks,
-            overlaps=zero.overlaps if is_deepspeed else True,
+            overlaps=not is_deepspeed or zero.overlaps,
         )
     )
     if shard_ranks < setup.num_gpus:  # copies of the model: each shard's gradients are reduced between copies
