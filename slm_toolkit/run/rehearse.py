@@ -175,6 +175,7 @@ def trace_memory(
 
 # Patches for torch, accelerate and DeepSpeed, so that the real engines run on fake tensors.
 
+_attend = torch.nn.functional.scaled_dot_product_attention
 _COMPARE_RANKS = {
     f"deepspeed.runtime.zero.{name}"
     for name in ("stage3", "partition_parameters", "partitioned_param_coordinator")
@@ -213,6 +214,7 @@ def fake_tensors() -> Iterator[None]:
             patch.object(torch.nn.Module, "to", lambda module, *_, **__: module),  # see `stay_in_place`
             # a GPU's dropout mask takes 1 byte per element; the CPU's has the input's dtype
             patch.object(torch.nn.functional, "dropout", _dropout),
+            patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention_on_gpu),
         ):
             stack.enter_context(context)
         yield
@@ -229,6 +231,18 @@ def _dropout(
     if not training or p == 0:
         return tensor
     return torch.native_dropout(tensor, p, True)[0]
+
+
+def _attention_on_gpu(query: Any, key: Any, value: Any, *args: Any, **options: Any) -> torch.Tensor:
+    """Attend as SDPA does on a GPU in 16 bits: FlashAttention needs heads whose width is a multiple of 8."""
+    width, dtype = query.shape[-1], query.dtype
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+    if dtype == torch.float32 or width % 8 == 0:
+        return _attend(query, key, value, *args, **options)
+    padded = (torch.nn.functional.pad(tensor.to(dtype), (0, -width % 8)) for tensor in (query, key, value))
+    options["scale"] = options.get("scale") or width**-0.5
+    return _attend(*padded, *args, **options)[..., :width]
 
 
 @cache

@@ -75,6 +75,22 @@ def test_the_peak_under_loss_chunks_is_that_of_a_trace(kernel: str, tokens: int,
     assert peak(setup).peak_bytes == pytest.approx(found["peak_bytes"], rel=0.001)
 
 
+@pytest.mark.parametrize("flags", [{"peft": "none"}, {"peft": "lora"}, {"gradient_checkpointing": "full"}])
+def test_heads_that_flash_attention_pads_on_a_gpu(flags: dict[str, str], tmp_path: Path) -> None:
+    shape = {
+        **{"hidden_size": 312, "intermediate_size": 832, "num_hidden_layers": 4, "num_attention_heads": 4},
+        **{"num_key_value_heads": 4, "vocab_size": 1000, "tie_word_embeddings": False},  # heads of 78: to 80
+        **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    flags |= {"model": str(tmp_path), "loss_kernel": "fused_linear", "seq_len": 1024}
+    found = traced({"strategy": "ddp", "num_gpus": 2, **flags})
+    assert found["status"] == "ok", found["reason"]
+    config = RunConfig(**flags).with_defaults(has_gpu=True)
+    setup = Setup(find_model(config.model), find_strategy("ddp"), config, num_gpus=2)
+    assert peak(setup).peak_bytes == pytest.approx(found["peak_bytes"], rel=0.003)
+
+
 def test_a_real_step_with_four_bit_weights_peaks_as_estimated(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     flags = {"model": "slm-10m", "peft": "qlora", "loss_kernel": "fused_linear", "seq_len": 128}

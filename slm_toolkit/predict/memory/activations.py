@@ -33,9 +33,9 @@ SOFTWARE = ("2024", "2026")
 """2026: the traced versions. 2024: torch 2.3 and transformers 4.4x, as in the paper. The paper's fits and
 OOMs (slm-2b at batch 16 fits one A100-80GB, but not with DDP) mean that a layer took more than its tensors
 explain, and that the loss copied the logits once more"""
-EXTRA_OF_2024 = 13.5
-"""bytes per token, layer and element of h, on top of the allocator's slack; cause unknown. With 13 to 14,
-the estimates agree with all fits and OOMs of the paper's figures 1 to 4"""
+EXTRA_OF_2024 = 13.0
+"""bytes per token, layer and element of h, on top of the allocator's slack; cause unknown. With 12.2 to 14,
+the estimates agree with all fits and OOMs of the paper's figures 1 to 4, with 32 heads as with heads of 64"""
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def _saved_by_attention(spec: ModelSpec, kernels: _LayerKernels) -> float:
     scores = (4 if kernels.compute == FP32 else 6) * a * seq_len
     if spec.attention_softcap:  # tanh saves its output
         scores += e * a * seq_len
-    attention = 4 * e * q + scores if kernels.eager else 2 * e * (q + v) + 4 * a
+    attention = 4 * e * q + scores if kernels.eager else _saved_by_flash(spec, e)
     if not kernels.eager and spec.sliding_window is not None and spec.sliding_window < seq_len:
         # SDPA saves the mask in the compute dtype; here every layer has an equal part of those masks
         attention += e * seq_len * spec.num_window_layers / spec.num_layers
@@ -218,11 +218,33 @@ def _saved_by_attention(spec: ModelSpec, kernels: _LayerKernels) -> float:
         if not kernels.eager:
             attention = e * (2 * q + a * latent.plain_dim + 2 * values) + 4 * a
         attention += (4 + e + e) * ranks + 8  # the norms of the narrow projections, and their outputs
-    if spec.fused_projections and not kernels.eager:
+    if spec.fused_projections and not kernels.eager and not _pads(spec, e):
         # the value is a view of the whole product, and attention's output, as contiguous as the concatenated
         # query, is copied for the output projection
         attention += e * (q + v) + e * q
     return attention
+
+
+HEAD_MULTIPLE = 8
+"FlashAttention's kernels in 16 bits need heads of such a width: `pad_last_dim` in torch's attention.cpp"
+
+
+def _pads(spec: ModelSpec, element_bytes: int) -> bool:
+    """Return whether SDPA pads the heads on a GPU."""
+    return element_bytes == 2 and spec.head_dim % HEAD_MULTIPLE > 0
+
+
+def _widths_in_flash(spec: ModelSpec, element_bytes: int) -> tuple[int, int]:
+    """Return q and v in the attention kernel, which may pad each head."""
+    head = spec.head_dim + _pads(spec, element_bytes) * (-spec.head_dim % HEAD_MULTIPLE)
+    return spec.num_heads * head, spec.num_kv_heads * head
+
+
+def _saved_by_flash(spec: ModelSpec, element_bytes: int) -> int:
+    """Return query, key, value, output and the normaliser. Of a padded output, o_proj's input is a copy."""
+    q, v = _widths_in_flash(spec, element_bytes)
+    copied = spec.num_heads * spec.head_dim * _pads(spec, element_bytes)
+    return element_bytes * (2 * (q + v) + copied) + 4 * spec.num_heads
 
 
 def _norm_backward(spec: ModelSpec, kernels: _LayerKernels) -> int:
@@ -248,7 +270,7 @@ def _moments(spec: ModelSpec, kernels: _LayerKernels, saved: _SavedByLayer) -> l
         waiting = of_tanh + saved.norms_of_queries
         softmax = (12 * a * seq_len + 3 * e * q + waiting, 8 * a * seq_len + 5 * e * q + waiting)
     else:
-        softmax = (4 * e * (q + v) + 4 * a + saved.norms_of_queries,)
+        softmax = (4 * e * sum(_widths_in_flash(spec, e)) + 4 * a + saved.norms_of_queries,)
         if kernels.compute == AUTOCAST:  # RoPE's backward is in fp32
             softmax += (12 * q + 4 * v,)
     projections = e * (3 * h + q) if kernels.compute != AUTOCAST else 8 * h + 2 * q
@@ -289,7 +311,7 @@ def _arrivals(spec: ModelSpec, kernels: _LayerKernels, saved: _SavedByLayer) -> 
 def _outputs_kept(spec: ModelSpec, kernels: _LayerKernels) -> int:
     """Return the outputs that selective_op saves: of query, value, gate, down and attention."""
     h, i, a, q, v, e = _sizes(spec, kernels)
-    kept_by_attention = 0 if kernels.eager else e * q + 4 * a
+    kept_by_attention = 0 if kernels.eager else e * _widths_in_flash(spec, e)[0] + 4 * a
     if spec.fused_projections:
         return e * (q + 2 * v + 2 * i) + kept_by_attention
     return e * (q + v + i + (0 if kernels.compiled else h)) + kept_by_attention
@@ -468,7 +490,8 @@ def frozen_layer_memory(
         moments.append(Moment("self_attn", above + attention + of_output, 3, 0, 1))
     if of_scores:
         waiting = of_queries + e * w.a * kernels.seq_len * (spec.attention_softcap and kernels.eager)
-        moments += [Moment("self_attn", above + form + waiting, 3, 0, 1) for form in _softmax(w, kernels)]
+        forms = _softmax(spec, w, kernels)
+        moments += [Moment("self_attn", above + form + waiting, 3, 0, 1) for form in forms]
     if has_input_gradient:
         moments.append(Moment("input_layernorm", ln, 3, 2, 2))
     if behind_ffn:
@@ -491,7 +514,7 @@ def frozen_layer_memory(
     saved, extra = float(residual * w.h), copied
     if checkpointing == "selective_op":
         results, unused = _saved_results(spec, e, adapters)
-        saved += results + (0 if kernels.eager else e * w.q + 4 * w.a)
+        saved += results + (0 if kernels.eager else e * _widths_in_flash(spec, e)[0] + 4 * w.a)
         extra += unused
     # during recomputation, the gradient of the output is scaled (and cast) already
     last += copied + (2 * e if compute == AUTOCAST else e) * w.h * is_lora
@@ -544,20 +567,21 @@ def _attention(spec: ModelSpec, w: _Widths, adapters: Adapters, kernels: Kernels
     query's, queries for the key's, probabilities for the value's.
     """
     e, kept, seq_len, is_kept = kernels.element, 0.0, kernels.seq_len, any(reached)
+    is_padded = _pads(spec, e) and not kernels.eager
     if is_kept and kernels.eager:
         scores = reached.query or reached.key
         of_scores = 4 if kernels.compute == FP32 else 4 * scores + 2 * reached.value
         of_scores += e * spec.attention_softcap * scores
         kept = (reached.query + reached.key + scores) * e * w.q + of_scores * w.a * seq_len
     elif is_kept:
-        kept = 2 * e * (w.q + w.v) + 4 * w.a
+        kept = _saved_by_flash(spec, e) - e * w.q * is_padded
         if spec.sliding_window is not None and spec.sliding_window < seq_len:
             kept += e * seq_len * _masks_of_a_layer(spec, adapters)
-        if spec.fused_projections:  # see `_saved_by_attention`
+        if spec.fused_projections and not is_padded:  # see `_saved_by_attention`
             kept += e * (w.q + w.v)
-    output = e * w.q  # the flash kernels save it anyway
-    needs_output = kernels.eager or not is_kept
-    for_matrix = output * (kernels.keeps_inputs and kernels.eager and is_kept)
+    output = e * w.q  # the flash kernels save it anyway, if they don't pad it
+    needs_output = kernels.eager or is_padded or not is_kept
+    for_matrix = output * (kernels.keeps_inputs and (kernels.eager or is_padded) and is_kept)
     if "o_proj" not in adapters:
         return kept + for_matrix
     if not adapters.rank:
@@ -590,13 +614,13 @@ def _beside_input(w: _Widths, adapters: Adapters, kernels: Kernels) -> float:
     return kernels.element * w.i * adapters.drops
 
 
-def _softmax(w: _Widths, kernels: Kernels) -> tuple[float, ...]:
+def _softmax(spec: ModelSpec, w: _Widths, kernels: Kernels) -> tuple[float, ...]:
     """Return the bytes per token around the gradients of scores and probabilities, as in `layer_memory`."""
     e = kernels.element
     if kernels.eager:
         of_scores = w.a * kernels.seq_len
         return 12 * of_scores + 3 * e * w.q, 8 * of_scores + 5 * e * w.q
-    form = (4.0 * e * (w.q + w.v) + 4 * w.a,)
+    form = (4.0 * e * sum(_widths_in_flash(spec, e)) + 4 * w.a,)
     return (*form, 12.0 * w.q + 4 * w.v) if kernels.compute == AUTOCAST else form
 
 

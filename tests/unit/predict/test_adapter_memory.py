@@ -92,13 +92,13 @@ def test_the_peak_of_one_process_with_lora_at_the_loss_by_hand() -> None:
     # TINY has 1960 parameters; rank 1 beside q, k, v, o (8 + 8 each) and gate, up, down (8 + 16 each): 136 in
     # each of two layers, 272: states 2 x 2232 + 12 x 272 = 7,728
     # a layer keeps per token: norms 2 x (4h + 4) = 72 and their outputs 2 x 2h = 32; attention 4 (q + v) + 4a
-    # = 72; gate, SiLU, up and their product 8i = 128; seven numbers of B's, 2 bytes each, 14: 318 together
-    # but the first layer's first norm is computed as if in evaluation: 318 x 2 - 36 = 600
-    # final norm 36, not its output; loss 12V = 480; the batch's 24; RoPE 2 x 1000 x 4 x 2 = 16,000
+    # = 68; gate, SiLU, up and their product 8i = 128; seven numbers of B's, 2 bytes each, 14: 314 together
+    # but the first layer's first norm is computed as if in evaluation: 314 x 2 - 36 = 592
+    # final norm 36, not its output; loss 12V = 480; the batch's 24; RoPE 2 x 1000 x 8 x 2 = 32,000
     flags = {"seq_len": 1000, "per_device_train_batch_size": 4, "peft": "lora", "lora_r": 1}
     found = estimate("single", num_gpus=1, spec=TINY, **flags)
     assert found.peak_instant == "backward: the loss"
-    assert found.peak_bytes == 7_728 + 4000 * (600 + 36 + 480 + 24) + 16_000
+    assert found.peak_bytes == 7_728 + 4000 * (592 + 36 + 480 + 24) + 32_000
 
 
 def test_a_frozen_matrix_keeps_no_input_and_dropout_a_copy_and_a_mask() -> None:

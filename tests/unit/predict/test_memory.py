@@ -17,7 +17,8 @@ from slm_toolkit.predict.setup.setup import Setup
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy, read_strategy
 
 GIB = 2**30
-TINY = ModelSpec("tiny", 2, 8, 2, 2, 4, 16, 40)  # 2 layers, h = q = v = 8, i = 16, V = 40
+TINY = ModelSpec("tiny", 2, 8, 1, 1, 8, 16, 40)  # 2 layers, one head, h = q = v = 8, i = 16, V = 40
+TWO_HEADS = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 4}
 
 
 def estimate(
@@ -30,20 +31,26 @@ def estimate(
 def test_the_peak_of_one_process_at_the_loss_by_hand() -> None:
     # P: embedding and head 2 x 320, a layer 4 x 64 + 3 x 128 + 2 x 8 = 656, final norm 8: 1960 in all
     # states at the loss, gradients freed: parameters 2, master 4, moments 8 bytes each: 14 x 1960 = 27,440
-    # a layer keeps per token 2 norms (8h + 4 = 68), attention 4 (q + v) + 4a = 72, FFN 8i = 128: 336, two 672
+    # a layer keeps per token 2 norms (8h + 4 = 68), attention 4 (q + v) + 4a = 68, FFN 8i = 128: 332, two 664
     # final norm 8h + 4 = 68; loss 12V = 480; the batch's 24
-    # RoPE's sine and cosine: 2 x 1000 tokens x 4 wide x 2 bytes = 16,000
+    # RoPE's sine and cosine: 2 x 1000 tokens x 8 wide x 2 bytes = 32,000
     found = estimate("single", num_gpus=1, spec=TINY, seq_len=1000, per_device_train_batch_size=4)
     assert found.peak_instant == "backward: the loss"
-    assert found.peak_bytes == 27_440 + 4000 * (672 + 68 + 480 + 24) + 16_000
+    assert found.peak_bytes == 27_440 + 4000 * (664 + 68 + 480 + 24) + 32_000
 
 
 @pytest.mark.parametrize(
     ("changes", "more_params", "more_per_token"),
     [
+        # heads of 4 are padded to 8: query, key, value and output 2 x 4 x 16, a copy of the output
+        # without padding 2 x 8, 4 for each head: 152 for 68, in 2 layers; RoPE is 4 elements narrower,
+        # 16,000 bytes
+        (TWO_HEADS, 0, 2 * 84 - 4),
         # a norm of 4 weights on queries and one on keys, in 2 layers; each element keeps 4 + 2 bytes, and
         # each of the 2 + 2 heads 4 bytes: 2 x (6 x (8 + 8) + 4 x 4) = 224
-        ({"qk_norm": "head"}, 2 * 2 * 4, 224),
+        ({"qk_norm": "head", **TWO_HEADS}, 2 * 2 * 4, 2 * 84 - 4 + 224),
+        # the value is a padded copy in any case, and so is the copy of the output
+        ({"fused_projections": True, **TWO_HEADS}, 0, 2 * 84 - 4),
         # the weights are 8 wide, 1/rms is one per token: 2 x (6 x 16 + 4 x 2) = 208
         ({"qk_norm": "all_heads"}, 2 * 2 * 8, 208),
         # two more norms of 8 weights: an fp32 copy 4h, the normalised input 2h, and 1/rms: 2 x 2 x (48 + 4)
