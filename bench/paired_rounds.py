@@ -1,6 +1,7 @@
 """How often paired rounds find a slow-down of 5 %, and how often they find one that is not there.
 
-    python bench/paired_rounds.py --rounds 20
+    python bench/paired_rounds.py --take_turns --max_steps 123   # 35 minutes on two cores
+    python bench/paired_rounds.py
 
 Runs `slm compare --repeats` on copies of one run that differ only in their seed. The last copy's training
 steps are made 5 % longer. Each five rounds that follow each other are one comparison of every two copies:
@@ -61,6 +62,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20, metavar="N")
     parser.add_argument("--model", default="slm-1m")
+    parser.add_argument("--max_steps", type=int, metavar="N", help="default: as slm compare")
+    parser.add_argument("--take_turns", action="store_true")
     args = parser.parse_args()
     if args.rounds < ROUNDS:
         parser.error(f"--rounds must be at least {ROUNDS}")
@@ -73,7 +76,8 @@ def main() -> None:
     slowed = [found for pair, of_pair in leads.items() if pair[1] == COPIES - 1 for found in of_pair]
     equal = [found for pair, of_pair in leads.items() if pair[1] != COPIES - 1 for found in of_pair]
     ratios = [rates[0][number] / rates[COPIES - 1][number] - 1 for number in rates[0]]
-    print(f"{args.rounds} rounds of {COPIES} copies of {args.model} under ddp, {ROUNDS} rounds a comparison")
+    how = " taking turns" * args.take_turns
+    print(f"{args.rounds} rounds of {COPIES} copies of {args.model} under ddp{how}, {ROUNDS} a comparison")
     print(f"slow-down as measured, mean over all rounds: {sum(ratios) / len(ratios):.1%}")
     print(f"found where there is one: {sum(low > 1 for low, _ in slowed)} of {len(slowed)}")
     print(f"found where there is none: {sum(low > 1 or high < 1 for low, high in equal)} of {len(equal)}")
@@ -92,7 +96,9 @@ def rates_by_seed(args: argparse.Namespace, folder: Path) -> dict[int, dict[int,
     (folder / "sitecustomize.py").write_text(SLOW_DOWN.replace("{seed}", str(COPIES - 1)))
     command = [str(Path(sys.executable).with_name("slm")), "compare", "--model", args.model]
     command += ["--strategy", "ddp", "--seed", *map(str, range(COPIES)), "--repeats", str(args.rounds)]
-    command += ["--output_dir", str(folder / "runs")]
+    command += ["--output_dir", str(folder / "runs"), *["--take_turns"] * args.take_turns]
+    if args.max_steps is not None:
+        command += ["--max_steps", str(args.max_steps)]
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
     rows = rows_of(find_records([folder / "runs"])[0])

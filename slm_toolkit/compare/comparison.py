@@ -16,7 +16,7 @@ from slm_toolkit.compare import local
 from slm_toolkit.compare.display import Display
 from slm_toolkit.compare.grid import PAIRS, PlannedRun, plan_runs
 from slm_toolkit.compare.largest_batch import BatchSearch, find_largest_batch, flags_of_trials
-from slm_toolkit.compare.local import Slot, run_in_slots, slots_of
+from slm_toolkit.compare.local import Slot, run_in_slots, run_in_turns, slots_of
 from slm_toolkit.compare.predicted import check_skippable, skipped_record
 from slm_toolkit.compare.scripts import Script, plan_scripts
 from slm_toolkit.compare.slurm import SlurmJobs, SlurmNodes, strategy_on_nodes
@@ -58,6 +58,7 @@ class Request:
     max_batch: int | None = None
     gpus_per_run: int | None = None
     runs_at_once: int | None = None
+    take_turns: bool = False
     skip_oom: bool = False
     force: bool = False
     usd_per_gpu_hour: float | None = None
@@ -162,6 +163,7 @@ def _plan(
             gpus_per_run=request.gpus_per_run,
             runs_at_once=request.runs_at_once,
             num_processes=request.num_processes,
+            take_turns=request.take_turns,
         )
     else:  # Slurm decides how many run at the same time; this process waits for them one by one
         slots = [Slot()]
@@ -237,10 +239,17 @@ def _launch_all(
     guard: Callable[[], AbstractContextManager[None]],
 ) -> Done:
     runs, slots = prepared.runs, prepared.slots
+    anew: set[str] = set()
     if jobs is None and not request.force and not request.find_largest_batch:
         with guard():
+            anew = local.lacking_turns(runs) if request.take_turns else set()
             for run in runs:
-                local.check_place(run)
+                is_kept = run.run_name not in anew and local.kept_record(run) is not None
+                local.check_place(run, is_kept=is_kept)
+    num_at_once, timeout_seconds = len(slots), request.timeout_seconds
+    if request.take_turns:  # each run of a round takes as long as all of them together
+        num_at_once = max(map(len, local.rounds_of(runs)))
+        timeout_seconds *= num_at_once
     stop = threading.Event()
     launcher: Any = local if jobs is None else jobs
 
@@ -248,7 +257,7 @@ def _launch_all(
         if request.force:
             with guard():
                 launcher.forget(run)
-        record = launcher.kept_record(run)
+        record = None if run.run_name in anew else launcher.kept_record(run)
         kept = record is not None
         if kept:
             with suppress(OSError):
@@ -262,7 +271,7 @@ def _launch_all(
                 record = launcher.execute(
                     run,
                     slot,
-                    timeout_seconds=request.timeout_seconds,
+                    timeout_seconds=timeout_seconds,
                     retries=request.num_retries,
                     stop=stop,
                     on_progress=partial(display.progress, run),
@@ -283,17 +292,20 @@ def _launch_all(
         runs,
         console,
         searching=request.find_largest_batch,
-        num_slots=len(slots) if jobs is None else None,  # the time in a queue is unknown
+        num_slots=num_at_once if jobs is None else None,  # the time in a queue is unknown
         usd_so_far=_usd_so_far(
             runs, prepared.machine, jobs, len(slots), usd_per_gpu_hour=request.usd_per_gpu_hour
         ),
     )
     interrupted = False
+    results_of = partial(run_in_slots, slots=slots)
+    if request.take_turns:
+        results_of = run_in_turns
     try:
         if jobs is not None:
             with guard():
                 jobs.begin([] if request.find_largest_batch else runs, force=request.force)
-        with display, closing(run_in_slots(runs, work, slots, stop)) as results:
+        with display, closing(results_of(runs, work, stop=stop)) as results:
             for index, result in results:
                 done[index] = result
     except KeyboardInterrupt:

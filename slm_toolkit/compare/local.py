@@ -11,9 +11,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ import psutil
 
 from slm_toolkit.base.errors import DISK_FULL, TIME_LIMIT_VARIABLE
 from slm_toolkit.base.safe_files import open_new
+from slm_toolkit.base.turns import Turns
 from slm_toolkit.compare.grid import PlannedRun
 from slm_toolkit.compare.outcome import LOG_FILE, Ended, own_record, port_taken, record_of
 from slm_toolkit.compare.supervisor import end_kept, start_kept
@@ -31,6 +33,7 @@ from slm_toolkit.launch.processes import safe_environment
 from slm_toolkit.record.files import read_record, write_record
 from slm_toolkit.record.run_record import PROGRESS_FILE, RECORD_FILE, RunRecord
 from slm_toolkit.record.saved_files import CHECKPOINTS_DIR, finished, model_damage, saved_model
+from slm_toolkit.report.stats import round_of
 from slm_toolkit.strategy.strategy import config_options, write_resolved
 
 # Slots for runs that run at the same time: disjoint GPUs of this machine, or a share of its CPU cores.
@@ -47,10 +50,17 @@ class Slot:
     "number of slots on this machine"
     visible_devices: tuple[str, ...] | None = None
     "names for CUDA_VISIBLE_DEVICES; None: all GPUs that are visible here"
+    turns: Turns | None = None
+    "the runs compute in turns"
 
 
 def slots_of(
-    machine: Machine, *, gpus_per_run: int | None, runs_at_once: int | None, num_processes: int | None
+    machine: Machine,
+    *,
+    gpus_per_run: int | None,
+    runs_at_once: int | None,
+    num_processes: int | None,
+    take_turns: bool = False,
 ) -> list[Slot]:
     """Return the requested slots, by default one. Raises ValueError with all problems."""
     problems = []
@@ -63,6 +73,11 @@ def slots_of(
     if runs_at_once is not None and machine.num_gpus > 0:
         problems.append(
             "--runs_at_once on a machine with GPUs\nhint: use --gpus_per_run K to give each run K GPUs"
+        )
+    if take_turns and machine.num_gpus > 0:
+        problems.append(
+            "--take_turns on a machine with GPUs\nhint: their clocks are steady, and the memory of a GPU "
+            "rarely holds several runs: leave it out"
         )
     if gpus_per_run is not None and num_processes is not None and num_processes > gpus_per_run:
         problems.append(
@@ -116,6 +131,34 @@ def run_in_slots(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
+def rounds_of(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
+    """Return the runs of each round of --repeats."""
+    return [list(of_round) for _, of_round in groupby(runs, key=lambda run: round_of(run.run_name))]
+
+
+def run_in_turns(
+    runs: Sequence[PlannedRun],
+    work: Callable[[PlannedRun, Slot], Result],
+    stop: threading.Event,
+) -> Iterator[tuple[int, Result]]:
+    """Run one round after the other; the runs of a round take turns. Yields as `run_in_slots` does."""
+    first = 0
+    for jobs in rounds_of(runs):
+        turns = Turns(run.run_name for run in jobs)
+
+        def work_and_leave(run: PlannedRun, slot: Slot) -> Result:
+            try:
+                return work(run, slot)
+            finally:
+                slot.turns.ended(run.run_name)
+
+        slots = [Slot(turns=turns)] * len(jobs)
+        with turns.given(), closing(run_in_slots(jobs, work_and_leave, slots, stop)) as results:
+            for index, result in results:
+                yield first + index, result
+        first += len(jobs)
+
+
 Progress = Callable[[dict[str, Any] | None], None]
 "called several times a second with the content of the run's progress file, None before there is one"
 _PORT_TRIES = 3
@@ -141,12 +184,27 @@ def kept_record(run: PlannedRun) -> RunRecord | None:
     return record if record.identity == run.identity and record.status in ("ok", "oom") else None
 
 
-def check_place(run: PlannedRun) -> None:
+def lacking_turns(runs: Sequence[PlannedRun]) -> set[str]:
+    """Return the names of the runs of rounds that were not, or not wholly, run in turns.
+
+    Such a round can't be completed: the runs that it lacks would have no run to take turns with.
+    """
+    names = set()
+    for of_round in rounds_of(runs):
+        records = [kept_record(run) for run in of_round]
+        if any(record is None or (record.status == "ok" and not record.took_turns) for record in records):
+            names |= {run.run_name for run in of_round}
+    return names
+
+
+def check_place(run: PlannedRun, *, is_kept: bool) -> None:
     """Raise ValueError if this run would replace checkpoints or a model of an earlier run.
+
+    `is_kept`: the earlier run's record is kept, so nothing is launched.
 
     With --save_steps, an unfinished run resumes from its newest checkpoint instead.
     """
-    if run.config.overwrite_output_dir or kept_record(run) is not None:
+    if run.config.overwrite_output_dir or is_kept:
         return
     record = _earlier_record(run)
     resumes = run.config.save_steps is not None and (record is None or record.status != "ok")
@@ -310,6 +368,8 @@ def _environment(run: PlannedRun, slot: Slot, timeout_seconds: float) -> dict[st
     env |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     env[TIME_LIMIT_VARIABLE] = f"{timeout_seconds} {time.monotonic() + timeout_seconds}"
     env.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // (run.num_processes * slot.num_slots))))
+    if slot.turns is not None:
+        env |= slot.turns.environment(run.run_name)
     if slot.visible_devices is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(slot.visible_devices)
     return env

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
-from math import comb, exp, log, sqrt
+from math import ceil, comb, exp, log, sqrt
 from statistics import fmean, median, stdev
 
 from slm_toolkit.record.measurement_warnings import OTHER_CORES, USED_BYTES, padding_share
@@ -68,7 +68,9 @@ def throughput(repeats: list[RunRecord]) -> Throughput | None:
     if not timed:
         return None
     medians = [median(block_rates(seconds, record.tokens_per_step)) for record, seconds in timed]
-    by_round = {round_of(record): launch for (record, _), launch in zip(timed, medians, strict=True)}
+    by_round = {round_of(record.run_name): launch for (record, _), launch in zip(timed, medians, strict=True)}
+    if all(record.took_turns for record, _ in timed):
+        by_round = {round_of(record.run_name): _rate_in_turns(record) for record, _ in timed}
     num_timed_steps = sum(len(seconds) for _, seconds in timed)
     lowest, highest = _interval(timed, medians) if num_timed_steps >= STEPS_PER_BLOCK else (None, None)
     return Throughput(
@@ -80,6 +82,18 @@ def throughput(repeats: list[RunRecord]) -> Throughput | None:
         by_round=by_round if len(by_round) == len(timed) else {},
         num_warmup_steps=max(len(record.slowest_rank_seconds) - len(seconds) for record, seconds in timed),
     )
+
+
+def _rate_in_turns(record: RunRecord) -> float:
+    """Return the mean rate without the fifths of the steps that hold the warm-up.
+
+    Launches that took turns are compared over the same turns, so a few steps more or less of detected warm-up
+    must not count. Disturbances change the means of such launches alike, but not their medians.
+    """
+    seconds = record.slowest_rank_seconds
+    fifths = max(1, ceil(5 * record.num_warmup_steps / len(seconds)))
+    timed = seconds[len(seconds) * fifths // 5 :]
+    return record.tokens_per_step * len(timed) / sum(timed)
 
 
 def _interval(timed: list[tuple[RunRecord, list[float]]], medians: list[float]) -> tuple[float, float]:
@@ -112,9 +126,9 @@ def disturbance(record: RunRecord) -> float:
     return (cores / max(0.1, cores - busy)) ** 2
 
 
-def round_of(record: RunRecord) -> int:
+def round_of(run_name: str) -> int:
     """Return the number of a launch of `slm compare --repeats`, which runs all strategies in each round."""
-    number = re.search(r"-r(\d+)$", record.run_name)
+    number = re.search(r"-r(\d+)$", run_name)
     return int(number[1]) if number else 1
 
 

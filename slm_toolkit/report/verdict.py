@@ -108,7 +108,8 @@ def _more_rounds(tied: list[Row]) -> str:
     words = (
         f"about {count} rounds (--repeats {count})" if count <= MOST_ROUNDS else f"over {MOST_ROUNDS} rounds"
     )
-    return f"It takes {words} to show a difference of {TOLD_APART:.0%} here."
+    fewer = "; --take_turns needs fewer" * all(row.took_turns is False for row in tied)
+    return f"It takes {words} to show a difference of {TOLD_APART:.0%} here{fewer}."
 
 
 def _why_unranked(timed: list[Row], names: dict[int, str]) -> str:

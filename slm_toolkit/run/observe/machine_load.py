@@ -2,7 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -203,6 +204,14 @@ class HostWatch:
         self._launch_seconds = _launch_busy_seconds()
         self._least_available_bytes = psutil.virtual_memory().available
         self._swapped_out_bytes = psutil.swap_memory().sout
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Leave the time inside out of the load of other programs."""
+        before, busy_before = time.monotonic(), _system_busy_seconds()
+        yield
+        self._start_seconds += time.monotonic() - before
+        self._busy_seconds += _system_busy_seconds() - busy_before
 
     def sample(self) -> None:
         """Note the free memory. Call it between steps."""

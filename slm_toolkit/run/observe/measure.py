@@ -79,9 +79,9 @@ class StepClock:
         return self._seconds.tolist()
 
     @property
-    def last_seconds(self) -> float:
+    def last_seconds(self) -> float | None:
         self._drain()
-        return self._seconds[-1]
+        return self._seconds[-1] if self._seconds else None
 
     def phase_seconds(self) -> dict[str, list[float]]:
         """Return, for each phase, its seconds in each step."""
