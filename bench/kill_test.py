@@ -134,7 +134,7 @@ def to_the_end(
     may_kill: bool,
 ) -> bool:
     """Start or go on, and kill it at a random moment; whether it came to its end before."""
-    process = start(strategy, run, *more)
+    process = start(strategy, run, *more, cold=may_kill)
     if may_kill:
         (moment,) = chance.choices(list(MOMENTS), list(MOMENTS.values()))
         victim_is = chance.choice(VICTIMS)
@@ -184,7 +184,7 @@ def look_around(run: Path, count: Count) -> None:
 def undisturbed(strategy: str, folder: Path, pace: Pace) -> list[float]:
     """The losses of a run that nobody kills; how long it took is noted."""
     began = time.monotonic()
-    process = start(strategy, folder)
+    process = start(strategy, folder, cold=False)
     wait_for_training(process, folder)
     trains = time.monotonic()
     _, err = process.communicate()
@@ -194,8 +194,10 @@ def undisturbed(strategy: str, folder: Path, pace: Pace) -> list[float]:
     return record_of(folder)["losses"]
 
 
-def start(strategy: str, folder: Path, *more: str) -> subprocess.Popen:
-    words = ("--model", "slm-1m", "--max_steps", str(NUM_STEPS), "--save_steps", str(SAVE_STEPS))
+def start(strategy: str, folder: Path, *more: str, cold: bool) -> subprocess.Popen:
+    """Launch a run. `cold`: as a user's, whose processes import for themselves, even in a test."""
+    words = ("--model", "slm-1m", "--seq_len", "32", "--max_steps", str(NUM_STEPS))
+    words += ("--save_steps", str(SAVE_STEPS))
     words += ("--output_dir", str(folder), "--run_name", "run", "--resume_from_checkpoint", "auto")
     words += ("--save_final_model", "true", *more)
     launch = [str(Path(sys.executable).with_name("accelerate")), "launch", "--main_process_port", "0"]
@@ -205,7 +207,7 @@ def start(strategy: str, folder: Path, *more: str) -> subprocess.Popen:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **({"SLM_WARM_SOCKET": ""} if cold else {})},
     )
 
 

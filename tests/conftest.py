@@ -77,7 +77,11 @@ def _is_unit(item: pytest.Item) -> bool:
     return ROOT / "tests" / "unit" in item.path.parents
 
 
-_LONGEST = {"test_slurm", "test_planted_faults", "test_kills", "test_recipes", "test_fuzz", "test_throughput"}
+_LONGEST = {
+    *("test_slurm", "test_planted_faults", "test_kills", "test_recipes", "test_fuzz", "test_throughput"),
+    *("test_your_own_script", "test_stops", "test_same_run", "test_two_hosts", "test_faults"),
+    *("test_families_trained", "test_train_verb"),
+}
 "files that take the most minutes (`pytest -m full --durations=0`, 2026-11-25)"
 
 
@@ -157,7 +161,7 @@ class _Warm:
         return {"PYTHONPATH": os.pathsep.join(paths), "SLM_WARM_SOCKET": socket}
 
 
-_WARM = _Warm()
+WARM = _Warm()
 
 
 def run(
@@ -166,10 +170,12 @@ def run(
     env: dict[str, str] | None = None,
     timeout: float = 300,
     cold: bool = False,
+    warm: bool = False,
 ) -> Finished:
-    """cold: all of a launch's processes import for themselves, as a user's do: for tests about processes."""
-    if not cold and (_LAUNCHING & set(words[:3]) or Path(words[0]).name in ("accelerate", "bash")):
-        env = {**_WARM.env(), **(env or {})}
+    """cold: all of a launch's processes import for themselves, as a user's do: for tests about processes.
+    warm: what is started here begins with its imports done, too, although it is no launch."""
+    if warm or not cold and (_LAUNCHING & set(words[:3]) or Path(words[0]).name in ("accelerate", "bash")):
+        env = {**WARM.env(), **(env or {})}
     done = subprocess.run(
         words, cwd=cwd, env={**ENV, **(env or {})}, capture_output=True, text=True, timeout=timeout
     )

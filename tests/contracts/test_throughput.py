@@ -11,12 +11,13 @@ sys.path.insert(0, str(ROOT / "bench"))
 from throughput_rows import Result, tells_apart
 
 SMALL = ("--models", "slm-1m", "--seq_len", "64", "--batch_size", "2", "--steps", "6", "--warmup", "3")
+SMALL += ("--core", "-1")  # no core of its own: the tests that run beside it use all
 
 
 def test_arms_in_turn_train_on_the_same_work(tmp_path: Path) -> None:
     arms = ("--arms", "trainer", "ours", "--rounds", "2", "--numerics", "fp32")
     out = tmp_path / "rows.json"
-    done = run(sys.executable, str(ROOT / "bench/throughput.py"), *SMALL, *arms, "--out", str(out))
+    done = run(sys.executable, str(ROOT / "bench/throughput.py"), *SMALL, *arms, "--out", str(out), warm=True)
     assert done.code == 0, done.out + done.err
     (found,) = json.loads(out.read_text())
     assert [row["arm"] for row in found["rows"]] == ["trainer", "ours"]
@@ -53,7 +54,7 @@ def test_losses_that_differ_end_it_with_exit_code_1_and_missing_arms_are_told(tm
     python.chmod(0o755)
     arms = ("--arms", "trainer", "bare", "litgpt_compile", "--rounds", "1", "--numerics", "fp32")
     arms += ("--python", f"bare={python}")
-    done = run(sys.executable, str(ROOT / "bench/throughput.py"), *SMALL, *arms)
+    done = run(sys.executable, str(ROOT / "bench/throughput.py"), *SMALL, *arms, warm=True)
     assert done.code == 1
     assert "losses differ by more than rounding: bare" in done.out
     assert "left out: litgpt_compile" in done.err

@@ -201,6 +201,7 @@ def test_a_models_size_is_the_one_in_the_table(name: str, printed: str) -> None:
     assert f"{millions:,.{decimals}f}M" == printed
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "formula"),
     re.findall(

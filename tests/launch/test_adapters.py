@@ -176,9 +176,8 @@ def test_a_run_names_its_weights_and_tokenizer_and_an_adapter_its_base(base: Pat
     shutil.copytree(base, tmp_path / "base")
     words = ("--peft", "lora", "--dataset", str(ROOT / "README.md"), "--max_steps", "1")
     train = [sys.executable, "-m", "slm_toolkit.train", *words, "--output_dir", "runs"]
-    env = {"PYTHONPATH": str(ROOT)}
     train += ["--per_device_train_batch_size", "1", "--seq_len", "2050", "--tokenizer_name", "byte"]
-    done = run(*train, "--model", "base", cwd=tmp_path, env=env)
+    done = run(*train, "--model", "base", cwd=tmp_path)
     assert done.code == 0, done.err
     folder = (tmp_path / "base").resolve()
     assert f"weights: {folder}; tokenizer: bytes\n" in done.err

@@ -56,12 +56,13 @@ def test_what_a_strategy_shards_is_half_of_ddps_on_two_ranks(
     assert mine == pytest.approx(of_ddp / 2, rel=0.02)
 
 
-def test_ddp_holds_sixteen_bytes_per_parameter(aligned: Comparison, fp32: Comparison) -> None:
+@NUMERICS
+def test_ddp_holds_sixteen_bytes_per_parameter(numerics: str, request: pytest.FixtureRequest) -> None:
     # slm-1m has 951,424: bf16 weights and gradients 2 + 2, fp32 master 4, Adam 8; in fp32 4 + 4 + 8
-    for comparison, wanted in ((aligned, (2, 2, 4, 8)), (fp32, (4, 4, 0, 8))):
-        state = comparison.rows["ddp"]["state_bytes_per_rank"]
-        parts = [state[part] for part in ("parameters", "gradients", "master_weights", "optimizer")]
-        assert parts == pytest.approx([951_424 * bytes_each for bytes_each in wanted], rel=1e-3)
+    wanted = {"aligned": (2, 2, 4, 8), "fp32": (4, 4, 0, 8)}[numerics]
+    state = request.getfixturevalue(numerics).rows["ddp"]["state_bytes_per_rank"]
+    parts = [state[part] for part in ("parameters", "gradients", "master_weights", "optimizer")]
+    assert parts == pytest.approx([951_424 * bytes_each for bytes_each in wanted], rel=1e-3)
 
 
 @pytest.mark.quick
@@ -194,6 +195,7 @@ def test_a_baseline_in_the_same_folder_is_read_before_it_is_replaced(tmp_path: P
     assert row["baseline"]["speed_ratio"] < 0.5
 
 
+@pytest.mark.quick
 def test_compare_with_a_baseline_is_a_table_a_verdict_and_an_exit_code(
     aligned: Comparison, tmp_path: Path
 ) -> None:

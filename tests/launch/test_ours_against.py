@@ -47,10 +47,19 @@ def test_hugging_faces_trainer_is_a_row_of_its_own_with_our_losses(tmp_path: Pat
 
 
 def test_a_dataset_micro_steps_and_a_schedule_change_no_loss(tmp_path: Path, texts: Path) -> None:
-    # batches of 64 sequences: the data's epoch is over after a few steps, and the next has another order
-    words = ("--dataset", str(texts), "--per_device_train_batch_size", "64", "--warmup_steps", "3")
-    words += ("--gradient_accumulation_steps", "2", "--lr_scheduler_type", "linear", "--max_steps", "40")
-    words += ("--gradient_checkpointing", "full", "--ours_against", "trainer", "--max_grad_norm", "0.5")
+    # 32 sequences a step: the epoch of some 350 is over after eleven steps, and the next has another order
+    words = ("--dataset", str(texts / "licence.txt"), "--per_device_train_batch_size", "8")
+    words += ("--gradient_accumulation_steps", "2", "--lr_scheduler_type", "linear", "--max_steps", "24")
+    words += (
+        "--warmup_steps",
+        "3",
+        "--gradient_checkpointing",
+        "full",
+        "--ours_against",
+        "trainer",
+        "--max_grad_norm",
+        "0.5",
+    )
     rows, _ = rows_of(tmp_path, *words)
     assert rows["Hugging Face Trainer, ddp"]["losses"] == pytest.approx(rows["ddp"]["losses"], abs=1e-4)
 

@@ -417,6 +417,7 @@ def test_a_run_with_other_batches_is_no_reference() -> None:
         assert judge([made_record(), made_record(asked=changed, **single)])[0] is None
 
 
+@pytest.mark.quick
 def test_fields_of_a_record_survive_the_file(aligned: Comparison) -> None:
     path = Path(aligned.rows["ddp"]["record"])
     assert dataclasses.asdict(read_record(path)) == json.loads(path.read_text())

@@ -49,7 +49,7 @@ def test_a_linked_lock_is_refused(command: str, tmp_path: Path) -> None:
     lock = tmp_path / "runs" / (".compare.lock" if command == "compare" else "run/.train.lock")
     lock.parent.mkdir(parents=True)
     lock.symlink_to(victim)
-    done = slm(*COMPARE, cwd=tmp_path) if command == "compare" else run(*TRAIN, cwd=tmp_path, env=PATH)
+    done = slm(*COMPARE, cwd=tmp_path) if command == "compare" else run(*TRAIN, cwd=tmp_path)
     assert done.code == 2
     assert re.search(rf"error: can't write \S*{lock.name}: ", done.err)
     assert victim.read_text() == "precious"
@@ -64,7 +64,7 @@ def test_a_second_training_in_a_folder_is_refused_until_the_first_has_ended(tmp_
         assert time.monotonic() < deadline
         assert first.poll() is None
         time.sleep(0.1)
-    second = run(*long, cwd=tmp_path, env=PATH)
+    second = run(*long, cwd=tmp_path)
     assert second.code == 2
     assert f"error: process {first.pid} on {os.uname().nodename} is training in " in second.err
     assert first.poll() is None
@@ -72,7 +72,7 @@ def test_a_second_training_in_a_folder_is_refused_until_the_first_has_ended(tmp_
     first.wait()
     step = max(int(path.name[5:]) for path in (tmp_path / "runs/run/checkpoints").glob("step_*"))
     again = (*TRAIN, "--max_steps", str(step + 1), "--resume_from_checkpoint", "auto")
-    third = run(*again, cwd=tmp_path, env=PATH)
+    third = run(*again, cwd=tmp_path)
     assert third.code == 0, third.err
     assert record_under(tmp_path)["first_step"] == step
 

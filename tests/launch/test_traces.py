@@ -19,11 +19,7 @@ from slm_toolkit.strategy.strategy import find_strategy
 
 def traced(configuration: dict[str, Any]) -> dict[str, Any]:
     """A row of the traces, rehearsed now."""
-    code = (
-        f"import json, sys; sys.path.insert(0, {str(ROOT / 'bench')!r}); from memory_traces import trace\n"
-        f"print(json.dumps(trace({configuration!r})))"
-    )
-    done = run(sys.executable, "-c", code)
+    done = run(sys.executable, str(ROOT / "tests" / "trace_one.py"), json.dumps(configuration), warm=True)
     assert done.code == 0, done.err
     return json.loads(done.out.splitlines()[-1])
 

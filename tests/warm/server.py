@@ -3,10 +3,11 @@
     python tests/warm/server.py SOCKET
 
 Nearly all of the seconds that a small launch takes go into imports, in the launcher and in each rank. This
-process has one thread, so that a fork is a whole process; it ends when its stdin does. Who asks is
-`sitecustomize.py`.
+process has one thread besides pyarrow's, which Arrow starts again in a fork. So a fork is a whole process.
+It ends when its stdin does. Who asks is `sitecustomize.py`.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -27,6 +28,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from sitecustomize import MODULES, fixed
 
 _POLL_SECONDS = 0.01
+WHEN_RUNNING = (  # modules that a launcher or rank imports after it has started
+    *("transformers.models.llama.modeling_llama", "transformers.models.byt5.tokenization_byt5"),
+    *("torch.distributed.run", "torch.utils.cpp_extension", "datasets"),
+)
 
 
 class Server:
@@ -144,8 +149,11 @@ if __name__ == "__main__":
     found = dict(os.environ)
     setproctitle.setproctitle("the warm process of these tests")  # takes its room while it can
 
-    for name in (*MODULES, "deepspeed"):
+    for name in (*MODULES, "deepspeed", *WHEN_RUNNING):
         importlib.import_module(name)
     for name in MODULES:
         sys.modules.pop(name)  # runpy warns of what it finds there
+    assert psutil.Process().num_threads() <= 2, "a fork has only the thread that forks"
+    gc.collect()
+    gc.freeze()  # or the first collection of each fork would copy all of it
     Server(sys.argv[1], found).serve()

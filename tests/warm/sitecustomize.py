@@ -8,13 +8,16 @@ import os
 import sys
 
 SOCKET = os.environ.get("SLM_WARM_SOCKET")
-MODULES = ("slm_toolkit.train", "slm_toolkit.launch.launcher", "accelerate.commands.launch")
+MODULES = (
+    *("slm_toolkit.train", "slm_toolkit.run_script", "slm_toolkit.run.network_probe"),
+    *("slm_toolkit.launch.launcher", "accelerate.commands.launch"),
+)
 WHILE_RUNNING = (  # read by torch, accelerate, this project and its recipes, gloo and Python as they run
     *("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_"),
     *("PARALLELISM_CONFIG_", "SLM_", "PWD", "OLDPWD", "COLUMNS", "PYTEST_", "PYTHONPATH", "PYTHONSAFEPATH"),
     *("PYTHONUNBUFFERED", "TORCH_NCCL_", "NCCL_", "GLOO_", "TOKENIZERS_PARALLELISM", "TORCH_EXTENSIONS_DIR"),
     *("KMP_", "SHLVL", "LINES", "_", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "NO_COLOR", "TERM", "CUDA_HOME"),
-    *("TRY", "SLURM_CONF"),
+    *("TRY", "SLURM_CONF", "DATASET", "SKYPILOT_", "NODE", "GPUS_PER_NODE", "PORT", "HEAD_NODE"),
 )
 
 
@@ -24,11 +27,21 @@ def fixed(environment: dict[str, str]) -> dict[str, str]:
 
 
 def program(words: list[str]) -> list[str] | None:
-    """`-m MODULE ARGUMENTS` or `.../accelerate ARGUMENTS` of a Python's command line; None for all else."""
+    """`-m MODULE ARGUMENTS`, `.../accelerate ARGUMENTS` or `FILE.py ARGUMENTS` of a Python's command line.
+
+    None for all else.
+    """
     words = [word for word in words[1:] if word not in ("-u", "-P")] if words[1:2] != ["-c"] else []
     if words[:1] == ["-m"] and words[1:2] and words[1] in MODULES:
         return words
-    return words if words and os.path.basename(words[0]) == "accelerate" else None
+    if not words or (os.path.basename(words[0]) != "accelerate" and not _is_our_file(words[0])):
+        return None
+    return words
+
+
+def _is_our_file(word: str) -> bool:
+    """False for the workers of Inductor, which lie in the environment."""
+    return word.endswith(".py") and not word.startswith(sys.prefix)
 
 
 def run_there(words: list[str]) -> None:
