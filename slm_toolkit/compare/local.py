@@ -31,9 +31,8 @@ from slm_toolkit.hardware.gpus import Machine, num_cores
 from slm_toolkit.hardware.machine import RamState, look_at_host_ram, who_killed
 from slm_toolkit.launch.processes import safe_environment
 from slm_toolkit.record.files import read_record, write_record
-from slm_toolkit.record.run_record import PROGRESS_FILE, RECORD_FILE, RunRecord
+from slm_toolkit.record.run_record import PROGRESS_FILE, RECORD_FILE, RunRecord, round_of
 from slm_toolkit.record.saved_files import CHECKPOINTS_DIR, finished, model_damage, saved_model
-from slm_toolkit.report.stats import round_of
 from slm_toolkit.strategy.strategy import config_options, write_resolved
 
 # Slots for runs that run at the same time: disjoint GPUs of this machine, or a share of its CPU cores.

@@ -510,6 +510,12 @@ def _stat_of(file: Path) -> os.stat_result:
     return file.stat() if exists(file) else file.lstat()  # lstat for a dangling link
 
 
+def round_of(run_name: str) -> int:
+    """Return the number of a launch of `slm compare --repeats`, which runs all strategies in each round."""
+    number = re.search(r"-r(\d+)$", run_name)
+    return int(number[1]) if number else 1
+
+
 def identity_of(asked: dict[str, Any], versions: dict[str, str], gpu: str | None) -> str:
     """Return a hash of 12 hexadecimal digits over all settings, versions and the GPU."""
     text = json.dumps([asked, versions, gpu], sort_keys=True, default=str)

@@ -1,12 +1,11 @@
 """Compute rates from records' raw steps: the median after warm-up, and an interval around it."""
 
-import re
 from dataclasses import dataclass, replace
 from math import ceil, comb, exp, log, sqrt
 from statistics import fmean, median, stdev
 
 from slm_toolkit.record.measurement_warnings import OTHER_CORES, USED_BYTES, padding_share
-from slm_toolkit.record.run_record import RunRecord
+from slm_toolkit.record.run_record import RunRecord, round_of
 from slm_toolkit.record.steady_rate import STEPS_PER_BLOCK, block_rates
 
 LAUNCH_NOISE = 0.05
@@ -124,12 +123,6 @@ def disturbance(record: RunRecord) -> float:
     if record.gpu or busy <= OTHER_CORES or not cores:
         return 1.0
     return (cores / max(0.1, cores - busy)) ** 2
-
-
-def round_of(run_name: str) -> int:
-    """Return the number of a launch of `slm compare --repeats`, which runs all strategies in each round."""
-    number = re.search(r"-r(\d+)$", run_name)
-    return int(number[1]) if number else 1
 
 
 def paired_lead(rates: dict[int, float], others: dict[int, float]) -> tuple[float, float] | None:

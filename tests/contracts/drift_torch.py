@@ -80,6 +80,15 @@ def _modules_and_functions_replaced() -> None:
         assert module.to(torch.bfloat16) == "replaced"
     with patch.object(torch.nn.functional, "dropout", lambda *_, **__: torch.zeros(1)):
         assert torch.nn.Dropout(0.5)(torch.ones(9)).numel() == 1, "torch.nn.Dropout calls another dropout"
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    query = torch.zeros(1, 2, 3, 4)
+    attend = patch.object(
+        torch.nn.functional, "scaled_dot_product_attention", lambda query, *_, **__: query + 1
+    )
+    with attend:
+        attended, _ = sdpa_attention_forward(torch.nn.Module(), query, query, query, None)
+    assert attended.min() == 1, "transformers calls another attention"
 
 
 def _storage_resize() -> None:
@@ -181,8 +190,8 @@ TORCH = (
     ),
     Leaning(
         "torch: modules and functions looked up when they are called",
-        ("to", "dropout"),
-        "keep fake parameters in place, and drop as a GPU drops",
+        ("to", "dropout", "scaled_dot_product_attention"),
+        "keep fake parameters in place, and drop and pad heads as a GPU does",
         "run/rehearse.py: replace what this torch calls instead",
         _modules_and_functions_replaced,
     ),

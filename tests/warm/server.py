@@ -11,7 +11,6 @@ import gc
 import importlib
 import json
 import os
-import random
 import runpy
 import select
 import socket
@@ -110,7 +109,8 @@ def run(asked: dict[str, Any]) -> None:
     )
     os.getppid = lambda: asked["parent"]
     launcher_gone.end_with_launcher = lambda **_: None  # this process ends with its client
-    random.seed()
+    for module in ("random", "numpy.random", "torch"):  # each process begins with random numbers of its own
+        sys.modules[module].seed()
     importlib.reload(sys.modules["slm_toolkit.run.peers.failure"])
     at_once = bool(os.environ.get("PYTHONUNBUFFERED")) or "-u" in asked["command"]
     for stream in (sys.stdout, sys.stderr):

@@ -1,6 +1,7 @@
 """Turns: who gets the next one, and that a run that ends, dies or keeps its turn stops nobody."""
 
 import json
+import select
 import socket
 import threading
 from collections.abc import Iterator
@@ -17,19 +18,17 @@ def runner(turns: Turns, name: str) -> OwnTurns:
 
 
 @contextmanager
-def waiting(run: OwnTurns) -> Iterator[threading.Event]:
-    """Ask for a turn in a thread; the event tells that it came."""
-    came = threading.Event()
+def asking(turns: Turns, name: str) -> Iterator[socket.socket]:
+    """A run's connection that has asked for its first turn."""
+    path, _ = json.loads(turns.environment(name)[TURNS_VARIABLE])
+    with socket.socket(socket.AF_UNIX) as run:
+        run.connect(path)
+        run.sendall(json.dumps([name, None]).encode())
+        yield run
 
-    def wait() -> None:
-        run.wait(None)
-        came.set()
 
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    yield came
-    thread.join(10)
-    assert not thread.is_alive()
+def has_answer(run: socket.socket, *, seconds: float = 5) -> bool:
+    return bool(select.select([run], [], [], seconds)[0])
 
 
 def test_each_run_computes_alone_and_in_turn() -> None:
@@ -57,32 +56,28 @@ def test_each_run_computes_alone_and_in_turn() -> None:
 
 def test_nobody_starts_before_all_have_asked_or_ended() -> None:
     turns = Turns("abc")
-    with turns.given():
-        run = runner(turns, "a")
-        with waiting(run) as came:
-            assert not came.wait(0.3)
-            turns.ended("b")  # it failed before its first step
-            assert not came.wait(0.3)
-            other = runner(turns, "c")
-            with waiting(other) as next_came:
-                assert came.wait(5)
-                assert not next_came.wait(0.3)
-                run._socket.close()
-                assert not next_came.wait(0.3)  # its processes are still ending
-                turns.ended("a")
-                assert next_came.wait(5)
+    with turns.given(), asking(turns, "a") as run:
+        assert not has_answer(run, seconds=0.3)
+        turns.ended("b")  # it failed before its first step
+        assert not has_answer(run, seconds=0.3)
+        with asking(turns, "c") as other:
+            assert has_answer(run)
+            run.close()
+            assert not has_answer(other, seconds=0.3)  # the processes of the first are still ending
+            turns.ended("a")
+            assert has_answer(other)
 
 
-def test_a_run_that_dies_in_its_turn_leaves_it_to_the_next() -> None:
+def test_a_run_that_is_launched_again_does_not_keep_the_turn_of_its_first_launch() -> None:
     turns = Turns("ab")
-    with turns.given():
-        dying, other = runner(turns, "a"), runner(turns, "b")
-        with waiting(dying) as came, waiting(other) as next_came:
-            assert came.wait(5) or next_came.wait(5)
-            run, name, second = (dying, "a", next_came) if came.is_set() else (other, "b", came)
-            run._socket.shutdown(socket.SHUT_RDWR)  # as when the kernel closes a killed process's socket
-            turns.ended(name)
-            assert second.wait(5)
+    with turns.given(), asking(turns, "a") as dying, asking(turns, "b") as other:
+        assert has_answer(dying) or has_answer(other)
+        name, rest = ("a", other) if has_answer(dying, seconds=0) else ("b", dying)
+        (dying if name == "a" else other).close()
+        turns.environment(name)
+        with asking(turns, name) as again:
+            assert has_answer(rest)
+            assert not has_answer(again, seconds=0.3)
 
 
 def test_a_run_that_keeps_its_turn_stops_the_others_no_longer_than_a_minute(
@@ -90,10 +85,9 @@ def test_a_run_that_keeps_its_turn_stops_the_others_no_longer_than_a_minute(
 ) -> None:
     monkeypatch.setattr(module, "MOST_SECONDS", 0.2)
     turns = Turns("ab")
-    with turns.given():
-        saving, other = runner(turns, "a"), runner(turns, "b")
-        with waiting(saving), waiting(other):
-            pass  # both came, though neither ended its turn
+    with turns.given(), asking(turns, "a") as saving, asking(turns, "b") as other:
+        assert has_answer(saving)
+        assert has_answer(other)  # though neither ended its turn
 
 
 def test_a_run_goes_on_when_the_comparison_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
