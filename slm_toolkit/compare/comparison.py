@@ -239,13 +239,12 @@ def _launch_all(
     guard: Callable[[], AbstractContextManager[None]],
 ) -> Done:
     runs, slots = prepared.runs, prepared.slots
-    anew: set[str] = set()
     if jobs is None and not request.force and not request.find_largest_batch:
         with guard():
-            anew = local.lacking_turns(runs) if request.take_turns else set()
+            if request.take_turns:
+                local.check_rounds(runs)
             for run in runs:
-                is_kept = run.run_name not in anew and local.kept_record(run) is not None
-                local.check_place(run, is_kept=is_kept)
+                local.check_place(run)
     num_at_once, timeout_seconds = len(slots), request.timeout_seconds
     if request.take_turns:  # each run of a round takes as long as all of them together
         num_at_once = max(map(len, local.rounds_of(runs)))
@@ -257,7 +256,7 @@ def _launch_all(
         if request.force:
             with guard():
                 launcher.forget(run)
-        record = None if run.run_name in anew else launcher.kept_record(run)
+        record = launcher.kept_record(run)
         kept = record is not None
         if kept:
             with suppress(OSError):

@@ -183,27 +183,27 @@ def kept_record(run: PlannedRun) -> RunRecord | None:
     return record if record.identity == run.identity and record.status in ("ok", "oom") else None
 
 
-def lacking_turns(runs: Sequence[PlannedRun]) -> set[str]:
-    """Return the names of the runs of rounds that were not, or not wholly, run in turns.
+def check_rounds(runs: Sequence[PlannedRun]) -> None:
+    """Raise ValueError if a round of --take_turns has some finished runs, but not all, or not in turns.
 
-    Such a round can't be completed: the runs that it lacks would have no run to take turns with.
+    The other runs of such a round would have no run to take turns with.
     """
-    names = set()
     for of_round in rounds_of(runs):
         records = [kept_record(run) for run in of_round]
-        if any(record is None or (record.status == "ok" and not record.took_turns) for record in records):
-            names |= {run.run_name for run in of_round}
-    return names
+        whole = all(record is not None and (record.took_turns or record.status != "ok") for record in records)
+        if not whole and (finished_runs := [record.run_name for record in records if record is not None]):
+            raise ValueError(
+                f"--take_turns: {finished_runs[0]} has finished without the other runs of its round\n"
+                "hint: another --output_dir keeps it; --force runs everything again"
+            )
 
 
-def check_place(run: PlannedRun, *, is_kept: bool) -> None:
+def check_place(run: PlannedRun) -> None:
     """Raise ValueError if this run would replace checkpoints or a model of an earlier run.
-
-    `is_kept`: the earlier run's record is kept, so nothing is launched.
 
     With --save_steps, an unfinished run resumes from its newest checkpoint instead.
     """
-    if run.config.overwrite_output_dir or is_kept:
+    if run.config.overwrite_output_dir or kept_record(run) is not None:
         return
     record = _earlier_record(run)
     resumes = run.config.save_steps is not None and (record is None or record.status != "ok")

@@ -38,6 +38,9 @@ def test_rounds_are_paired_and_waiting_counts_neither_as_a_step_nor_as_load(tmp_
         assert record.other_busy_cores < 0.7  # and did not count the core or two that they took
     again = slm(*words, "--output_dir", str(tmp_path), "--json")
     assert {row["num_launches"] for row in json.loads(again.out)} == {3}
+    words[words.index("single")] = "fsdp_full_shard"  # it would have no run to take turns with
+    refused = slm(*words, "--output_dir", str(tmp_path))
+    assert (refused.code, "without the other runs of its round\nhint: " in refused.err) == (2, True)
     assert {record.started_at for record in records_in(tmp_path)} == {r.started_at for r in records}
 
 
