@@ -23,7 +23,7 @@ def records_in(folder: Path) -> list[RunRecord]:
 
 
 @pytest.mark.quick
-def test_rounds_are_paired_and_waiting_counts_neither_as_a_step_nor_as_load(tmp_path: Path) -> None:
+def test_rounds_are_paired_and_waiting_counts_as_no_step(tmp_path: Path) -> None:
     words = ["compare", *TINY, "--strategy", "single", "ddp", "--max_steps", "100", "--repeats", "3"]
     done = slm(*words, "--output_dir", str(tmp_path))
     assert done.code == 0, done.err
@@ -35,7 +35,6 @@ def test_rounds_are_paired_and_waiting_counts_neither_as_a_step_nor_as_load(tmp_
         steps = sum(record.slowest_rank_seconds)
         assert launch["step_seconds"] < 1.5 * steps
         assert launch["seconds"] > launch["start_seconds"] + 1.5 * steps  # it waited, too
-        assert record.other_busy_cores < 0.7  # and did not count the core or two that they took
     again = slm(*words, "--output_dir", str(tmp_path), "--json")
     assert {row["num_launches"] for row in json.loads(again.out)} == {3}
     words[words.index("single")] = "fsdp_full_shard"  # it would have no run to take turns with
