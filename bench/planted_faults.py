@@ -92,14 +92,15 @@ def fault_results(
 ) -> Iterator[dict[str, Any]]:
     """One result for each fault that has none yet: caught by which guard, and what it said.
 
-    `plainly`: plain `slm compare`, too, beside `--parity`.
+    `plainly`: plain `slm compare`, too, beside `--parity`; else LOW strikes DDP alone of the three.
     """
     names = {(result["fault"], result["where"]) for result in done}
     for fault in chosen:
         if (fault.name, fault.where) in names:
             continue
         started = time.monotonic()
-        gate = guard(fault, out / "runs", parity=True)
+        of = STRATEGIES if plainly or fault.where != LOW else ("ddp",)
+        gate = guard(fault, out / "runs", parity=True, strategies=of)
         plain = guard(fault, out / "runs", parity=False) if plainly else Found(False, False, "not tried")
         yield {
             "fault": fault.name,
@@ -122,9 +123,9 @@ class Found:
     said: str
 
 
-def guard(fault: Fault, folder: Path, *, parity: bool) -> Found:
+def guard(fault: Fault, folder: Path, *, parity: bool, strategies: tuple[str, ...] = STRATEGIES) -> Found:
     """What `slm compare` says of the runs that a fault strikes, among clean ones."""
-    runs = _planned({"model": "slm-1m", **fault.flags}, folder, parity=parity)
+    runs = _planned({"model": "slm-1m", **fault.flags}, folder, parity=parity, strategies=strategies)
     records = []
     for run in runs:
         strikes = _strikes(fault, run)

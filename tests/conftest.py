@@ -149,7 +149,7 @@ class _Warm:
         self._folder = tempfile.TemporaryDirectory(prefix="slm-warm-")
 
     def env(self) -> dict[str, str]:
-        """For a launch that is not about its processes; it starts as always until the warm one is there."""
+        """ENV for launches that are not about their processes; they start as always until it is there."""
         socket = f"{self._folder.name}/socket"
         if self._server is None:
             command = [sys.executable, str(ROOT / "tests" / "warm" / "server.py"), socket]
@@ -158,10 +158,39 @@ class _Warm:
                 command, stdin=subprocess.PIPE, env=ENV, start_new_session=True, **quiet
             )
         paths = [str(ROOT / "tests" / "warm"), *filter(None, [ENV.get("PYTHONPATH")])]
-        return {"PYTHONPATH": os.pathsep.join(paths), "SLM_WARM_SOCKET": socket}
+        return {**ENV, "PYTHONPATH": os.pathsep.join(paths), "SLM_WARM_SOCKET": socket}
 
 
 WARM = _Warm()
+
+WHEN_LOADED = """
+import importlib.abc, importlib.util, sys
+
+def when_loaded(name, change):
+    class Finder(importlib.abc.MetaPathFinder):
+        def find_spec(self, found, path, target=None):
+            if found != name:
+                return None
+            sys.meta_path.remove(self)
+            spec = importlib.util.find_spec(name)
+            load = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (load(module), change(module))
+            return spec
+
+    if name in sys.modules:  # of a process that began warm
+        change(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, Finder())
+"""
+"for `planted`: calls `change` with a module once it is imported"
+
+
+def planted(folder: Path, text: str) -> dict[str, str]:
+    """The environment in which each Python runs `text` before its program, be it warm or cold."""
+    site = folder / "site" / "sitecustomize.py"
+    site.parent.mkdir(parents=True, exist_ok=True)
+    site.write_text(text)
+    return {"PYTHONPATH": WARM.env()["PYTHONPATH"], "SLM_WARM_SITE": str(site)}
 
 
 def run(
@@ -176,9 +205,8 @@ def run(
     warm: what is started here begins with its imports done, too, although it is no launch."""
     if warm or not cold and (_LAUNCHING & set(words[:3]) or Path(words[0]).name in ("accelerate", "bash")):
         env = {**WARM.env(), **(env or {})}
-    done = subprocess.run(
-        words, cwd=cwd, env={**ENV, **(env or {})}, capture_output=True, text=True, timeout=timeout
-    )
+    env = {**ENV, **(env or {})}
+    done = subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
     return Finished(done.returncode, done.stdout, done.stderr)
 
 

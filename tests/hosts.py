@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import ENV, ROOT, run
+from conftest import ROOT, WARM, run
 
 LINK_RATE = "1gbit"
 _NUMBER = os.getpid() % 250  # of this session's network
@@ -47,7 +47,7 @@ class Hosts:
             return subprocess.Popen(
                 ("ip", "netns", "exec", name, *words),
                 cwd=ROOT,
-                env={**ENV, **env},
+                env={**WARM.env(), **env},
                 stdout=subprocess.DEVNULL,
                 stderr=file,
             )

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from conftest import ENV, ROOT
+from conftest import ENV, ROOT, WARM, WHEN_LOADED, planted
 
-SITE = """
-import os, sys
+SITE = (
+    WHEN_LOADED
+    + """
+import os
 if os.environ.get("RANK", "0") in os.environ.get("TEST_RANKS", "").split(",") and (
     os.environ.get("TEST_SPARES", "-") not in os.environ
 ):
-    import importlib.abc, importlib.util
-
     def strike():
         import time
         with open(os.environ["TEST_STRUCK"], "w") as file:
@@ -45,35 +45,26 @@ if os.environ.get("RANK", "0") in os.environ.get("TEST_RANKS", "").split(",") an
             import torch
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    class Patch(importlib.abc.MetaPathFinder):
-        def find_spec(self, name, path, target=None):
-            if name != "slm_toolkit.run.model.loss_recorder":
-                return None
-            sys.meta_path.remove(self)
-            spec = importlib.util.find_spec(name)
-            load = spec.loader.exec_module
-            def exec_module(module):
-                load(module)
-                call, count = module.RecordedLoss.__call__, [0]
-                def nth_fails(self, **arguments):
-                    count[0] += 1
-                    kind, step = os.environ["TEST_FAULT"], int(os.environ["TEST_STEP"])
-                    is_due = count[0] == step if kind == "nan" else count[0] >= step
-                    if kind == "out of memory":
-                        is_due &= arguments["labels"].shape[0] > 2
-                    if is_due:
-                        strike()
-                    loss = call(self, **arguments)
-                    if is_due and kind == "nan":
-                        self.last = self.last * float("nan")
-                        return loss * float("nan")
-                    return loss
-                module.RecordedLoss.__call__ = nth_fails
-            spec.loader.exec_module = exec_module
-            return spec
+    def plant(module):
+        call, count = module.RecordedLoss.__call__, [0]
+        def nth_fails(self, **arguments):
+            count[0] += 1
+            kind, step = os.environ["TEST_FAULT"], int(os.environ["TEST_STEP"])
+            is_due = count[0] == step if kind == "nan" else count[0] >= step
+            if kind == "out of memory":
+                is_due &= arguments["labels"].shape[0] > 2
+            if is_due:
+                strike()
+            loss = call(self, **arguments)
+            if is_due and kind == "nan":
+                self.last = self.last * float("nan")
+                return loss * float("nan")
+            return loss
+        module.RecordedLoss.__call__ = nth_fails
 
-    sys.meta_path.insert(0, Patch())
+    when_loaded("slm_toolkit.run.model.loss_recorder", plant)
 """
+)
 "a sitecustomize.py, told by TEST_*: which ranks, what, from which step on, and whose presence spares a run"
 
 
@@ -104,13 +95,10 @@ class Faulty:
         return json.loads(path.read_text())
 
 
-def planted(folder: Path, fault: str, *, rank: int | str, step: int, spares: str = "-") -> dict[str, str]:
+def struck(folder: Path, fault: str, *, rank: int | str, step: int, spares: str = "-") -> dict[str, str]:
     """The environment in which a fault strikes; `spares`: a variable in whose presence it does not."""
-    site = folder / "site"
-    site.mkdir(parents=True, exist_ok=True)
-    (site / "sitecustomize.py").write_text(SITE)
     return {
-        "PYTHONPATH": os.pathsep.join([str(site), *filter(None, [ENV.get("PYTHONPATH")])]),
+        **planted(folder, SITE),
         "TEST_FAULT": fault,
         "TEST_RANKS": "" if fault == "none" else str(rank),
         "TEST_STEP": str(step),
@@ -129,14 +117,16 @@ def launch_with_fault(
     env: dict[str, str] | None = None,
     at_line: tuple[str, Callable[[], object]] | None = None,
     timeout: float = 300,
+    cold: bool = False,
 ) -> Faulty:
     """`accelerate launch` of slm-1m on two CPU processes; at `step` the fault strikes `rank`.
 
-    Instead of a planted fault, `at_line` has a text and what to call when a line of output holds it.
+    Instead of a planted fault, `at_line` has a text and what to call when a line of output holds it. `cold`
+    as of `run`.
     """
-    struck = folder / "struck"
-    struck.unlink(missing_ok=True)
-    of_fault = planted(folder, fault, rank=rank, step=step)
+    mark = folder / "struck"
+    mark.unlink(missing_ok=True)
+    of_fault = struck(folder, fault, rank=rank, step=step)
     config = strategy if isinstance(strategy, Path) else ROOT / "accel_configs" / f"{strategy}.yaml"
     accelerate = str(Path(sys.executable).with_name("accelerate"))
     process = subprocess.Popen(
@@ -144,7 +134,7 @@ def launch_with_fault(
         + ["-m", "slm_toolkit.train", "--model", "slm-1m", "--seq_len", "32", "--run_name", "run"]
         + ["--output_dir", str(folder / "runs"), *arguments],
         cwd=ROOT,
-        env={**ENV, **of_fault, **(env or {})},
+        env={**(ENV if cold else WARM.env()), **of_fault, **(env or {})},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -163,8 +153,8 @@ def launch_with_fault(
             at_line[1]()
     code = process.wait()
     watchman.cancel()
-    if struck.exists():
-        struck_at = struck.stat().st_mtime
+    if mark.exists():
+        struck_at = mark.stat().st_mtime
     err = "".join(lines)
     return Faulty(
         code,

@@ -48,6 +48,7 @@ def environment(*, num_gpus: int = 1, memory_gib: float = H200_GIB) -> dict[str,
     variables = {
         "PYTHONPATH": os.pathsep.join(folders),
         NUM_GPUS: str(num_gpus),
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(num_gpus))),  # NVML's pretended machine has eight
         MEMORY_GIB: str(memory_gib),
     }
     if library := _nvml():
@@ -74,8 +75,13 @@ def _nvml() -> Path | None:
 
 
 def install_with_torch() -> None:
-    """Let `install` follow the first import of torch."""
-    sys.meta_path.insert(0, _TorchFinder())
+    """Let `install` follow the first import of torch; and let the toolkit see a driver's file."""
+    sys.meta_path.insert(0, _Finder("torch", lambda torch: install()))
+    sys.meta_path.insert(0, _Finder("slm_toolkit.hardware.gpus", _show_driver))
+
+
+def _show_driver(module: Any) -> None:
+    module.NVIDIA_FILES = (str(HERE),)
 
 
 def import_next_sitecustomize(folder: Path) -> None:
@@ -86,9 +92,14 @@ def import_next_sitecustomize(folder: Path) -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-class _TorchFinder(importlib.abc.MetaPathFinder):
+class _Finder(importlib.abc.MetaPathFinder):
+    """Calls `then` with a module after its first import."""
+
+    def __init__(self, name: str, then: Callable[[Any], None]) -> None:
+        self._name, self._then = name, then
+
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != "torch":
+        if name != self._name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(name, path)
@@ -97,7 +108,7 @@ class _TorchFinder(importlib.abc.MetaPathFinder):
 
             def execute_and_install(module: types.ModuleType) -> None:
                 execute(module)
-                install()
+                self._then(module)
 
             spec.loader.exec_module = execute_and_install
         return spec

@@ -27,6 +27,7 @@ from slm_toolkit.launch.rendezvous import (
     open_store,
     own_addresses,
     patience_seconds,
+    wait_until_closed,
 )
 from slm_toolkit.strategy.groups import check_groups, fit_groups, group_sizes, with_group_options
 from slm_toolkit.strategy.strategy import Strategy, check_passed_on, find_strategy, read_strategy
@@ -187,6 +188,7 @@ def meet(planned: PlannedLaunch) -> str | None:
             f"{PATIENCE_VARIABLE} sets a longer wait"
         )
         with attend(me, address, port, patience=Patience(seconds, 0.0, hint)) as connection:
+            wait_until_closed(connection)
             return connection.getsockname()[0]
     hint = (
         "run the same command there with its own --machine_rank; open this TCP port and all above 1024; "

@@ -62,6 +62,11 @@ class Machine:
     "the driver's name of the first GPU, or the options with which Slurm selects one; None without a GPU"
 
 
+NVIDIA_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
+AMD_FILE = "/dev/kfd"
+"of drivers; torch.cuda uses either"
+
+
 @cache
 def gpus() -> tuple[Gpu, ...]:
     return csv_rows(Path(__file__).parent / "gpus.csv", Gpu)
@@ -147,8 +152,14 @@ def gpus_and_count(text: str) -> tuple[tuple[str, ...], tuple[int, ...], float |
 
 
 def this_machine() -> Machine:
-    """Query torch in another process, so that this process needs neither torch nor a context on a GPU."""
+    """Query torch in another process, so that this process needs neither torch nor a context on a GPU.
+
+    Without a driver there is nothing to ask, and two seconds are saved.
+    """
     import subprocess
+
+    if not any(Path(file).exists() for file in (*NVIDIA_FILES, AMD_FILE)):
+        return Machine(0, None)
 
     program = (
         "import json, torch; n = torch.cuda.device_count(); "
@@ -164,7 +175,7 @@ def this_machine() -> Machine:
 @cache
 def gpus_here() -> tuple[str, ...]:
     """Return the driver's names of the NVIDIA GPUs that a child process would see, from NVML, not CUDA."""
-    if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")):
+    if not any(Path(file).exists() for file in NVIDIA_FILES):
         return ()
     import pynvml
 

@@ -258,6 +258,15 @@ def attend(
     return visit.answer.result()
 
 
+def wait_until_closed(connection: socket.socket) -> None:
+    """Wait until machine 0 has closed the store of this meeting, which it does once all have the answer.
+
+    A launcher that started before would take that store for the one of machine 0's launcher, which has the
+    same port, and be cut off.
+    """
+    select.select([connection], [], [], _READ_SECONDS + _ANSWER_SECONDS)
+
+
 class _Visit(threading.Thread):
     """Looks for machine 0; its answer is a connection to it once all machines have come, or a ValueError.
 

@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from conftest import ENV, ROOT, WARM
+from conftest import ROOT, WARM
 
 nbformat = pytest.importorskip("nbformat", reason="pip install nbformat nbclient ipykernel")
 nbclient = pytest.importorskip("nbclient", reason="pip install nbclient ipykernel")
@@ -33,7 +33,7 @@ def test_a_notebook_runs_and_its_saved_outputs_are_those_of_today(path: Path, tm
     pytest.importorskip("pandas", reason="pip install pandas")
     saved = nbformat.read(path, as_version=4)
     ran = nbformat.read(path, as_version=4)
-    with patch.dict(os.environ, {**ENV, **WARM.env()}):
+    with patch.dict(os.environ, WARM.env()):
         nbclient.NotebookClient(
             ran, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}
         ).execute()

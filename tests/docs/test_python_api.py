@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from conftest import ENV, ROOT, WARM
+from conftest import ROOT, WARM
 
 # Its blocks need a script with an accelerator: test_your_own_script.py runs them.
 OF_A_SCRIPT = "your_own_script.md"
@@ -26,7 +26,7 @@ def test_the_python_of_a_page_runs(path: Path, tmp_path: Path) -> None:
     names: dict[str, object] = {}
     out = io.StringIO()
     with (
-        patch.dict(os.environ, {**ENV, **WARM.env()}),
+        patch.dict(os.environ, WARM.env()),
         contextlib.chdir(tmp_path),
         contextlib.redirect_stdout(out),
     ):

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from conftest import COMPILING_SECONDS, ENV, ROOT, Finished, bench, run, slm
+from conftest import COMPILING_SECONDS, ROOT, WARM, Finished, bench, run, slm
 
 from slm_toolkit.cli.main import _parser
 from slm_toolkit.cli.recipes import read_recipe, shipped_recipes
@@ -219,7 +219,7 @@ def tried_on_two_nodes(folder: Path) -> Finished:
     """Both nodes of it on this one, two ranks each."""
     variables = {"NODES": "2", "GPUS_PER_NODE": "2", "PORT": str(free_port())}
     words = ("bash", str(ROOT / "recipes" / "two_nodes_2b.sh"))
-    env = {**ENV, **TRIED, **variables, "NODE_RANK": "1"}
+    env = {**WARM.env(), **TRIED, **variables, "NODE_RANK": "1"}
     second = subprocess.Popen(words, cwd=folder, env=env, stdout=subprocess.DEVNULL)
     try:
         return tried("two_nodes_2b", folder, NODE_RANK="0", **variables)

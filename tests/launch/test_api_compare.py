@@ -5,14 +5,14 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from conftest import ENV, ROOT, WARM, slm
+from conftest import ROOT, WARM, slm
 
 from slm_toolkit import api
 
 
 def test_two_strategies_are_compared_and_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def compared() -> api.Report:
-        with patch.dict(os.environ, {**ENV, **WARM.env()}):
+        with patch.dict(os.environ, WARM.env()):
             return api.compare(
                 model="slm-1m", strategy=["ddp", "fsdp_full_shard"], max_steps=4, output_dir=tmp_path / "runs"
             )
@@ -33,7 +33,7 @@ def test_two_strategies_are_compared_and_kept(tmp_path: Path, capfd: pytest.Capt
 
 
 def test_a_users_own_script_is_compared_with_a_grid_of_its_arguments(tmp_path: Path) -> None:
-    with patch.dict(os.environ, {**ENV, **WARM.env()}):
+    with patch.dict(os.environ, WARM.env()):
         report = api.compare(
             script=ROOT / "tests" / "scripts" / "loop.py",
             arguments=["--batch", "2,4"],

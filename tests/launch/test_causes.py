@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import H100, run, slm
+from conftest import H100, WARM, planted, run, slm
 
 from slm_toolkit.cli.main import main
 from slm_toolkit.compare import comparison, local
@@ -115,8 +115,8 @@ def test_a_taken_port_is_tried_again_and_named_where_all_are_taken(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """accelerate itself leaves a port that it sees taken: here it looks too early to see it."""
-    (tmp_path / "sitecustomize.py").write_text(TOO_EARLY)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    for name, value in {**WARM.env(), **planted(tmp_path, TOO_EARLY)}.items():
+        monkeypatch.setenv(name, value)
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()

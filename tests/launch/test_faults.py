@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from conftest import ENV, ROOT, Comparison, compare, left_over, slm
-from training_faults import SITE, planted
+from conftest import ENV, ROOT, WARM, Comparison, compare, left_over, slm
+from training_faults import SITE, struck
 
 from slm_toolkit.compare.local import last_step_of
 from slm_toolkit.run.faults.watchdog import LocalRanks
@@ -20,7 +20,7 @@ from slm_toolkit.run.peers.peer_store import PeerStore
 
 def faulty_comparison(kind: str, folder: Path, *more: str) -> Comparison:
     """DDP struck on rank 1 in its third step, then FSDP untouched."""
-    env = planted(folder, kind, rank=1, step=3, spares="ACCELERATE_USE_FSDP")
+    env = struck(folder, kind, rank=1, step=3, spares="ACCELERATE_USE_FSDP")
     arguments = ("--model", "slm-1m", "--max_steps", "6", "--strategy", "ddp", "fsdp_full_shard")
     finished = slm("compare", "--json", *arguments, "--output_dir", str(folder / "runs"), *more, env=env)
     rows = {row["strategy"]: row for row in json.loads(finished.out)}
@@ -118,7 +118,7 @@ def test_a_terminated_comparison_takes_its_ranks_along_and_shows_what_is_done(tm
     process = subprocess.Popen(
         [*command, "--max_steps", "100000", "--output_dir", str(tmp_path)],
         cwd=ROOT,
-        env=ENV,
+        env=WARM.env(),
         stderr=subprocess.PIPE,
         text=True,
     )

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import ENV, H100, ROOT, left_over, made_record, slm
+from conftest import ENV, H100, ROOT, WARM, left_over, made_record, slm
 from rich.console import Console
 
 from slm_toolkit.compare.display import Display, as_words, seconds_left
@@ -315,7 +315,7 @@ def test_what_a_dry_run_prints_runs_and_is_not_printed_again(tmp_path: Path) -> 
     words = ("compare", "--dry_run", "--strategy", "single", "--model", "slm-1m", "--max_steps", "2")
     (line,) = slm(*words, "--output_dir", str(tmp_path)).out.splitlines()
     command = [str(Path(sys.executable).with_name("accelerate")), *shlex.split(line)[1:]]
-    subprocess.run(command, cwd=tmp_path, env=ENV, check=True, capture_output=True)
+    subprocess.run(command, cwd=tmp_path, env=WARM.env(), check=True, capture_output=True)
     again = slm(*words, "--output_dir", str(tmp_path))
     assert (again.code, again.out.strip()) == (0, "")
     assert "1 of 1 runs are done and kept" in again.err

@@ -26,6 +26,7 @@ from slm_toolkit.launch.rendezvous import (
     listen,
     open_store,
     patience_seconds,
+    wait_until_closed,
 )
 from slm_toolkit.strategy.groups import fit_groups
 from slm_toolkit.strategy.strategy import find_strategy, on_nodes, shipped_strategies
@@ -77,6 +78,21 @@ def test_all_who_come_are_known_in_order_of_their_rank() -> None:
     for peer, connection in zip(peers, (first.result(), second.result()), strict=True):
         assert connection.getsockname() == (peer.address, peer.port)
         assert connection.getpeername() == (HERE, meeting.port)
+
+
+@pytest.mark.quick
+def test_nobody_goes_on_while_the_port_is_still_the_meetings() -> None:
+    """Else a launcher that starts soon would take this store for its own of the same port."""
+    meeting = Meeting(2)
+    connection = meeting.come(1).result()
+    assert len(meeting.peers.result()) == 1
+    gone_on = meeting.threads.submit(wait_until_closed, connection)
+    time.sleep(0.5)
+    assert not gone_on.done()
+    del meeting.store
+    gone_on.result(timeout=5)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((HERE, meeting.port)).close()
 
 
 @pytest.mark.quick

@@ -7,7 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import ROOT, Comparison, compare, launch, made_record, own_strategy, record_under, slm
+from conftest import (
+    ROOT,
+    WHEN_LOADED,
+    Comparison,
+    compare,
+    launch,
+    made_record,
+    own_strategy,
+    planted,
+    record_under,
+    slm,
+)
 from safetensors.torch import load_file
 
 from slm_toolkit.config.run_config import RunConfig
@@ -21,11 +32,11 @@ from slm_toolkit.run.model.model import build_model
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES
 
 # Runs in every process of a launch, before anything is imported; strikes where there are two ranks.
-FAULTY = """
+FAULTY = (
+    WHEN_LOADED
+    + """
 import os
 if os.environ.get("WORLD_SIZE") == "2":
-    import importlib.abc, importlib.util, sys
-
     def keep_local_gradients(module):
         import torch
 
@@ -46,30 +57,17 @@ if os.environ.get("WORLD_SIZE") == "2":
 
         module.RunConfig.with_defaults = with_other_seed
 
-    name, patch = {
-        "no reduction": ("slm_toolkit.run.engine.engine", keep_local_gradients),
+    when_loaded(*{
+        "no reduction": ("slm_toolkit.run.setup", keep_local_gradients),
         "other seed": ("slm_toolkit.config.run_config", other_seed_on_rank_1),
-    }[os.environ["TEST_FAULT"]]
-
-    class Patch(importlib.abc.MetaPathFinder):
-        def find_spec(self, found, path, target=None):
-            if found != name:
-                return None
-            sys.meta_path.remove(self)
-            spec = importlib.util.find_spec(name)
-            load = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (load(module), patch(module))
-            return spec
-
-    sys.meta_path.insert(0, Patch())
+    }[os.environ["TEST_FAULT"]])
 """
+)
 
 
 def broken_comparison(fault: str, folder: Path, *arguments: str) -> tuple[int, dict, str]:
-    """Exit code, row and stderr of `slm compare --parity 20` with one fault put into its two ranks."""
-    (folder / "site").mkdir()
-    (folder / "site" / "sitecustomize.py").write_text(FAULTY)
-    env = {"PYTHONPATH": str(folder / "site"), "TEST_FAULT": fault}
+    """Exit code, row and stderr of `slm compare --parity` with one fault put into its two ranks."""
+    env = {**planted(folder, FAULTY), "TEST_FAULT": fault}
     words = ("--json", "--model", "slm-1m", "--parity", "20", "--output_dir", str(folder / "runs"))
     finished = slm("compare", *words, *arguments, env=env)
     (row,) = json.loads(finished.out)
@@ -110,7 +108,7 @@ def test_ranks_that_exchange_no_gradients_are_caught(numerics: str, tmp_path: Pa
 
 
 def test_another_seed_on_one_rank_is_caught(tmp_path: Path) -> None:
-    arguments = ("--strategy", "fsdp_full_shard", "--numerics", "fp32")
+    arguments = ("--strategy", "fsdp_full_shard", "--numerics", "fp32", "--parity", "5")
     code, row, _ = broken_comparison("other seed", tmp_path, *arguments)
     assert (code, row["parity_holds"]) == (1, False)
 
@@ -123,7 +121,7 @@ def test_an_accumulation_of_the_json_that_is_not_the_scripts_is_caught_and_named
     config["deepspeed_config"]["deepspeed_config_file"] = str(tmp_path / "twice.json")
     (tmp_path / "twice.yaml").write_text(yaml.safe_dump(config))
     strategies = ("--strategy", "ddp", str(tmp_path / "twice.yaml"))
-    done = compare(*strategies, "--numerics", "stock", "--parity", "20", folder=tmp_path / "runs")
+    done = compare(*strategies, "--numerics", "stock", "--parity", "5", folder=tmp_path / "runs")
     row = done.rows["twice"]
     assert (done.finished.code, row["status"], row["parity_holds"]) == (1, "ok", False)
     assert "accumulation 2 (not 1)" in row["numerics_differences"]
@@ -132,7 +130,7 @@ def test_an_accumulation_of_the_json_that_is_not_the_scripts_is_caught_and_named
     assert record["tokens_per_step"] == 2 * 2 * 4 * 128  # micro-steps x ranks x batch x sequence
     table = slm("report", str(tmp_path / "runs"))
     assert table.code == 1
-    assert "computes something else, against single-process fp32 over 20 steps" in table.out
+    assert "computes something else, against single-process fp32 over 5 steps" in table.out
     assert "unequal" in table.out
 
 

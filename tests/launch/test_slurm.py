@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import ENV, ROOT, Finished, run, slm
+from conftest import ROOT, WARM, Finished, run, slm
 from hosts import Hosts, two_hosts
 
 from slm_toolkit.compare.local import free_port
@@ -253,7 +253,13 @@ def start(folder: Path, *words: str, env: dict[str, str]) -> subprocess.Popen:
         signal.signal, signal.SIGINT, signal.SIG_DFL
     )  # tests in a shell's background do not
     return subprocess.Popen(
-        command, cwd=ROOT, env={**ENV, **env}, stdout=pipe, stderr=pipe, text=True, preexec_fn=heeds_ctrl_c
+        command,
+        cwd=ROOT,
+        env={**WARM.env(), **env},
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        preexec_fn=heeds_ctrl_c,
     )
 
 
@@ -261,7 +267,7 @@ def start(folder: Path, *words: str, env: dict[str, str]) -> subprocess.Popen:
 def test_the_recipe_submits_its_comparison_and_its_training(cluster: dict[str, str], tmp_path: Path) -> None:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {**cluster, "PATH": path, "TRY": "1"}
-    done = run("bash", str(ROOT / "recipes" / "slurm.sh"), cwd=tmp_path, env=env, cold=True)
+    done = run("bash", str(ROOT / "recipes" / "slurm.sh"), cwd=tmp_path, env=env)
     assert done.code == 0, done.err
     records = [json.loads(path.read_text()) for path in tmp_path.rglob("record.json")]
     assert [len(record["losses"]) for record in records] == [2, 2]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ENV, ROOT, launch, left_over, record_under
+from conftest import ENV, ROOT, launch, left_over, planted, record_under
 from safetensors.torch import load_file
 from training_faults import launch_with_fault, note
 
@@ -263,11 +263,8 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_names_rank_and_place(tmp_path
         "if os.environ.get('RANK') == '1':\\n"
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\\n"
     ).replace("\\n", "\n")
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(limited)
-    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), *filter(None, [ENV.get("PYTHONPATH")])])}
     more = words(tmp_path, "--save_steps", "2", "--max_steps", "6", "--resume_from_checkpoint", "latest")
-    done = launch(*more, config="accel_configs/ddp.yaml", env=env)
+    done = launch(*more, config="accel_configs/ddp.yaml", env=planted(tmp_path, limited))
     assert done.code == 1
     folder = tmp_path / "run" / "checkpoints"
     (told,) = [line for line in done.err.splitlines() if line.startswith("error: ")]

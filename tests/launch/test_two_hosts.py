@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Finished, launch, record_under, run, slm
+from conftest import ROOT, Finished, launch, planted, record_under, run, slm
 from hosts import Hosts, two_hosts
 
 from slm_toolkit.compare.local import last_step_of
@@ -254,13 +254,14 @@ def test_a_run_on_both_goes_on_from_its_checkpoint(hosts: Hosts, on_one: list[fl
 
 @pytest.mark.slow
 def test_ranks_that_fail_as_they_start_are_missed_on_the_other_host(hosts: Hosts, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
+    env = planted(
+        tmp_path,
         "import os\n"
         "if os.environ.get('GROUP_RANK') == '1':\n"  # in ranks alone: the launchers have met
         "    os.write(2, b'error: planted\\n')\n"
-        "    os._exit(2)\n"
+        "    os._exit(2)\n",
     )
-    env = {"SLM_PATIENCE_SECONDS": "12", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    env["SLM_PATIENCE_SECONDS"] = "12"
     first, second = on_both(hosts, tmp_path, SHIPPED.format("ddp"), "2", envs=(env, env))
     assert (first.code, second.code) == (2, 2)
     assert "error: planted\n" in second.err

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ENV, ROOT, WARM, plans_of, record_under
+from conftest import ROOT, WARM, plans_of, record_under
 
 from slm_toolkit.recommend.launch_files import SKYPILOT_FILE, write_launch
 
@@ -18,7 +18,7 @@ def test_the_script_written_trains_on_a_dataset(strategy: str, num_gpus: int, tm
     _, script, _ = write_launch(plans_of(strategy, num_gpus=num_gpus)[0], tmp_path / "plan")
     text = re.sub(r"--max_steps \d+", "--max_steps 1", script.read_text()).replace("1024", "32")
     script.write_text(text.replace("accelerate launch", "accelerate launch --main_process_port 0"))
-    env = {**ENV, **WARM.env()}
+    env = WARM.env()
     without = subprocess.run(["sh", str(script)], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert without.returncode != 0
     assert "a hub id, file or folder" in without.stderr
@@ -47,7 +47,7 @@ def test_the_run_section_trains_in_a_copy_of_the_folder(tmp_path: Path) -> None:
     done = subprocess.run(
         ["sh", "-c", run.replace("accelerate launch", "accelerate launch --main_process_port 0")],
         cwd=tmp_path / "sky_workdir",
-        env={**ENV, **WARM.env(), **sky, "DATASET": str(ROOT / "README.md")},
+        env={**WARM.env(), **sky, "DATASET": str(ROOT / "README.md")},
         capture_output=True,
         text=True,
     )

@@ -7,6 +7,7 @@ process has one thread besides pyarrow's, which Arrow starts again in a fork. So
 It ends when its stdin does. Who asks is `sitecustomize.py`.
 """
 
+import ctypes
 import gc
 import importlib
 import json
@@ -24,9 +25,10 @@ import setproctitle
 from slm_toolkit.launch import processes as launcher_gone
 
 sys.path.insert(0, str(Path(__file__).parent))
-from sitecustomize import MODULES, fixed
+from sitecustomize import MODULES, fixed, run_site
 
 _POLL_SECONDS = 0.01
+_C = ctypes.CDLL(None, use_errno=True)
 WHEN_RUNNING = (  # modules that a launcher or rank imports after it has started
     *("transformers.models.llama.modeling_llama", "transformers.models.byt5.tokenization_byt5"),
     *("torch.distributed.run", "torch.utils.cpp_extension", "datasets"),
@@ -92,6 +94,7 @@ class Server:
         for number, file in enumerate(files):
             os.dup2(file, number)
             os.close(file)
+        _go_where(asked["pid"])
         added = {name: os.environ[name] for name in self._added if name in os.environ}
         os.environ.clear()
         os.environ.update({**added, **asked["environment"]})
@@ -120,11 +123,26 @@ def run(asked: dict[str, Any]) -> None:
     first = asked["folder"] if of_module else str(Path(option).parent)
     sys.path[:] = [*([] if os.environ.get("PYTHONSAFEPATH") else [first]), *asked["path"]]
     sys.orig_argv = asked["command"]
+    run_site()
     sys.argv = words if of_module else asked["words"]
     if of_module:
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(option, run_name="__main__")
+
+
+def _go_where(pid: int) -> None:
+    """Into that process's network, host name and mounts, where a test gave it some of its own."""
+    kinds = [kind for kind in ("net", "uts", "mnt") if _namespace(pid, kind) != _namespace("self", kind)]
+    files = [os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY) for kind in kinds]  # mounts last: they hide /proc
+    for file in files:
+        if _C.setns(file, 0):
+            raise OSError(ctypes.get_errno(), f"setns to {kinds} of {pid}")
+        os.close(file)
+
+
+def _namespace(pid: int | str, kind: str) -> str:
+    return os.readlink(f"/proc/{pid}/ns/{kind}")
 
 
 def _read(client: socket.socket) -> tuple[dict[str, Any], list[int]]:

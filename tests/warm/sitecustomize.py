@@ -17,7 +17,19 @@ WHILE_RUNNING = (  # read by torch, accelerate, this project and its recipes, gl
     *("PARALLELISM_CONFIG_", "SLM_", "PWD", "OLDPWD", "COLUMNS", "PYTEST_", "PYTHONPATH", "PYTHONSAFEPATH"),
     *("PYTHONUNBUFFERED", "TORCH_NCCL_", "NCCL_", "GLOO_", "TOKENIZERS_PARALLELISM", "TORCH_EXTENSIONS_DIR"),
     *("KMP_", "SHLVL", "LINES", "_", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "NO_COLOR", "TERM", "CUDA_HOME"),
-    *("TRY", "SLURM_CONF", "DATASET", "SKYPILOT_", "NODE", "GPUS_PER_NODE", "PORT", "HEAD_NODE"),
+    *(
+        "TEST_",
+        "TRY",
+        "SLURM",
+        "SRUN_",
+        "ENVIRONMENT",
+        "DATASET",
+        "SKYPILOT_",
+        "NODE",
+        "GPUS_PER_NODE",
+        "PORT",
+        "HEAD_NODE",
+    ),
 )
 
 
@@ -80,5 +92,14 @@ def run_there(words: list[str]) -> None:
     os._exit(code)
 
 
+def run_site() -> None:
+    """What a test plants in its processes, be they warm or cold: the file that SLM_WARM_SITE names."""
+    if site := os.environ.get("SLM_WARM_SITE"):
+        import runpy
+
+        runpy.run_path(site)
+
+
 if SOCKET and (words := program(sys.orig_argv)) is not None:
     run_there(words)
+run_site()
