@@ -19,6 +19,7 @@ from hosts import Hosts, two_hosts
 
 from slm_toolkit.compare.local import free_port
 from slm_toolkit.compare.slurm import SLURM_TEMPLATE
+from slm_toolkit.launch.torch_extensions import extensions_folder
 
 CONFIGURATION = """\
 ClusterName=test
@@ -83,6 +84,11 @@ def cluster(hosts: Hosts) -> Iterator[dict[str, str]]:
         run(munged, "--force", *(f"--{option}={folder}/munge/{name}" for option, name in munge.items())),
         run(slurmctld, "-f", str(configuration), env=env),
     ]
+    compiled = extensions_folder()  # by this machine, which the nodes are: they need not compile the same
+    compiled.mkdir(parents=True, exist_ok=True)
+    of_nodes = [compiled.with_name(compiled.name.replace(socket.gethostname(), node)) for node in hosts.names]
+    for link in of_nodes:
+        link.symlink_to(compiled)
     names = hosts.write_names(folder / "hosts")
     for name in hosts.names:
         daemon = (slurmd, "-N", name, "-f", str(configuration))
@@ -103,6 +109,8 @@ def cluster(hosts: Hosts) -> Iterator[dict[str, str]]:
             if file.exists():
                 os.kill(int(file.read_text()), signal.SIGTERM)
         time.sleep(1)
+        for path in of_nodes:
+            path.unlink()
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -116,6 +124,12 @@ def failing(
     process = start(folder, "--strategy", "ddp", *does, "--retry", "1", env=cluster)
     yield process
     process.kill()
+
+
+@pytest.fixture
+def queue_alone(failing: subprocess.Popen[str]) -> None:
+    """Nobody else submits any more."""
+    wait_for(lambda: failing.poll() is not None, seconds=900)
 
 
 def slurm(*words: str, env: dict[str, str]) -> str:
@@ -184,7 +198,6 @@ def test_two_strategies_are_queued_run_and_collected_on_one_node_and_on_two(
     assert on_two["ds_zero2"]["losses"] == pytest.approx(rows["ds_zero2"]["losses"], abs=1e-4)
     shown = slurm("squeue", "--states=all", "-h", "-o", "%N", env=cluster).splitlines()
     assert shown.count(",".join(hosts.names)) == 2
-    wait_for(lambda: failing.poll() is not None, seconds=900)  # the queue is ours again
 
 
 def test_a_users_own_script_is_a_job(cluster: dict[str, str], tmp_path: Path) -> None:
@@ -195,39 +208,6 @@ def test_a_users_own_script_is_a_job(cluster: dict[str, str], tmp_path: Path) ->
     (row,) = json.loads(done.out)
     assert (row["status"], row["world_size"], len(row["losses"])) == ("ok", 2, 16), done.err
     assert "kept from" in slm("compare", *words, env=cluster).err
-
-
-def test_a_node_that_goes_down_is_the_reason_of_a_row(
-    cluster: dict[str, str], hosts: Hosts, tmp_path: Path
-) -> None:
-    asked = ("--strategy", "ddp", "--num_nodes", "2", *template(tmp_path, "sleep 60"))
-    process = start(tmp_path, *asked, env=cluster)
-    wait_for(lambda: "R" in slurm("squeue", "-h", "-o", "%t", env=cluster).split())
-    slurm("scontrol", "update", f"nodename={hosts.names[1]}", "state=down", "reason=test", env=cluster)
-    out, err = process.communicate(timeout=60)
-    wait_for(lambda: both_idle(cluster))  # its slurmd says that it is there
-    (row,) = json.loads(out)
-    assert (process.returncode, row["status"]) == (1, "failed"), err
-    assert "NODE_FAIL: a node failed" in row["reason"]
-
-
-def test_jobs_outlive_a_killed_comparison_and_are_found_again_but_end_with_ctrl_c(
-    cluster: dict[str, str], tmp_path: Path
-) -> None:
-    asked = ("--strategy", "ddp", *template(tmp_path, "sleep 60"))
-    process = start(tmp_path, *asked, env=cluster)
-    wait_for(lambda: "R" in slurm("squeue", "-h", "-o", "%t", env=cluster).split())
-    process.kill()
-    process.communicate()
-    (job,) = slurm("squeue", "-h", "-o", "%i", env=cluster).split()
-    process = start(tmp_path, *asked, env=cluster)
-    assert process.stderr.readline() == f"found Slurm job {job} of an earlier comparison\n"
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "submitted" not in err
-    assert f"cancelled Slurm job {job}" in err
-    wait_for(lambda: slurm("squeue", "-h", "-o", "%i", env=cluster) == "")
 
 
 @pytest.mark.quick
@@ -279,3 +259,36 @@ def test_a_job_that_fails_is_a_row_with_its_log_and_is_tried_again(failing: subp
     assert (failing.returncode, row["status"]) == (1, "failed")
     assert "FAILED: its script failed; ValueError: no such sky" in row["reason"]
     assert err.count("submitted Slurm job ") == 2
+
+
+def test_a_node_that_goes_down_is_the_reason_of_a_row(
+    cluster: dict[str, str], hosts: Hosts, queue_alone: None, tmp_path: Path
+) -> None:
+    asked = ("--strategy", "ddp", "--num_nodes", "2", *template(tmp_path, "sleep 60"))
+    process = start(tmp_path, *asked, env=cluster)
+    wait_for(lambda: "R" in slurm("squeue", "-h", "-o", "%t", env=cluster).split())
+    slurm("scontrol", "update", f"nodename={hosts.names[1]}", "state=down", "reason=test", env=cluster)
+    out, err = process.communicate(timeout=60)
+    wait_for(lambda: both_idle(cluster))  # its slurmd says that it is there
+    (row,) = json.loads(out)
+    assert (process.returncode, row["status"]) == (1, "failed"), err
+    assert "NODE_FAIL: a node failed" in row["reason"]
+
+
+def test_jobs_outlive_a_killed_comparison_and_are_found_again_but_end_with_ctrl_c(
+    cluster: dict[str, str], queue_alone: None, tmp_path: Path
+) -> None:
+    asked = ("--strategy", "ddp", *template(tmp_path, "sleep 60"))
+    process = start(tmp_path, *asked, env=cluster)
+    wait_for(lambda: "R" in slurm("squeue", "-h", "-o", "%t", env=cluster).split())
+    process.kill()
+    process.communicate()
+    (job,) = slurm("squeue", "-h", "-o", "%i", env=cluster).split()
+    process = start(tmp_path, *asked, env=cluster)
+    assert process.stderr.readline() == f"found Slurm job {job} of an earlier comparison\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "submitted" not in err
+    assert f"cancelled Slurm job {job}" in err
+    wait_for(lambda: slurm("squeue", "-h", "-o", "%i", env=cluster) == "")
