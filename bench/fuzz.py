@@ -1628,6 +1628,8 @@ def fuzz_all(
     counts = [num_inputs * reader.share // total_share for reader in readers]
     counts[0] += num_inputs - sum(counts)  # what rounding left
     outcomes, folder = {}, scratch / "work"
+    for reader in readers:
+        verdict(reader, reader.seeds()[0], folder, seconds=0)  # imports, once for all workers
     for reader, count in zip(readers, counts, strict=True):
         outcome = outcomes[reader.name] = fuzz(reader, count, seed, folder)
         for kind, (index, fault) in outcome.first_finds.items():
