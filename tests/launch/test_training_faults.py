@@ -142,7 +142,8 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path, record_property
         (launcher,) = (pid for pid in ranks_of(tmp_path) if "launch" in psutil.Process(pid).cmdline())
         os.kill(launcher, signal.SIGKILL)
 
-    faulty = launch_with_fault(tmp_path, "--max_steps", "100000", at_line=("a step is", kill_launcher))
+    at_line = ("a step is", kill_launcher)
+    faulty = launch_with_fault(tmp_path, "--max_steps", "100000", at_line=at_line, cold=True)
     (message,) = faulty.messages
     assert "the launcher (pid " in message
     assert re.search(r"was killed or crashed (at step \d+ of 100000|before its first step)$", message)
