@@ -1,6 +1,7 @@
 """Flag: the metadata of a RunConfig field, such as its help, range, and the flags it excludes."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
@@ -112,8 +113,9 @@ def dataclass_of_flags(cls: type[_Config]) -> type[_Config]:
     return dataclass(frozen=True)(cls)
 
 
-def flags_of_fields(config: Any) -> dict[str, Flag]:
-    """Return the Flag of each field, by name and in order."""
+@functools.cache
+def flags_of_fields(config: type) -> dict[str, Flag]:
+    """Return the Flag of each field of a dataclass of flags, by name and in order."""
     return {f.name: f.metadata["flag"] for f in dataclasses.fields(config)}
 
 
@@ -124,7 +126,7 @@ def shortened(text: str) -> str:
 
 def field_problems(config: Any) -> list[str]:
     """Return a sentence for each value outside its range or choices, and for each contradicting pair."""
-    known = flags_of_fields(config)
+    known = flags_of_fields(type(config))
     return [
         problem
         for name, of_flag in known.items()
@@ -137,7 +139,7 @@ def field_problems(config: Any) -> list[str]:
 
 def strategy_problems(config: Any, strategy: Any) -> list[str]:
     """Return a sentence for each flag of a RunConfig that can't be used under a Strategy, without repeats."""
-    known = flags_of_fields(config)
+    known = flags_of_fields(type(config))
     sentences = [
         rule.why.format(flag=_as_typed(config, name, known), strategy=strategy.name)
         for name, of_flag in known.items()

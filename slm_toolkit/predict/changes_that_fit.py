@@ -38,27 +38,37 @@ def changes_that_fit(setup: Setup, before: Estimate) -> list[Change]:
 
 def _fewest(setup: Setup, before: Estimate, always: list[_Kind], kinds: list[_Kind]) -> list[Change]:
     """Return the changes that combine the fewest of `kinds` with all of `always`, the fastest first."""
-    fixed, free = [list(kind(setup)) for kind in always], [list(kind(setup)) for kind in kinds]
-    for size in range(1 - len(fixed), MOST_CHANGES + 1 - len(fixed)):
+    options = {kind: list(kind(setup)) for kind in (*always, *kinds)}
+    for size in range(1 - len(always), MOST_CHANGES + 1 - len(always)):
         tried = [
-            _mildest(setup, before, [*fixed, *combined]) for combined in itertools.combinations(free, size)
+            _mildest(setup, before, {kind: options[kind] for kind in (*always, *combined)})
+            for combined in itertools.combinations(kinds, size)
         ]
         if found := [change for change in tried if change is not None]:
             return sorted(found, key=lambda change: -(change.speedup or 0.0))
     return []
 
 
-def _mildest(setup: Setup, before: Estimate, options_by_kind: list[list[_Option]]) -> Change | None:
+def _mildest(setup: Setup, before: Estimate, options: dict[_Kind, list[_Option]]) -> Change | None:
     """Return the first combination of one option of each kind that fits, or None."""
-    for options in itertools.product(*options_by_kind):
+    batches = options.get(_smaller_batches, [])
+
+    @functools.cache
+    def fitting(combined: tuple[_Option, ...]) -> tuple[Setup, Estimate] | None:
         changed = setup
-        for option in options:
+        for option in combined:
             changed = option(changed)
         if not _has_estimate(changed):
-            continue
+            return None
         after = estimate(changed.launched)
-        if after.verdict != "fits":
+        return (changed, after) if after.verdict == "fits" else None
+
+    for combined in itertools.product(*options.values()):
+        # where the smallest batch does not fit, no larger one does
+        smallest = tuple(batches[-1] if option in batches else option for option in combined)
+        if fitting(smallest) is None or (found := fitting(combined)) is None:
             continue
+        changed, after = found
         speedup = None
         if before.tokens_per_second_per_gpu and after.tokens_per_second_per_gpu:
             speedup = after.tokens_per_second_per_gpu / before.tokens_per_second_per_gpu
