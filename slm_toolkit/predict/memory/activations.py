@@ -95,7 +95,7 @@ def layer_memory(
     """Return the memory of a layer whose weights are all trained.
 
     `checkpointing` is the mode of this layer: none, full or selective_op. What a compiled layer saves is what
-    AOTAutograd's partitioner saves of it (tests/unit/run/test_compiled_layers.py; with eager attention it
+    AOTAutograd's partitioner saves of it (tests/contracts/test_compiled_layers.py; with eager attention it
     saves less): norms save the same tensors as fused norms, and SiLU is recomputed. What its backward uses,
     and that selective_op does not save its last product, fits published runs
     (`bench/published_memory.py`).

@@ -7,6 +7,7 @@ from conftest import ROOT, bench
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 TEXTS = {path.name: path.read_text() for path in PAGES}
+pytestmark = pytest.mark.quick
 
 
 def test_every_generated_page_and_output_is_up_to_date() -> None:
