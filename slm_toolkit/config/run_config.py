@@ -666,11 +666,28 @@ class RunConfig:
     optim: str = Flag(
         "adamw_torch_fused",
         "adamw_torch_fused: one kernel for all parameters. adamw_torch: takes a temporary as large as the "
-        "parameters",
+        "parameters. adamw_triton: a kernel that also casts, clips and rounds, 30 instead of 50 bytes moved "
+        "per parameter; on a CPU the same as adamw_torch_fused",
         group="optimizer",
-        choices=("adamw_torch", "adamw_torch_fused"),
+        choices=("adamw_torch", "adamw_torch_fused", "adamw_triton"),
         other_names=("optimizer",),
         grid=True,
+        excludes=(
+            Excludes(
+                "numerics",
+                "its master weights are fp32",
+                values=("stock", "pure_bf16"),
+                own=("adamw_triton",),
+            ),
+            Excludes("adam_dtype", "its moments are fp32", values=("bf16",), own=("adamw_triton",)),
+        ),
+        excludes_strategies=(
+            ExcludesStrategy(
+                "is_deepspeed",
+                "{flag} under DeepSpeed, which casts and clips by itself",
+                own=("adamw_triton",),
+            ),
+        ),
         may_change_on_resume=False,
         losses="same",
         estimate="counts",

@@ -166,7 +166,7 @@ class Numerics:
     attention: str | None = _probed(
         "attention kernel that ran", settings=("attn_implementation", "torch_compile", "seq_len")
     )
-    optimizer_kernel: str | None = _probed("fused, foreach or for-loop, as run", settings=("optim",))
+    optimizer_kernel: str | None = _probed("fused, triton, foreach or for-loop, as run", settings=("optim",))
     compiled: bool | None = _probed("whether a graph of torch.compile ran", settings=("torch_compile",))
     recomputed: bool | None = _probed(
         "whether backward recomputed activations; None if torch.compile hides it",

@@ -53,6 +53,16 @@ def test_a_sample_of_the_traces_is_traced_again(table: str, asked: dict[str, str
     assert traced(configuration)["peak_bytes"] == int(row["peak_bytes"])
 
 
+def test_the_triton_kernel_of_adamw_needs_no_copies_of_gradients() -> None:
+    """With a small batch the peak is else at the optimizer's step, of gradients cast to fp32."""
+    flags = {"model": "slm-10m", "seq_len": 64, "per_device_train_batch_size": 1, "optim": "adamw_triton"}
+    found = traced({"strategy": "ddp", "num_gpus": 2, "loss_kernel": "fused_linear", **flags})
+    assert (found["status"], found["peak_phase"]) == ("ok", "backward"), found["reason"]
+    config = RunConfig(**flags, loss_kernel="fused_linear").with_defaults(has_gpu=True)
+    setup = Setup(find_model("slm-10m"), find_strategy("ddp"), config, num_gpus=2)
+    assert peak(setup).peak_bytes == pytest.approx(found["peak_bytes"], rel=0.001)
+
+
 @pytest.mark.parametrize("kernel", ["fused_linear", "fused_logits"])
 @pytest.mark.parametrize("tokens", [512, 2048])
 def test_the_peak_under_loss_chunks_is_that_of_a_trace(kernel: str, tokens: int, tmp_path: Path) -> None:

@@ -516,8 +516,9 @@ CHUNK_ELEMENTS = 2**25
 def optimizer_temporary(setup: Setup) -> float:
     """Return the temporary bytes of AdamW's step on one rank.
 
-    foreach AdamW makes a temporary tensor for each parameter that it updates, fused AdamW makes none. The
-    toolkit's own AdamW (not with `stock`, not under DeepSpeed) updates the parameters in chunks.
+    foreach AdamW makes a temporary tensor for each parameter that it updates, fused AdamW and the Triton
+    kernel make none. The toolkit's own AdamW (not with `stock`, not under DeepSpeed) updates the parameters
+    in chunks.
     """
     dtypes, weights, strategy = setup.dtypes, setup.weights, setup.strategy
     num_shards = 1 if strategy.is_replicated else setup.gpu_state_ranks
@@ -528,6 +529,8 @@ def optimizer_temporary(setup: Setup) -> float:
         return weights.trained / num_shards * updated * foreach
     elements = largest_chunk(setup.spec, num_shards, weights.adapter_shapes)
     updated = dtypes.master or dtypes.parameter
+    if setup.config.optim == "adamw_triton":
+        return 0
     cast = updated if updated != dtypes.kept_gradient else 0
     cast += 2 * updated if dtypes.moments < 2 * updated else 0
     return elements * (cast + updated * foreach)

@@ -519,6 +519,8 @@ def optimizer_bytes(strategy: Strategy, config: RunConfig) -> float:
     dtypes = dtypes_of(strategy, config)
     gradient, updated = dtypes.kept_gradient, dtypes.master or dtypes.parameter
     norm = gradient
+    if config.optim == "adamw_triton":  # run/kernels/adamw_kernel.py: 2 + 28 = 30
+        return norm + gradient + 6 * updated + (dtypes.parameter if dtypes.master else 0)
     cast = gradient + updated if gradient != updated else 0
     clip = 2 * updated if config.max_grad_norm or config.numerics == "stock" else 0  # stock multiplies by 1
     adamw = 7 * updated  # gradient read; master and moments read and written
@@ -583,9 +585,10 @@ def _hook_kernels(setup: Setup) -> float:
 
 
 def _optimizer_kernels(setup: Setup) -> int:
-    """Return the kernels of an optimizer step: gradients are cast one by one, the rest handles lists."""
+    """Return the kernels of an optimizer step: fused AdamW's gradients are cast one by one, before it."""
+    casts = setup.config.numerics == "aligned" and setup.config.optim != "adamw_triton"
     num_params = setup.spec.num_layers * (2 + 4 + setup.spec.num_ffn_matrices) + 3
-    return _STEP_KERNELS + (num_params if setup.config.numerics == "aligned" else 0)
+    return _STEP_KERNELS + (num_params if casts else 0)
 
 
 def _accumulation_seconds(setup: Setup, rates: Rates, software: Software) -> float:

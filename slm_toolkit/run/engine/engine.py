@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -235,8 +236,8 @@ def build_optimizer(model: torch.nn.Module, config: RunConfig, strategy: Strateg
         "lr": config.learning_rate,
         "betas": (config.adam_beta1, config.adam_beta2),
         "eps": config.adam_epsilon,
-        "fused": config.optim == "adamw_torch_fused",
-        "foreach": None if config.optim == "adamw_torch_fused" else True,
+        "fused": config.optim != "adamw_torch",
+        "foreach": True if config.optim == "adamw_torch" else None,
     }
     if config.numerics == "stock" or strategy.is_deepspeed:
         return torch.optim.AdamW(groups, **options)
@@ -248,8 +249,20 @@ def build_optimizer(model: torch.nn.Module, config: RunConfig, strategy: Strateg
         max_grad_norm=config.max_grad_norm,
         holds_flat_shards=strategy.is_fsdp1,
         in_pieces=not torch.cuda.is_available() and config.rehearse is None,  # a rehearsal imitates a GPU
+        kernel=_kernel_of(config),
         **options,
     )
+
+
+def _kernel_of(config: RunConfig) -> Callable[..., None] | None:
+    """Return the kernel of `--optim adamw_triton`; None: PyTorch's. A rehearsal on a CPU updates nothing."""
+    if config.optim != "adamw_triton":
+        return None
+    if not torch.cuda.is_available():
+        return None if config.rehearse is None else lambda *lists, **options: None
+    from slm_toolkit.run.kernels.adamw_kernel import AdamWKernel  # needs Triton: part of builds for a GPU
+
+    return AdamWKernel()
 
 
 def _is_matrix(param: torch.Tensor) -> bool:

@@ -1,6 +1,6 @@
 """AdamW with master weights for a bf16 module, like DeepSpeed's, for DDP, FSDP2 and one process."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ from slm_toolkit.run.engine.fp32_gradients import Fp32Gradients, gradient_of
 
 CHUNK_ELEMENTS = 2**25
 "gradients cast to fp32 together: 128 MiB; casting all would add 4 bytes per parameter to the peak memory"
+ADAMW_KERNEL = "slm_toolkit::adamw_kernel"
+"name under which a profile shows a call of `kernel`"
 CPU_CHUNK_ELEMENTS = 2**20
 "the same on a CPU, which launches no kernels: chunks of 4 MiB fit into caches, and malloc reuses them"
 
@@ -32,6 +34,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         moment_dtype: torch.dtype | None = None,
         holds_flat_shards: bool = False,
         in_pieces: bool = False,
+        kernel: Callable[..., None] | None = None,
         **options: Any,
     ) -> None:
         """`max_grad_norm` 0 means no clipping; `options` are AdamW's.
@@ -40,6 +43,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
 
         in_pieces: for a CPU, work in chunks of CPU_CHUNK_ELEMENTS and cut larger parameters.
         holds_flat_shards: each parameter is a plain tensor with this rank's shard, as under FSDP1.
+        kernel: updates the parameters of a group in place of PyTorch's operations (`AdamWKernel`).
         """
         super().__init__(params, **options)
         self.master_dtype = master_dtype
@@ -47,6 +51,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         self.max_grad_norm = max_grad_norm
         self.holds_flat_shards = holds_flat_shards
         self.in_pieces = in_pieces
+        self.kernel = kernel
         self.fp32_gradients: Fp32Gradients | None = None
         "with `--grad_dtype fp32`, under DDP or in one process"
         self.grad_norm: torch.Tensor | None = None
@@ -79,6 +84,9 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         if not self.defaults["fused"] and is_bad:
             return
         found_inf = is_bad.float() if self.defaults["fused"] else None
+        if self.kernel is not None:
+            self._update_by_kernel(clip, found_inf)
+            return
         for group, pieces in chunks:
             self._update(group, pieces, clip, scratch, found_inf)
 
@@ -144,6 +152,31 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
                 [pieces[index].of(pieces[index].param) for index in followers],
                 [masters[index] for index in followers],
             )
+
+    def _update_by_kernel(self, clip: torch.Tensor | None, found_inf: torch.Tensor) -> None:
+        """Do one step of AdamW on all parameters with a gradient, one call of the kernel per group."""
+        for group in self.param_groups:
+            params = [
+                param
+                for param in group["params"]
+                if gradient_of(param) is not None and local_part(param).numel()  # a shard may be empty
+            ]
+            if not params:
+                continue
+            states = [self.state_of(param) for param in params]
+            steps = [state["step"] for state in states]
+            torch._foreach_add_(steps, 1)
+            masters = [state.get("master", param) for state, param in zip(states, params, strict=True)]
+            moments, squares = ([state[kind] for state in states] for kind in ("exp_avg", "exp_avg_sq"))
+            gradients = [gradient_of(param) for param in params]
+            lists = (gradients, masters, moments, squares, params)
+            with torch.profiler.record_function(ADAMW_KERNEL):
+                self.kernel(
+                    *([local_part(tensor) for tensor in tensors] for tensors in lists),
+                    **{name: group[name] for name in ("lr", "betas", "eps", "weight_decay")},
+                    **{"steps": steps, "clip": clip, "found_inf": found_inf},
+                )
+            torch._foreach_sub_(steps, [found_inf] * len(steps))
 
     def state_of(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return a parameter's state; create it before the first step."""

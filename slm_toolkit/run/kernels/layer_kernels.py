@@ -194,6 +194,11 @@ def check_optional(config: RunConfig) -> None:
             raise ValueError(f"--use_liger_kernel needs a GPU, because Liger uses Triton\n{_WITHOUT_LIGER}")
         if find_spec("liger_kernel") is None:
             raise ValueError(f"--use_liger_kernel needs Liger\nhint: {pip_install('liger')}")
+    if config.optim == "adamw_triton" and torch.cuda.is_available() and find_spec("triton") is None:
+        raise ValueError(
+            "--optim adamw_triton needs Triton, which comes with PyTorch's builds for a GPU on Linux\n"
+            "hint: leave --optim out"
+        )
     if config.fp8 != "none" and find_spec("torchao") is None:
         raise ValueError(f"--fp8 {config.fp8} needs torchao\nhint: {pip_install('fp8')}")
 

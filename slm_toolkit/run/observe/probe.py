@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile
 
 from slm_toolkit.record.numerics import ROUNDED, Numerics, merged
-from slm_toolkit.run.engine.optimizer import AdamWWithMasterWeights, local_part
+from slm_toolkit.run.engine.optimizer import ADAMW_KERNEL, AdamWWithMasterWeights, local_part
 from slm_toolkit.run.observe.measure import (
     READING_GRADIENTS,
     GradientCounter,
@@ -34,6 +34,7 @@ _ATTENTION_KERNELS = (  # (the profiler's name of an operator, our name of the k
     (r"aten::_softmax$", "eager"),
 )
 _ADAM_KERNELS = (
+    (ADAMW_KERNEL, "triton"),
     (r"aten::_fused_adamw?_", "fused"),
     (r"aten::_foreach_addcdiv_", "foreach"),
     (r"aten::addcdiv_", "for-loop"),
