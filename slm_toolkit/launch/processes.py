@@ -80,10 +80,12 @@ def end_with_launcher(*, how: bool = True) -> None:
         sys.exit("error: the launcher ended while this process started")
 
 
-def end_with_parent() -> None:
-    """Make the kernel kill this process when its parent ends. Linux only."""
+def end_with_parent(parent: int) -> None:
+    """Make the kernel kill this process when its parent ends; end at once if that has ended. Linux only."""
     if (prctl := getattr(ctypes.CDLL(None), "prctl", None)) is not None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _has_lost_its_launcher() -> bool:

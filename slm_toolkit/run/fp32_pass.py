@@ -40,8 +40,10 @@ def in_fp32_first(config: RunConfig, train: Callable[[list[str], int], NoReturn]
         folder = Path(name)
         sys.stdout.flush()
         sys.stderr.flush()
+        rank = os.getpid()
         child = os.fork()
         if child == 0:
+            end_with_parent(rank)
             _train_in_child(config, folder, train)
         _wait_for(child)
         if os.environ.get("RANK", "0") != "0":
@@ -50,7 +52,6 @@ def in_fp32_first(config: RunConfig, train: Callable[[list[str], int], NoReturn]
 
 
 def _train_in_child(config: RunConfig, folder: Path, train: Callable[[list[str], int], NoReturn]) -> NoReturn:
-    end_with_parent()
     os.environ[_ATTEMPT_VARIABLE] = str(_ATTEMPT)
     os.environ.pop(EXIT_CODE_VARIABLE, None)
     os.environ.pop(TURNS_VARIABLE, None)  # the other runs wait for this run's own first step

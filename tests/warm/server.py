@@ -110,7 +110,8 @@ def run(asked: dict[str, Any]) -> None:
     psutil.Process.parents = lambda process: parents(
         psutil.Process(asked["pid"]) if process.pid == os.getpid() else process
     )
-    os.getppid = lambda: asked["parent"]
+    me, parent = os.getpid(), os.getppid
+    os.getppid = lambda: asked["parent"] if os.getpid() == me else parent()  # not in what this one forks
     launcher_gone.end_with_launcher = lambda **_: None  # this process ends with its client
     for module in ("random", "numpy.random", "torch"):  # each process begins with random numbers of its own
         sys.modules[module].seed()
