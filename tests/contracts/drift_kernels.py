@@ -57,6 +57,10 @@ def _foreach() -> None:
     assert tensors[1].item() == 1.0
     torch._foreach_copy_(tensors, [torch.zeros(2), torch.ones(1)])  # across dtypes
     assert [tensor.sum().item() for tensor in tensors] == [0.0, 1.0]
+    steps = [torch.tensor(0.0), torch.tensor(3.0)]
+    torch._foreach_add_(steps, 1)
+    torch._foreach_sub_(steps, [torch.tensor(1.0)] * 2)
+    assert [step.item() for step in steps] == [0.0, 3.0]
 
 
 def _kineto() -> None:
@@ -151,7 +155,7 @@ KERNELS = (
     ),
     Leaning(
         "torch: operators on lists of tensors",
-        ("_foreach_norm", "_foreach_mul_", "_foreach_copy_"),
+        ("_foreach_norm", "_foreach_mul_", "_foreach_copy_", "_foreach_add_", "_foreach_sub_"),
         "clip and copy in few kernels",
         "run/engine/optimizer.py: torch's new names, or a loop",
         _foreach,
