@@ -92,15 +92,15 @@ def fault_results(
 ) -> Iterator[dict[str, Any]]:
     """One result for each fault that has none yet: caught by which guard, and what it said.
 
-    `plainly`: plain `slm compare`, too, beside `--parity`; else LOW strikes DDP alone of the three.
+    `plainly`: plain `slm compare`, too, beside `--parity`. Without it, only DDP gets the faults of LOW.
     """
     names = {(result["fault"], result["where"]) for result in done}
     for fault in chosen:
         if (fault.name, fault.where) in names:
             continue
         started = time.monotonic()
-        of = STRATEGIES if plainly or fault.where != LOW else ("ddp",)
-        gate = guard(fault, out / "runs", parity=True, strategies=of)
+        strategies = STRATEGIES if plainly or fault.where != LOW else ("ddp",)
+        gate = guard(fault, out / "runs", parity=True, strategies=strategies)
         plain = guard(fault, out / "runs", parity=False) if plainly else Found(False, False, "not tried")
         yield {
             "fault": fault.name,

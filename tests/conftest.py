@@ -149,7 +149,7 @@ class _Warm:
         self._folder = tempfile.TemporaryDirectory(prefix="slm-warm-")
 
     def env(self) -> dict[str, str]:
-        """ENV for launches that are not about their processes; they start as always until it is there."""
+        """Return ENV, with what lets a launch begin warm. Until the server runs, launches begin cold."""
         socket = f"{self._folder.name}/socket"
         if self._server is None:
             command = [sys.executable, str(ROOT / "tests" / "warm" / "server.py"), socket]
@@ -201,8 +201,10 @@ def run(
     cold: bool = False,
     warm: bool = False,
 ) -> Finished:
-    """cold: all of a launch's processes import for themselves, as a user's do: for tests about processes.
-    warm: what is started here begins with its imports done, too, although it is no launch."""
+    """Run a command. A launch begins warm: its processes are forked from one with all imports done.
+
+    cold: its processes start as a user's do, for tests about processes. warm: other commands begin warm, too.
+    """
     if warm or not cold and (_LAUNCHING & set(words[:3]) or Path(words[0]).name in ("accelerate", "bash")):
         env = {**WARM.env(), **(env or {})}
     env = {**ENV, **(env or {})}

@@ -666,8 +666,8 @@ class RunConfig:
     optim: str = Flag(
         "adamw_torch_fused",
         "adamw_torch_fused: one kernel for all parameters. adamw_torch: takes a temporary as large as the "
-        "parameters. adamw_triton: a kernel that also casts, clips and rounds, 30 instead of 50 bytes moved "
-        "per parameter; on a CPU the same as adamw_torch_fused",
+        "parameters. adamw_triton: a Triton kernel that also clips gradients and rounds weights, and so "
+        "moves 30 instead of 50 bytes per parameter; on a CPU the same as adamw_torch_fused",
         group="optimizer",
         choices=("adamw_torch", "adamw_torch_fused", "adamw_triton"),
         other_names=("optimizer",),
@@ -686,6 +686,9 @@ class RunConfig:
                 "is_deepspeed",
                 "{flag} under DeepSpeed, which casts and clips by itself",
                 own=("adamw_triton",),
+            ),
+            ExcludesStrategy(
+                "offloads", "{flag} with offload, whose optimizer runs on the CPU", own=("adamw_triton",)
             ),
         ),
         may_change_on_resume=False,

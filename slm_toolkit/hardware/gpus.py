@@ -63,8 +63,8 @@ class Machine:
 
 
 NVIDIA_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
-AMD_FILE = "/dev/kfd"
-"of drivers; torch.cuda uses either"
+_OTHER_FILES = ("/dev/kfd", "/dev/nvmap")
+"files of AMD's driver and of NVIDIA's for Jetson; without any of these, torch.cuda finds no GPU"
 
 
 @cache
@@ -154,11 +154,11 @@ def gpus_and_count(text: str) -> tuple[tuple[str, ...], tuple[int, ...], float |
 def this_machine() -> Machine:
     """Query torch in another process, so that this process needs neither torch nor a context on a GPU.
 
-    Without a driver there is nothing to ask, and two seconds are saved.
+    Without a driver's file there is no GPU, and importing torch would take two seconds.
     """
     import subprocess
 
-    if not any(Path(file).exists() for file in (*NVIDIA_FILES, AMD_FILE)):
+    if not any(Path(file).exists() for file in (*NVIDIA_FILES, *_OTHER_FILES)):
         return Machine(0, None)
 
     program = (

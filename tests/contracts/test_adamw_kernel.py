@@ -51,7 +51,7 @@ for dtype in (torch.bfloat16, torch.float32):
             errors[name] = max(errors.get(name, 0), error)
         assert int(mine["step"]) == 4
         if dtype == torch.float32:
-            errors["fp32 weight"] = max(errors.get("fp32 weight", 0), largest(param, other).real)
+            errors["fp32 weight"] = max(errors.get("fp32 weight", 0), largest(param.detach(), other.detach()))
         else:  # the interpreter cuts where a GPU rounds to nearest
             cut = (mine["master"].view(torch.int32) & -65536).view(torch.float32)
             assert torch.equal(param.float(), cut)
@@ -59,7 +59,7 @@ print(json.dumps(errors))
 """
 
 CODE = """
-import json, sys, triton, triton.language as tl
+import json, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from slm_toolkit.run.kernels import adamw_kernel

@@ -585,7 +585,7 @@ def _hook_kernels(setup: Setup) -> float:
 
 
 def _optimizer_kernels(setup: Setup) -> int:
-    """Return the kernels of an optimizer step: fused AdamW's gradients are cast one by one, before it."""
+    """Return the kernels of an optimizer step. PyTorch's AdamW needs one more per gradient, for its cast."""
     casts = setup.config.numerics == "aligned" and setup.config.optim != "adamw_triton"
     num_params = setup.spec.num_layers * (2 + 4 + setup.spec.num_ffn_matrices) + 3
     return _STEP_KERNELS + (num_params if casts else 0)

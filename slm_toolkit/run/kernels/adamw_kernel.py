@@ -51,6 +51,8 @@ class AdamWKernel:
         gradients = [gradient.contiguous() for gradient in gradients]
         lists = (gradients, masters, moments, squares, weights)
         assert all(tensor.is_contiguous() for tensors in lists for tensor in tensors)
+        assert all(len({tensor.dtype for tensor in tensors}) == 1 for tensors in lists)
+        assert {tensors[0].dtype for tensors in lists[1:4]} == {torch.float32}
         addresses = [[tensor.data_ptr() for tensor in row] for row in zip(*lists, strict=True)]
         device, sizes = masters[0].device, tuple(master.numel() for master in masters)
         if sizes not in self._tables:

@@ -157,3 +157,15 @@ def test_a_reason_against_two_flags_is_given_once() -> None:
     config = RunConfig(save_steps=5, resume_from_checkpoint="auto")
     (problem,) = contradictions(Strategy("mine", "deepspeed", 2, zero_stage=0), config)
     assert problem == "mine: no checkpoints under ZeRO-0, which shards nothing: use DDP"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("ds_zero2", "under DeepSpeed, which casts and clips by itself"),
+        ("fsdp_full_shard_offload", "with offload, whose optimizer runs on the CPU"),
+    ],
+)
+def test_the_triton_kernel_is_refused_where_another_optimizer_runs(name: str, words: str) -> None:
+    (problem,) = contradictions(find_strategy(name), RunConfig(optim="adamw_triton"))
+    assert f"--optim adamw_triton {words}" in problem
