@@ -1,6 +1,7 @@
 """What the tests share: real launches, each done once per session."""
 
 import dataclasses
+import gc
 import importlib.util
 import io
 import json
@@ -101,6 +102,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.xdist_group(group))
     # pytest-xdist would start groups of few tests last, and these take minutes each: one worker would wait
     items.sort(key=lambda item: item.path.stem not in _LONGEST)
+
+
+def pytest_collection_finish() -> None:
+    """Leave the imported libraries out of every later collection, which would walk them for half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -403,7 +403,8 @@ def zero_1_or_2(
         reduced_bytes=dtypes.reduced,
         kept_bytes=dtypes.kept_gradient,
     )
-    backward = backward_of(spec, weights, reduction, num_micro_steps=num_micro_steps)
+    # the third micro-step and later ones need the second's bytes; ZeRO-2 reduces in every one
+    backward = backward_of(spec, weights, reduction, num_micro_steps=min(num_micro_steps, 4 - zero.stage))
     head = weights.trained_vocabulary * w
 
     def at_layer(layer: int, num_elements: float) -> At:

@@ -251,9 +251,9 @@ class _Rank:
 
     def look(self, temporary_bytes: int = 0) -> None:
         """Update the peak with the bytes of now."""
-        held = self.held
-        if held.total + temporary_bytes > self.most.total:
-            self.most = replace(held, communication=held.communication + temporary_bytes)
+        gradients, others = self.outside_bytes + self.kept_bytes, self.communication_bytes + temporary_bytes
+        if gradients + others > self.most.total:
+            self.most = Allocated(gradients, others)
 
     def forget(self) -> Allocated:
         """Return the peak and reset it."""

@@ -278,7 +278,10 @@ def unknown_to_estimates(config: RunConfig) -> list[str]:
 
 def _uncovered(config: RunConfig) -> list[str]:
     """Return the names of the flags whose values have no closed form."""
-    return [name for name, flag in FLAGS.items() if not flag.has_closed_form(getattr(config, name))]
+    return [name for name in _PARTLY_COVERED if not FLAGS[name].has_closed_form(getattr(config, name))]
+
+
+_PARTLY_COVERED = [name for name, flag in FLAGS.items() if flag.no_closed_form]
 
 
 def known_to_estimates(config: RunConfig) -> tuple[RunConfig, list[str]]:
