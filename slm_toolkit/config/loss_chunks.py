@@ -4,6 +4,11 @@ from dataclasses import dataclass
 
 _ELEMENTS = 2**24
 "fp32 probabilities per chunk: 2^24 x 4 bytes = 64 MiB keep a GPU busy, and are small compared to the logits"
+_FULL_WAVES = 4096
+"""tokens with which a chunk's matrix products fill a GPU: with 512 tokens and 768 hidden units, the gradient
+of the hidden states has 12 tiles of 256 x 128 for the 132 multiprocessors of an H200"""
+_MOST_LOGITS = 2**28
+"logits of a chunk that these tokens may have: 512 MiB in bf16"
 
 
 @dataclass(frozen=True)
@@ -16,17 +21,16 @@ class LossChunks:
     def of_logits(self, num_tokens: int, *, vocab_size: int, hidden_size: int) -> int:
         """Return the tokens per chunk of `fused_linear`.
 
-        The logits of a chunk take about the memory of the hidden states, so there are V / h chunks, as in
-        Liger Kernel (arXiv 2410.10989, section 3.2). The tokens are rounded up to a power of two for the
-        GPU's tiles: V = 32000, h = 768, N = 16384 give 42 chunks of 391 tokens, so 512. The minimum is half
-        of _ELEMENTS logits, rounded down to a power of two, because every chunk reads and writes matrices of
-        V x h: V = 32000 gives 262 tokens, so 256.
+        Few tokens take little memory: with V / h chunks, as in Liger Kernel (arXiv 2410.10989, section 3.2),
+        a chunk's logits are as large as the hidden states. But small matrix products use a part of a GPU,
+        and every chunk reads and writes matrices of V x h. So a chunk has at least _FULL_WAVES tokens, or as
+        many as have _MOST_LOGITS. Both are powers of two, for the GPU's tiles: V = 32000, h = 768, N = 2^18
+        give 42 chunks of 6242 tokens, so 8192; V = 151936 gives at least 1766 tokens, so 1024.
         """
         if self.num_tokens_asked is not None:
             return min(num_tokens, self.num_tokens_asked)
-        num_chunks = -(-vocab_size // hidden_size)
-        rows = -(-num_tokens // num_chunks)
-        at_least = max(1, _ELEMENTS // 2 // vocab_size)
+        rows = -(-num_tokens // -(-vocab_size // hidden_size))
+        at_least = max(1, min(_FULL_WAVES, _MOST_LOGITS // vocab_size))
         return min(num_tokens, max(1 << (rows - 1).bit_length(), 1 << (at_least.bit_length() - 1)))
 
     def of_probabilities(self, num_tokens: int, *, vocab_size: int) -> int:

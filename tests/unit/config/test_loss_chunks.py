@@ -4,15 +4,16 @@ from slm_toolkit.config.loss_chunks import LossChunks
 from slm_toolkit.config.run_config import RunConfig
 
 
-def test_chunks_of_logits_are_about_as_large_as_the_hidden_states() -> None:
+def test_chunks_of_logits_fill_a_gpu_or_are_as_large_as_the_hidden_states() -> None:
     chunk_of = LossChunks().of_logits
-    # V / h = 41.7, so 42 chunks; 16384 / 42 = 390.1, so 391 rows; the next power of two is 512
-    assert chunk_of(16_384, vocab_size=32_000, hidden_size=768) == 512
-    assert chunk_of(2**17, vocab_size=32_000, hidden_size=768) == 4096  # 131072 / 42 = 3121
-    # but no fewer than hold 2^23 logits: 2^23 / 32000 = 262.1; 2^23 / 151936 = 55.2; or all there are
-    assert chunk_of(2048, vocab_size=32_000, hidden_size=256) == 256
-    assert chunk_of(1000, vocab_size=151_936, hidden_size=64) == 32
-    assert chunk_of(10, vocab_size=151_936, hidden_size=64) == 10
+    # V / h = 41.7, so 42 chunks; 2^18 / 42 = 6241.5; the next power of two is 8192
+    assert chunk_of(2**18, vocab_size=32_000, hidden_size=768) == 8192
+    # but at least 4096 tokens: 16384 / 42 = 391; or all there are
+    assert chunk_of(16_384, vocab_size=32_000, hidden_size=768) == 4096
+    assert chunk_of(2048, vocab_size=32_000, hidden_size=256) == 2048
+    # or as many as have 2^28 logits: 2^28 / 151936 = 1766.8, rounded down to 1024
+    assert chunk_of(16_384, vocab_size=151_936, hidden_size=896) == 1024
+    assert chunk_of(10, vocab_size=2**40, hidden_size=64) == 1
 
 
 def test_chunks_of_probabilities_take_64_mib_in_fp32() -> None:
