@@ -265,7 +265,7 @@ def main() -> None:
         configurations = [found for found in configurations if str(found[name]) == value]
     context = multiprocessing.get_context("fork")
     with path.open("w", newline="") as file, context.Pool(args.processes, maxtasksperchild=1) as pool:
-        writer = csv.DictWriter(file, fieldnames=[*configurations[0], *_FOUND])
+        writer = csv.DictWriter(file, [*configurations[0], *_FOUND], extrasaction="ignore")
         writer.writeheader()
         writer.writerows(kept)
         for done, row in enumerate(pool.imap_unordered(trace, configurations), start=1):
