@@ -22,6 +22,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "--mlp_kernel fused": {"mlp_kernel": "fused"},
     "--loss_kernel fused_linear": {"loss_kernel": "fused_linear"},
     "all three": FUSED,
+    "--pad_widths": {"pad_widths": True},
     "--torch_compile": {"torch_compile": True},
     "--torch_compile --loss_kernel fused_linear": {"torch_compile": True, "loss_kernel": "fused_linear"},
     "--optim adamw_torch": {"optim": "adamw_torch"},

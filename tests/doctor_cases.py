@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from planted_faults import HYBRID, Planted
+from faulty_files import HYBRID, Planted
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.doctor.case import Case, Host, read_files

@@ -155,6 +155,25 @@ class RunConfig:
         column="Liger",
         heading="Liger",
     )
+    pad_widths: bool = Flag(
+        False,
+        "pad FFN and vocabulary with zeros to multiples of 64, which a GPU multiplies faster. The model "
+        "computes the same, and is saved without padding",
+        group="model",
+        grid=True,
+        excludes=(Excludes("peft", "an adapter fits the unpadded model"),),
+        excludes_strategies=(
+            ExcludesStrategy(
+                "builds_in_shards", "{flag}: the model is built in shards: set zero3_init_flag: false"
+            ),
+        ),
+        may_change_on_resume=False,
+        losses="rounded",
+        estimate="counts",
+        column="padded",
+        label="padded",
+        heading="widths padded",
+    )
     gradient_checkpointing: str = Flag(
         "none",
         "recompute activations in backward, which saves memory. full, or the flag alone: every layer; "

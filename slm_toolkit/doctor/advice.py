@@ -127,12 +127,10 @@ def _alignment(setup: Setup) -> Iterator[Finding]:
         severity="wrong" if gain.speedup >= 1.25 else "unwise",
         gpu=gain.gpu,
         sentence=f"{setup.spec.name}: {widths} is not a multiple of 8, so tensor cores can't run at full "
-        f"speed: {gain.sibling} should train {gain.speedup:.2f} times as fast on {gain.gpu}",
+        f"speed: {gain.change} should train {gain.speedup:.2f} times as fast on {gain.gpu}",
         why="rows of 2-byte numbers then start at addresses that are not multiples of 16 bytes, and cuBLAS "
         "uses kernels that load one number at a time",
-        change=f"--model {gain.sibling.split(' ')[0]}"
-        if gain.sibling.startswith("slm-")
-        else f"another shape: {gain.sibling}",
+        change=gain.change,
         speedup=gain.speedup,
     )
 

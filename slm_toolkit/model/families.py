@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.model.model_spec import Experts, LatentAttention, ModelSpec
+from slm_toolkit.model.model_spec import Experts, LatentAttention, ModelSpec, padded_spec
 
 
 @dataclass(frozen=True)
@@ -257,4 +257,18 @@ def _replaced_kernels(spec: ModelSpec, config: RunConfig) -> list[tuple[str, dic
             "use --mlp_kernel hf"
         )
         found.append((sentence, {"mlp_kernel": "hf"}))
+    if config.pad_widths and (reason := _why_not_padded(spec)) is not None:
+        found.append((f"--pad_widths: {spec.name} {reason}; leave it out", {"pad_widths": False}))
     return found
+
+
+def _why_not_padded(spec: ModelSpec) -> str | None:
+    """Return why zeros in FFN or vocabulary would change the function, or can't be put there."""
+    padded = padded_spec(spec)
+    if spec.experts is not None:
+        return "has experts, which are not padded"
+    if spec.fused_projections and padded.ffn_size != spec.ffn_size:
+        return "has gate and up in one matrix, which is not padded"
+    if spec.after_head == "softcap" and padded.vocab_size != spec.vocab_size:
+        return "caps its logits, so a padded token would have a probability"
+    return None

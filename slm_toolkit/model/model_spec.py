@@ -393,6 +393,16 @@ def small_models() -> list[str]:
     return [spec.name for spec in PRESETS.values() if spec.vocab_size == 384]
 
 
+ALIGNED_TO = 64
+"elements to which widths are padded or rounded: the edge of a tile; tensor cores need multiples of 8"
+
+
+def padded_spec(spec: ModelSpec) -> ModelSpec:
+    """Return the shape that `--pad_widths` gives a model: FFN and vocabulary in multiples of 64."""
+    ffn, vocabulary = (-(-width // ALIGNED_TO) * ALIGNED_TO for width in (spec.ffn_size, spec.vocab_size))
+    return replace(spec, ffn_size=ffn, vocab_size=vocabulary)
+
+
 # Training FLOPs per token, and MFU.
 
 

@@ -5,13 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slm_toolkit.model.families import kernel_problems
-from slm_toolkit.model.model_spec import PRESETS, ModelSpec
+from slm_toolkit.model.model_spec import ALIGNED_TO, PRESETS, ModelSpec, padded_spec
 from slm_toolkit.predict.estimate import estimate
 from slm_toolkit.predict.setup.setup import Setup, with_flags
 from slm_toolkit.predict.speed.matmul import ALIGNMENT, is_aligned
 
-ALIGNED_TO = 64
-"widths that are not multiples of 8 are rounded to this: the edge of a tile, at most 32 elements away"
 WORTH_SAYING = 1.01
 "smallest speedup that is reported: predictions are not more precise"
 
@@ -60,7 +58,7 @@ def _changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
 
     aligned = aligned_sibling(spec)
     trains_all = config.peft == "none"  # an adapter can't change the shape of its frozen model
-    if aligned != spec and trains_all:
+    if aligned != spec and trains_all and not config.pad_widths:
         words = f"widths in multiples of 8: {describe_alignment(spec, aligned)}"
         yield words, dataclasses.replace(setup, spec=aligned)
     if config.attn_implementation == "eager":
@@ -83,27 +81,33 @@ class AlignmentGain:
     """The speedup from widths in multiples of 8 on one GPU type."""
 
     gpu: str
-    sibling: str
-    "the aligned model, and the widths that differ"
+    change: str
+    "--pad_widths, or another model, and the widths that differ"
     speedup: float
 
 
 def alignment_gain(setup: Setup) -> AlignmentGain | None:
-    """Compare a setup with the preset's hardware-friendly sibling, or else with its own rounded shape.
+    """Compare a setup with a padded one, or else with the preset's sibling or its own rounded shape.
 
     Return None if all widths are aligned, or if an adapter is trained. The speedup is a ratio of tokens per
-    second, and includes the siblings' different sizes: up to 11 % of the parameters (slm-100m).
+    second. That of a sibling includes its different size.
     """
     spec = setup.spec
-    if not misaligned_widths(spec) or setup.config.peft != "none":
+    if not misaligned_widths(setup.launched.spec) or setup.config.peft != "none":
         return None
-    sibling = hw_sibling(spec) or aligned_sibling(spec)
-    before, after = estimate(setup.launched), estimate(dataclasses.replace(setup, spec=sibling).launched)
+    padded = with_flags(setup, pad_widths=True)
+    can_pad = not kernel_problems(spec, padded.config) and not setup.strategy.builds_in_shards
+    if can_pad and not misaligned_widths(padded_spec(spec)):
+        change, aligned = "--pad_widths", padded
+    else:
+        sibling = hw_sibling(spec) or aligned_sibling(spec)
+        change = f"--model {sibling.name}" if sibling.name != spec.name else "another shape"
+        change += f" ({describe_alignment(spec, sibling)})"
+        aligned = dataclasses.replace(setup, spec=sibling)
+    before, after = estimate(setup.launched), estimate(aligned.launched)
     if before.tokens_per_second is None or after.tokens_per_second is None:
         return None
-    changed = describe_alignment(spec, sibling)
-    name = f"{sibling.name} ({changed})" if sibling.name != spec.name else changed
-    return AlignmentGain(setup.gpu.name, name, after.tokens_per_second / before.tokens_per_second)
+    return AlignmentGain(setup.gpu.name, change, after.tokens_per_second / before.tokens_per_second)
 
 
 def misaligned_widths(spec: ModelSpec) -> dict[str, int]:

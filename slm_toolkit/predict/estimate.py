@@ -75,6 +75,7 @@ class Estimate:
     norm_kernel: str
     mlp_kernel: str
     torch_compile: bool
+    pad_widths: bool
     optim: str
     adam_dtype: str | None
     peft: str
@@ -211,6 +212,7 @@ def estimate(
         norm_kernel=config.norm_kernel,
         mlp_kernel=config.mlp_kernel,
         torch_compile=config.torch_compile,
+        pad_widths=config.pad_widths,
         optim=config.optim,
         adam_dtype=config.adam_dtype,
         peft=config.peft,
@@ -362,7 +364,7 @@ def _speed(setup: Setup, time: "StepTime | None", software: "Software | None") -
         "mfu": None
         if config.numerics == "fp32"  # its peak without tensor cores is unknown
         else model_flops_utilization(
-            setup.spec,
+            setup.unpadded or setup.spec,  # products with padding are no progress
             seq_len=config.seq_len,
             gpu=setup.gpu,
             tokens_per_second_per_gpu=rate / setup.num_gpus,

@@ -71,7 +71,7 @@ _REFUSED = (
 )
 "flags with which our run does other work than another trainer's would: an error, unless at their default"
 _OURS_ALONE = (
-    *("loss_kernel", "loss_chunk_tokens", "norm_kernel", "mlp_kernel", "use_liger_kernel"),
+    *("loss_kernel", "loss_chunk_tokens", "norm_kernel", "mlp_kernel", "use_liger_kernel", "pad_widths"),
     *("torch_compile_mode", "fsdp_prefetch", "dataloader_num_workers", "profile", "fp32_steps"),
     *("report_to", "save_final_model"),
 )

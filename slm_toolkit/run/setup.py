@@ -88,6 +88,7 @@ from slm_toolkit.run.kernels.layer_kernels import check_optional
 from slm_toolkit.run.model.adapters import check_adapters
 from slm_toolkit.run.model.loss_recorder import RecordedLoss
 from slm_toolkit.run.model.model import build_model
+from slm_toolkit.run.model.padding import without_padding
 from slm_toolkit.run.observe.allocations import AllocationTrace
 from slm_toolkit.run.observe.launch_times import LaunchNotes, NoLaunchNotes
 from slm_toolkit.run.observe.machine_load import GpuBefore, driver_version, look_at_gpu
@@ -430,6 +431,7 @@ def _record_at_start(
     batch = {name: getattr(job.config, name) for name in names}
     typed = ("python", "-m", "slm_toolkit.train", *without_secrets(arguments))
     has_own_weights = job.checkpoint is None and job.config.rehearse is None
+    params = without_padding(job.model, job.model.named_parameters())
     return RunRecord(
         run_name=folder.run_name,
         identity=folder.identity,
@@ -443,7 +445,7 @@ def _record_at_start(
         started_at=datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
         command=shlex.join(job.launch.command or typed),
         gpu=folder.gpu,
-        weights_fingerprint=fingerprint(job.model.named_parameters()) if has_own_weights else None,
+        weights_fingerprint=fingerprint(params) if has_own_weights else None,
         first_step=job.checkpoint.manifest.step if job.checkpoint else 0,
         batch_size_search=search_described(requested, job.config),
         resumed_from=described(job.checkpoint, job.launch_description) if job.checkpoint else None,

@@ -108,6 +108,11 @@ class Strategy:
         return {part.nvme_path for part in parts if part.device == "nvme" and part.nvme_path is not None}
 
     @property
+    def builds_in_shards(self) -> bool:
+        """Whether ZeRO-3 shards each tensor of the model as soon as it is built: zero3_init_flag."""
+        return self.sharding.zero_init
+
+    @property
     def checkpoints_activations(self) -> bool:
         """Whether the YAML turns on accelerate's activation checkpointing of every layer."""
         return self.fsdp is not None and self.fsdp.activation_checkpointing

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from conftest import ENV
 from doctor_cases import MEANT, clean, planted_case
-from planted_faults import ALL
+from faulty_files import ALL
 
 from slm_toolkit.doctor import launch_faults as keys
 from slm_toolkit.doctor.examine import examine

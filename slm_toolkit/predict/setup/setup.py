@@ -9,7 +9,7 @@ from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.hardware.calibration import Calibration, calibration_of
 from slm_toolkit.hardware.gpus import Gpu
 from slm_toolkit.hardware.network import Cluster, cluster_of
-from slm_toolkit.model.model_spec import ModelSpec
+from slm_toolkit.model.model_spec import ModelSpec, padded_spec
 from slm_toolkit.predict.setup.adapters import Adapters, Weights, adapters_of, unknown_targets, weights_of
 from slm_toolkit.predict.setup.other_trainers import LossBytes, OtherTrainer
 from slm_toolkit.strategy.groups import check_groups, fit_groups, ranks_of_each_node
@@ -113,12 +113,17 @@ class Setup:
     like: OtherTrainer | None = None
     "the preset of `--like`; None: slm_toolkit's own trainer"
     deployment: Deployment = field(default=Deployment(), hash=False)  # a measured network contains dicts
+    unpadded: ModelSpec | None = None
+    "the model, if `--pad_widths` has widened `spec`"
 
     @property
     def launched(self) -> "Setup":
-        """This setup with the sizes of rank groups and the settings of the user's files applied."""
+        """This setup with the sizes of rank groups, the settings of the user's files and padding applied."""
         strategy = fit_groups(self.strategy, num_ranks=self.num_gpus, ranks_per_node=self.ranks_per_node)
-        return dataclasses.replace(self, strategy=strategy, config=config_as_launched(self.config, strategy))
+        changes = {"strategy": strategy, "config": config_as_launched(self.config, strategy)}
+        if self.config.pad_widths:
+            changes |= {"spec": padded_spec(self.spec), "unpadded": self.unpadded or self.spec}
+        return dataclasses.replace(self, **changes)
 
     @property
     def ranks_per_node(self) -> int:

@@ -50,7 +50,7 @@ NETWORK_SOURCES = {
 }
 _DECIDES_BATCH = (
     *("seq_len", "gradient_checkpointing", "gradient_accumulation_steps", "loss_kernel", "norm_kernel"),
-    *("mlp_kernel", "torch_compile"),
+    *("mlp_kernel", "torch_compile", "pad_widths"),
 )
 _OTHERS = ("communication", "temporary", "workspace")
 _MOST_RANGES = 3

@@ -29,6 +29,7 @@ from slm_toolkit.record.saved_files import (
 from slm_toolkit.run.checkpoint.files import remove
 from slm_toolkit.run.checkpoint.model_card import CARD_FILE
 from slm_toolkit.run.model.adapters import save_merged
+from slm_toolkit.run.model.padding import config_without_padding, without_padding
 
 
 def has_ended(run_dir: Path, identity: str | None = None) -> bool:
@@ -140,9 +141,10 @@ def save_model(
     state_dict = accelerator.get_state_dict(model)  # a collective: shards are gathered to rank 0
     if accelerator.is_main_process:
         hf_model = accelerator.unwrap_model(model, keep_torch_compile=False)
+        state_dict = dict(without_padding(hf_model, state_dict.items()))
         floats = {tensor.dtype for tensor in state_dict.values() if tensor.is_floating_point()}
         hf_model.config.dtype = floats.pop() if len(floats) == 1 else None
-        with _in_place_of(folder) as unfinished:
+        with _in_place_of(folder) as unfinished, config_without_padding(hf_model):
             hf_model.save_pretrained(unfinished, state_dict=state_dict)
             written = [unfinished, save_merged(hf_model, state_dict, unfinished)] if merge else [unfinished]
             for place in written:

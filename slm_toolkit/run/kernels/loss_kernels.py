@@ -91,6 +91,8 @@ class LossHead(torch.nn.Linear):
     compiled: bool = False
     "True if torch.compile computes the arithmetic between the matrix products"
     chunks: LossChunks = _BY_RULE
+    vocab_size: int | None = None
+    "tokens, if the columns after them are padding (`run/model/padding.py`), which get the logit -inf"
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         labels, self.labels = self.labels, None
@@ -105,7 +107,7 @@ class LossHead(torch.nn.Linear):
             targets = _next_tokens(labels).to(hidden.device)
             num_items = _num_valid(targets) if self.num_items is None else self.num_items
             kernel, with_gradient = _chunk_kernel(self.compiled), torch.is_grad_enabled()
-            sums = (targets, num_items, with_gradient, kernel, self.chunks, losses)
+            sums = (targets, num_items, with_gradient, kernel, self.chunks, losses, self.vocab_size)
             loss = _FusedLinearLoss.apply(hidden, weight, *sums)
         self.last_loss = loss.detach()
         return loss
@@ -148,6 +150,7 @@ class _FusedLinearLoss(torch.autograd.Function):
         kernel: _Chunk,
         chunks: LossChunks,
         token_losses: torch.Tensor | None,
+        num_known: int | None,
     ) -> torch.Tensor:
         vocab_size, hidden_size = weight.shape
         flat = hidden.reshape(-1, hidden_size)
@@ -161,6 +164,8 @@ class _FusedLinearLoss(torch.autograd.Function):
         for start in range(0, len(flat), rows):
             chunk, part = flat[start : start + rows], targets[start : start + rows]
             logits = torch.mm(chunk, weight.t(), out=buffer[: len(chunk)])
+            if num_known is not None:
+                logits[:, num_known:] = -torch.inf
             total += _sum_of_losses_(
                 logits,
                 part,
@@ -184,7 +189,7 @@ class _FusedLinearLoss(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_weight is not None:
             grad_weight.mul_(upstream)
-        return grad_hidden.mul_(upstream), grad_weight, None, None, None, None, None, None
+        return grad_hidden.mul_(upstream), grad_weight, None, None, None, None, None, None, None
 
 
 def give_labels_to_head(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -30,6 +30,7 @@ from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import has_weights
 from slm_toolkit.run.kernels.layer_kernels import decoder_layers, use_fp8, use_kernels, use_liger
 from slm_toolkit.run.model.adapters import add_adapter, quantize
+from slm_toolkit.run.model.padding import pad_widths
 from slm_toolkit.run.peers.step_exchange import gather_to_all
 
 
@@ -77,6 +78,8 @@ def build_model(spec: ModelSpec, config: RunConfig, *, documents_apart: bool = F
     model.config.use_cache = False
     if model.generation_config is not None:
         model.generation_config.use_cache = True  # the saved model will generate text
+    if config.pad_widths:
+        pad_widths(model, spec)
     enable_checkpointing(model, config.gradient_checkpointing, compiled=config.torch_compile)
     use_kernels(model, config)
     if config.use_liger_kernel:

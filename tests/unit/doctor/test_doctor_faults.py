@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from doctor_cases import MEANT, clean, planted_case
-from planted_faults import ALL, HYBRID, Planted
+from faulty_files import ALL, HYBRID, Planted
 
 from slm_toolkit.doctor.case import Case, Host, read_files
 from slm_toolkit.doctor.examine import Examined, examine_all

@@ -133,8 +133,9 @@ def test_buckets_of_a_users_own_json_count(tmp_path: Path) -> None:
         "distributed_type: DEEPSPEED\nnum_processes: 8\ndeepspeed_config:\n"
         f"  deepspeed_config_file: {json_path}\n"
     )
-    config = RunConfig(model="slm-100m", gradient_checkpointing="full", loss_kernel="fused_linear")
-    config = config.with_defaults(has_gpu=True)
+    config = RunConfig(
+        model="slm-100m", gradient_checkpointing="full", loss_kernel="fused_linear", loss_chunk_tokens=256
+    ).with_defaults(has_gpu=True)
     mine = peak(Setup(find_model("slm-100m"), read_strategy(yaml_path), config, num_gpus=8))
     ours = peak(Setup(find_model("slm-100m"), find_strategy("ds_zero2"), config, num_gpus=8))
     assert mine.parts["communication"] == 2 * 500_000_000 * 2

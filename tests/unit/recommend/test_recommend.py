@@ -150,7 +150,7 @@ def test_aligned_widths_are_named_for_each_gpu_type() -> None:
         "recommend", "--model", "slm-500m", "--gpu", "a100-40gb:1", "h100-80gb:1", "--tokens", "1B"
     )
     for name in ("a100-40gb", "h100-80gb"):
-        assert f"on 1 x {name}, slm-500m-hw (FFN 4096 for 4147) instead of slm-500m is about 1." in done.out
+        assert f"on 1 x {name}, slm-500m with --pad_widths is about 1." in done.out
     aligned = slm_here("recommend", "--model", "slm-500m-hw", "--gpu", "h100-80gb:1").out
     assert "aligned widths" not in aligned
 

@@ -1,0 +1,128 @@
+"""Zero rows and columns that give a model's FFN and vocabulary widths of fast matrix products: --pad_widths.
+
+A GPU multiplies fast if widths are multiples of 8 (`predict/speed/matmul.py`). The padded model computes the
+same function: a hidden unit of the FFN with zero weights outputs zero, and a padded token has the logit -inf,
+so the probability 0. The gradients of all padding are zero, so it stays zero.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from slm_toolkit.model.model_spec import ModelSpec, padded_spec
+from slm_toolkit.run.kernels.layer_kernels import decoder_layers
+
+_TO_FFN, _FROM_FFN = ("gate_proj", "up_proj", "c_fc"), ("down_proj", "c_proj")
+"names of the linear modules into and out of an FFN, in Llama's relatives and in GPT-2"
+_SHAPES = "shapes_without_padding"
+"our own attribute of a model: the shapes of its padded parameters before padding, by name"
+
+
+def pad_widths(model: PreTrainedModel, spec: ModelSpec) -> None:
+    """Pad the FFN and the vocabulary of `model` to the widths of `padded_spec`, in place.
+
+    `model.families.kernel_problems` names models that padding would change. Raises ValueError for an FFN of
+    other modules than those that we know.
+    """
+    padded, shapes = padded_spec(spec), {}
+    before = {name: param.shape for name, param in _all_parameters(model)}
+    if padded.vocab_size != spec.vocab_size:
+        _pad_vocabulary(model, padded.vocab_size)
+    if padded.ffn_size != spec.ffn_size:
+        for layer in decoder_layers(model):
+            _pad_ffn(layer, spec.ffn_size, padded.ffn_size)
+    for name, param in _all_parameters(model):
+        if param.shape != before[name]:
+            shapes[name] = before[name]
+    setattr(model, _SHAPES, shapes)
+
+
+def _all_parameters(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    return model.named_parameters(remove_duplicate=False)  # a tied head, too
+
+
+def _pad_vocabulary(model: PreTrainedModel, width: int) -> None:
+    size = model.config.vocab_size
+    with torch.random.fork_rng(devices=[]):  # transformers draws the new rows; later draws must not differ
+        model.resize_token_embeddings(width, mean_resizing=False)
+    head = model.get_output_embeddings()
+    for module in (model.get_input_embeddings(), head):
+        for param in module.parameters():
+            param.data[size:] = 0
+    head.vocab_size = size
+    head.register_forward_hook(_hide_padding)
+
+
+def _hide_padding(head: torch.nn.Module, args: tuple[Any, ...], logits: torch.Tensor) -> torch.Tensor:
+    """A forward hook; a loss, which a LossHead returns, has no columns."""
+    return _HiddenPadding.apply(logits, head.vocab_size) if logits.dim() else logits
+
+
+class _HiddenPadding(torch.autograd.Function):
+    """Sets the logits of padded tokens to -inf, in place.
+
+    The loss's gradient with respect to these logits is zero already, so backward has nothing to do.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        ctx.mark_dirty(logits)
+        logits[..., vocab_size:] = -torch.inf
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return upstream, None
+
+
+def _pad_ffn(layer: torch.nn.Module, width: int, padded: int) -> None:
+    ffn = getattr(layer, "mlp", layer)
+    modules = dict(ffn.named_children())
+    into = [modules[name] for name in _TO_FFN if name in modules]
+    out = [modules[name] for name in _FROM_FFN if name in modules]
+    for module in into:
+        _widen(module, "out_features", width, padded)
+    for module in out:
+        _widen(module, "in_features", width, padded)
+    if not into or not out:
+        raise ValueError(
+            f"--pad_widths: the FFN of {type(layer).__name__} has {', '.join(modules) or 'no modules'}; only "
+            f"{', '.join((*_TO_FFN, *_FROM_FFN))} can be padded\nhint: leave --pad_widths out"
+        )
+
+
+def _widen(module: torch.nn.Module, features: str, width: int, padded: int) -> None:
+    """Append zeros to the inputs or outputs of a Linear, or of GPT-2's Conv1D, whose weight is transposed."""
+    is_linear, more = isinstance(module, torch.nn.Linear), padded - width
+    setattr(module, features if is_linear else {"out_features": "nf", "in_features": "nx"}[features], padded)
+    of_rows = is_linear == (features == "out_features")
+    pad = (0, 0, 0, more) if of_rows else (0, more)
+    module.weight = torch.nn.Parameter(functional.pad(module.weight.data, pad))
+    if module.bias is not None and features == "out_features":
+        module.bias = torch.nn.Parameter(functional.pad(module.bias.data, (0, more)))
+
+
+def without_padding(
+    model: PreTrainedModel, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each named tensor of the model's state in the shape that it has without padding."""
+    shapes = getattr(model, _SHAPES, {})
+    for name, tensor in tensors:
+        if name in shapes:
+            tensor = tensor[tuple(slice(size) for size in shapes[name])]
+        yield name, tensor
+
+
+@contextmanager
+def config_without_padding(model: PreTrainedModel) -> Iterator[None]:
+    """Give the model's configuration the vocabulary that it has without padding, to save it."""
+    padded, size = model.config.vocab_size, getattr(model.get_output_embeddings(), "vocab_size", None)
+    model.config.vocab_size = size or padded
+    try:
+        yield
+    finally:
+        model.config.vocab_size = padded
