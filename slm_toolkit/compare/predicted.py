@@ -7,7 +7,7 @@ from slm_toolkit.compare.outcome import planned_record
 from slm_toolkit.config.run_config import REHEARSED_RANKS_PER_NODE
 from slm_toolkit.hardware.gpus import find_gpu
 from slm_toolkit.predict.estimate import estimate
-from slm_toolkit.predict.setup.setup import Setup, config_as_launched, placement_of, unknown_to_estimates
+from slm_toolkit.predict.setup.setup import Setup, placement_of, unknown_to_estimates
 from slm_toolkit.record.run_record import RunRecord
 
 
@@ -24,13 +24,13 @@ def setup_of(run: PlannedRun) -> Setup | None:
     return Setup(
         run.spec,
         run.strategy,
-        config_as_launched(run.config, run.strategy),
+        run.config,
         num_gpus=num_gpus,
         gpus_per_node=REHEARSED_RANKS_PER_NODE
         if run.config.rehearse
         else max(1, num_gpus // run.strategy.num_machines),
         gpu=gpu,
-    )
+    ).launched
 
 
 def check_skippable(runs: list[PlannedRun]) -> None:

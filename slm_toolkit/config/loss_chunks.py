@@ -8,7 +8,7 @@ _FULL_WAVES = 4096
 """tokens with which a chunk's matrix products fill a GPU: with 512 tokens and 768 hidden units, the gradient
 of the hidden states has 12 tiles of 256 x 128 for the 132 multiprocessors of an H200"""
 _MOST_LOGITS = 2**28
-"logits of a chunk that these tokens may have: 512 MiB in bf16"
+"logits of a chunk of so many tokens, at most: 512 MiB in bf16"
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,10 @@ class LossChunks:
 
         Few tokens take little memory: with V / h chunks, as in Liger Kernel (arXiv 2410.10989, section 3.2),
         a chunk's logits are as large as the hidden states. But small matrix products use a part of a GPU,
-        and every chunk reads and writes matrices of V x h. So a chunk has at least _FULL_WAVES tokens, or as
-        many as have _MOST_LOGITS. Both are powers of two, for the GPU's tiles: V = 32000, h = 768, N = 2^18
-        give 42 chunks of 6242 tokens, so 8192; V = 151936 gives at least 1766 tokens, so 1024.
+        and every chunk reads and writes matrices of V x h. So a chunk has at least _FULL_WAVES tokens, or,
+        with a large vocabulary, the tokens of _MOST_LOGITS. Each number becomes a power of two, for the
+        GPU's tiles: V = 32000, h = 768, N = 2^18 give 42 chunks of 6242 tokens, so 8192; V = 151936 gives at
+        least 1766 tokens, so 1024.
         """
         if self.num_tokens_asked is not None:
             return min(num_tokens, self.num_tokens_asked)

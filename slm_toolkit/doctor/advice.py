@@ -120,14 +120,14 @@ def _alignment(setup: Setup) -> Iterator[Finding]:
     gain = alignment_gain(setup)
     if gain is None or gain.speedup < WORTH_SAYING:
         return
-    widths = ", ".join(f"{name} {width}" for name, width in misaligned_widths(setup.spec).items())
+    widths = ", ".join(f"{name} {width}" for name, width in misaligned_widths(setup.launched.spec).items())
     yield Finding(
         name="widths-off-tensor-cores",
         topic="alignment",
         severity="wrong" if gain.speedup >= 1.25 else "unwise",
         gpu=gain.gpu,
         sentence=f"{setup.spec.name}: {widths} is not a multiple of 8, so tensor cores can't run at full "
-        f"speed: {gain.change} should train {gain.speedup:.2f} times as fast on {gain.gpu}",
+        f"speed: with {gain.change} it should train {gain.speedup:.2f} times as fast on {gain.gpu}",
         why="rows of 2-byte numbers then start at addresses that are not multiples of 16 bytes, and cuBLAS "
         "uses kernels that load one number at a time",
         change=gain.change,

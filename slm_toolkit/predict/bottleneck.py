@@ -82,7 +82,7 @@ class AlignmentGain:
 
     gpu: str
     change: str
-    "--pad_widths, or another model, and the widths that differ"
+    "--pad_widths, or --model or another shape with the widths that differ"
     speedup: float
 
 
@@ -100,6 +100,7 @@ def alignment_gain(setup: Setup) -> AlignmentGain | None:
     if can_pad and not misaligned_widths(padded_spec(spec)):
         change, aligned = "--pad_widths", padded
     else:
+        spec = setup.launched.spec
         sibling = hw_sibling(spec) or aligned_sibling(spec)
         change = f"--model {sibling.name}" if sibling.name != spec.name else "another shape"
         change += f" ({describe_alignment(spec, sibling)})"

@@ -219,7 +219,7 @@ def estimate(
         lora_r=adapters.rank if adapters and adapters.rank else None,
         lora_dropout=config.lora_dropout if adapters and adapters.rank else None,
         adapted_modules=list(adapters.targets) if adapters else None,
-        num_trainable_params=setup.weights.trained,
+        num_trainable_params=setup.unpadded.num_params if setup.unpadded else setup.weights.trained,
         software=setup.software,
         calibration=setup.calibration.described,
         peak_allocated_bytes=allocated.middle,

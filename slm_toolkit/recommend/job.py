@@ -287,7 +287,7 @@ def advice_on(
             row = plan.estimate
             price = f": ${plan.usd / gain.speedup:,.2f} instead of ${plan.usd:,.2f}" if plan.usd else ""
             lines.append(
-                f"aligned widths: on {row.num_gpus} x {name}, {row.model} with {gain.change} is about "
+                f"aligned widths: on {row.num_gpus} x {name}, {gain.change} for {row.model} is about "
                 f"{gain.speedup:.2f}x faster{price}"
             )
     first = ranked[0]

@@ -262,7 +262,8 @@ def _search_strategy(
         config = candidate.config
         same_batch = (candidate.with_any_saving, config.per_device_train_batch_size)
         launched = dataclasses.replace(setup, config=config_as_launched(config, strategy))
-        observed = _observed(launched, observations)
+        observed = _observed(launched, observations)  # records name the model without padding
+        launched = launched.launched
         fits_for_sure = num_fitting[
             candidate.with_any_batch
         ] >= _ENOUGH_BATCHES or candidate.saves_no_less_than(savings_that_fit.get(same_batch, []))

@@ -78,7 +78,7 @@ def _configuration_of(facts: bytes) -> _Configuration | None:
         per_node = max(1, per_node)
         strategy = fit_groups(strategy, num_ranks=num_ranks, ranks_per_node=per_node)
         like = trainer_named("trainer") if record.is_of_script else None
-        setup = Setup(spec, strategy, config, num_gpus=num_ranks, gpus_per_node=per_node, like=like)
+        setup = Setup(spec, strategy, config, num_gpus=num_ranks, gpus_per_node=per_node, like=like).launched
         return _Configuration(setup, peak(setup))
     except ValueError:  # ZeRO-0, tensor parallelism, ...
         return None

@@ -23,7 +23,7 @@ from slm_toolkit.base.user_files import exists, typed_path
 from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
 from slm_toolkit.launch.command_line import shared_launch_facts
 from slm_toolkit.model.from_config import check_trainable
-from slm_toolkit.model.model_spec import ModelSpec
+from slm_toolkit.model.model_spec import ModelSpec, padded_spec
 from slm_toolkit.model.names import check_adapter_base, find_model, has_weights
 from slm_toolkit.predict.deepspeed_estimator import live_deepspeed_needs
 from slm_toolkit.record.run_record import (
@@ -534,7 +534,10 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
         deepspeed_estimate=None
         if config.peft != "none"  # DeepSpeed's estimate ignores frozen parameters
         else deepspeed_estimate_of(
-            job.spec, zero_stage=running.zero_stage, world_size=running.world_size, local=local_world_size()
+            padded_spec(job.spec) if config.pad_widths else job.spec,
+            zero_stage=running.zero_stage,
+            world_size=running.world_size,
+            local=local_world_size(),
         ),
     )
     writer = None

@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 
 from slm_toolkit.base.typed_files import field_problem
 from slm_toolkit.base.user_files import read_bytes
+from slm_toolkit.config.run_config import FLAGS
 from slm_toolkit.record.saved_files import delete, sync
 
 FORMAT = 3
@@ -171,7 +172,9 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise ValueError(f"{changed}\nhint: {_HINT}") from None
     if not (is_as_written and _makes_sense(manifest)):
         raise ValueError(f"{path} has changed since it was written\nhint: {_HINT}")
-    return manifest
+    # a run of an earlier version did what is the default of a flag that came later
+    defaults = {name: flag.default for name, flag in FLAGS.items() if not flag.may_change_on_resume}
+    return dataclasses.replace(manifest, run=defaults | manifest.run)
 
 
 def _makes_sense(manifest: Manifest) -> bool:

@@ -234,7 +234,7 @@ def use_fp8(model: PreTrainedModel, recipe: str) -> None:
     if not any(fits_fp8(module) for module in layers.modules()):
         raise ValueError(
             f"--fp8 {recipe}: no width of {type(model).__name__} is a multiple of {FP8_MULTIPLE}\n"
-            "hint: choose a preset that ends in -hw"
+            "hint: add --pad_widths, or choose a preset that ends in -hw"
         )
     convert_to_float8_training(layers, config=config, module_filter_fn=lambda module, _: fits_fp8(module))
 

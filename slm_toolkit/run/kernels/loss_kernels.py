@@ -62,7 +62,7 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 class LossHead(torch.nn.Linear):
-    """An output head that returns the loss if it has labels, and never computes all logits at once.
+    """An output head that returns the loss if it has labels. It computes it in chunks of tokens.
 
     The head's forward computes the loss, because FSDP2 and ZeRO-3 gather the head's weight only for its
     forward. transformers then calls the loss `logits`, and `loss_of_head` returns it.

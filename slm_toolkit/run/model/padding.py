@@ -1,4 +1,4 @@
-"""Zero rows and columns that give a model's FFN and vocabulary widths of fast matrix products: --pad_widths.
+"""--pad_widths: adds zeros to FFN and vocabulary, so that they have widths that a GPU multiplies fast.
 
 A GPU multiplies fast if widths are multiples of 8 (`predict/speed/matmul.py`). The padded model computes the
 same function: a hidden unit of the FFN with zero weights outputs zero, and a padded token has the logit -inf,
@@ -58,8 +58,9 @@ def _pad_vocabulary(model: PreTrainedModel, width: int) -> None:
 
 
 def _hide_padding(head: torch.nn.Module, args: tuple[Any, ...], logits: torch.Tensor) -> torch.Tensor:
-    """A forward hook; a loss, which a LossHead returns, has no columns."""
-    return _HiddenPadding.apply(logits, head.vocab_size) if logits.dim() else logits
+    """A forward hook on the head."""
+    is_loss = logits.dim() == 0  # of a LossHead with labels, which has hidden the padding by itself
+    return logits if is_loss else _HiddenPadding.apply(logits, head.vocab_size)
 
 
 class _HiddenPadding(torch.autograd.Function):

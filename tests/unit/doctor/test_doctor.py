@@ -23,7 +23,7 @@ def test_it_names_the_gain_of_aligned_widths_for_each_gpu_type() -> None:
     found = doctored("--model", "slm-500m", "--per_device_train_batch_size", "16", code=1)
     gains = {finding["gpu"]: finding for finding in found if finding["topic"] == "alignment"}
     assert set(gains) == {"a100-40gb", "a100-80gb", "h100-80gb"}
-    assert all("--pad_widths should train" in finding["sentence"] for finding in gains.values())
+    assert all("with --pad_widths it should train" in finding["sentence"] for finding in gains.values())
     assert all(finding["change"] == "--pad_widths" for finding in gains.values())
     # the facts behind it: a misaligned product takes 1 / 0.152 of the time on Hopper, 1 / 0.316 on Ampere
     assert gains["h100-80gb"]["speedup"] > gains["a100-80gb"]["speedup"] > 1.25
