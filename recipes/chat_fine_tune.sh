@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # How do I fine-tune all weights of a small model on chats?
 # hardware: 1 x rtx-4090
-# memory: 13.8 of 23.5 GiB per GPU, 2 GiB of host RAM per node
+# memory: 14.1 of 23.5 GiB per GPU, 2 GiB of host RAM per node
 # time: 1.9 h
-# cost: $1.43
-# estimated on 2026-11-25 by the first command below
+# cost: $1.39
+# estimated on 2026-11-26 by the first command below
 set -euo pipefail
 
 # 1. Full fine-tuning of 360M parameters fits a card of 24 GB without adapters, checkpointing or offload.

@@ -3,8 +3,8 @@
 # hardware: 1 x rtx-4090
 # memory: 19.0 of 23.5 GiB per GPU, 1 GiB of host RAM per node
 # time: 6.3 h
-# cost: $4.70
-# estimated on 2026-11-25 by the first command below
+# cost: $4.67
+# estimated on 2026-11-26 by the first command below
 set -euo pipefail
 
 # 1. Which GPU to rent. This only estimates, on any computer. (-hw: widths that are fast on tensor cores.)

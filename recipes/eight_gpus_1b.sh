@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Eight GPUs and a 1B model: DDP, or sharded gradients and optimizer?
 # hardware: 8 x a100-40gb
-# memory: 23.6 of 39.4 GiB per GPU, 35 GiB of host RAM per node
-# time: 22.0 h
-# cost: $417
-# estimated on 2026-11-25 by the first command below
+# memory: 25.5 of 39.4 GiB per GPU, 35 GiB of host RAM per node
+# time: 22.4 h
+# cost: $425
+# estimated on 2026-11-26 by the first command below
 set -euo pipefail
 
 # 1. Estimate both. The paper recommends DDP if the model fits; sharding makes room for a larger batch.
@@ -12,7 +12,7 @@ slm recommend --model slm-1b-hw --tokens 20B --torch_compile --loss_kernel fused
   --strategy ddp fsdp_shard_grad_op
 
 if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with GPUs: the real thing
-  : "${MODEL:=slm-1b-hw}" "${SEQ_LEN:=1024}" "${BATCH:=16}" "${ACCUMULATE:=4}" "${STEPS:=38147}" "${GPUS:=8}"
+  : "${MODEL:=slm-1b-hw}" "${SEQ_LEN:=1024}" "${BATCH:=8}" "${ACCUMULATE:=8}" "${STEPS:=38147}" "${GPUS:=8}"
   data=(--dataset HuggingFaceFW/fineweb-edu --dataset_config_name sample-100BT
     --tokenizer_name TinyLlama/TinyLlama_v1.1)
   compile=(--torch_compile) measured=(ddp fsdp_shard_grad_op)
@@ -21,7 +21,7 @@ else # without GPUs, or with TRY=1: two steps of a tiny model on two CPU process
   data=(--dataset synthetic)
   compile=() measured=(ddp)
 fi
-: "${STRATEGY:=fsdp_shard_grad_op}" # or ddp, if step 2 finds it faster on your machine
+: "${STRATEGY:=ddp}" # or fsdp_shard_grad_op, if step 2 finds it faster on your machine
 flags=(--model "$MODEL" --seq_len "$SEQ_LEN" --per_device_train_batch_size "$BATCH"
   --gradient_accumulation_steps "$ACCUMULATE" --loss_kernel fused_linear --norm_kernel fused "${compile[@]}")
 

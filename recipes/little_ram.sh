@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # What if host RAM is too small for one copy of the model per rank?
 # hardware: 8 x a100-40gb
-# memory: 19.8 of 39.4 GiB per GPU, 68 GiB of host RAM per node
-# time: 94.0 h
-# cost: $1,781
-# estimated on 2026-11-25 by the first command below
+# memory: 19.9 of 39.4 GiB per GPU, 68 GiB of host RAM per node
+# time: 93.7 h
+# cost: $1,774
+# estimated on 2026-11-26 by the first command below
 set -euo pipefail
 
 # 1. Eight ranks that each build a 2B model in fp32 need the RAM above before they use a GPU, and the kernel

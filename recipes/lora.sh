@@ -3,8 +3,8 @@
 # hardware: 1 x rtx-4090
 # memory: 7.0 of 23.5 GiB per GPU, 7 GiB of host RAM per node
 # time: 2.5 h
-# cost: $1.86
-# estimated on 2026-11-25 by the first command below
+# cost: $1.85
+# estimated on 2026-11-26 by the first command below
 set -euo pipefail
 
 # 1. LoRA freezes the weights and trains small added matrices: only these have an optimizer state.

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Will my training fit in memory, before I rent GPUs?
 # hardware: 64 x a100-40gb in 8 nodes (the plan; this runs on any computer)
-# memory: 22.5 of 39.4 GiB per GPU, 68 GiB of host RAM per node
+# memory: 22.7 of 39.4 GiB per GPU, 68 GiB of host RAM per node
 # time: - (seconds; nothing is launched on a GPU)
 # cost: - (nothing is rented)
-# estimated on 2026-11-22 by the first command below
+# estimated on 2026-11-26 by the first command below
 set -euo pipefail
 
 # 1. Estimates, in a fraction of a second: what fits, how much memory is left, the peak; the largest batch.

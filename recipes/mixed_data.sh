@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # How much does each dataset gain from training on a mixture?
 # hardware: 1 x rtx-4090
-# memory: 12.5 of 23.5 GiB per GPU, 2 GiB of host RAM per node
-# time: 7.5 h
-# cost: $5.53
-# estimated on 2026-11-25 by the first command below
+# memory: 12.8 of 23.5 GiB per GPU, 2 GiB of host RAM per node
+# time: 7.3 h
+# cost: $5.37
+# estimated on 2026-11-26 by the first command below
 set -euo pipefail
 
 # 1. Continue the pretraining of a 360M model for a billion tokens.

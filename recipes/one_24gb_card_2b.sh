@@ -2,9 +2,9 @@
 # How do I train a 2B model on one 24 GB card?
 # hardware: 1 x rtx-4090
 # memory: 19.0 of 23.5 GiB per GPU, 8 GiB of host RAM per node
-# time: 33.4 h
-# cost: $24.68
-# estimated on 2026-11-25 by the first command below
+# time: 33.3 h
+# cost: $24.65
+# estimated on 2026-11-26 by the first command below
 set -euo pipefail
 
 # 1. With fp32 master weights the training state alone is 31 GiB: gradient checkpointing, which only saves

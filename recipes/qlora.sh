@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # How little memory is enough to fine-tune a 1.5B model?
 # hardware: 1 x rtx-4090
-# memory: 1.6 of 23.5 GiB per GPU, 7 GiB of host RAM per node
-# time: 2.7 h
-# cost: $2.00
-# estimated on 2026-11-25 by the first command below
+# memory: 1.8 of 23.5 GiB per GPU, 7 GiB of host RAM per node
+# time: 2.2 h
+# cost: $1.62
+# estimated on 2026-11-26 by the first command below
 set -euo pipefail
 
 # 1. QLoRA: frozen weights in 4 bits, adapters in bf16, recomputed activations, one sequence at a time.

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # How do I compare strategies and train a model on a Slurm cluster?
 # hardware: 16 x a100-40gb in 2 nodes
-# memory: 22.8 of 39.4 GiB per GPU, 35 GiB of host RAM per node
-# time: 11.2 h
-# cost: $423
-# estimated on 2026-11-25 by the first command below
+# memory: 22.9 of 39.4 GiB per GPU, 35 GiB of host RAM per node
+# time: 11.1 h
+# cost: $420
+# estimated on 2026-11-26 by the first command below
 set -euo pipefail
 
 # 1. Time and cost of the training in step 3, on two nodes, by strategy; without waiting in the queue.
