@@ -18,8 +18,8 @@ from slm_toolkit.run.kernels.layer_kernels import decoder_layers
 
 _TO_FFN, _FROM_FFN = ("gate_proj", "up_proj", "c_fc"), ("down_proj", "c_proj")
 "names of the linear modules into and out of an FFN, in Llama's relatives and in GPT-2"
-_SHAPES = "shapes_without_padding"
-"our own attribute of a model: the shapes of its padded parameters before padding, by name"
+_SHAPES, _VOCAB_SIZE = "shapes_without_padding", "vocab_size_without_padding"
+"our own attributes of a model: the shapes of its padded parameters before padding, by name; its tokens"
 
 
 def pad_widths(model: PreTrainedModel, spec: ModelSpec) -> None:
@@ -39,6 +39,7 @@ def pad_widths(model: PreTrainedModel, spec: ModelSpec) -> None:
         if param.shape != before[name]:
             shapes[name] = before[name]
     setattr(model, _SHAPES, shapes)
+    setattr(model, _VOCAB_SIZE, spec.vocab_size)
 
 
 def _all_parameters(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -81,8 +82,9 @@ class _HiddenPadding(torch.autograd.Function):
 
 
 def _pad_ffn(layer: torch.nn.Module, width: int, padded: int) -> None:
-    ffn = getattr(layer, "mlp", layer)
-    modules = dict(ffn.named_children())
+    modules = {
+        name.removeprefix("mlp."): module for name, module in layer.named_modules() if name.startswith("mlp.")
+    }
     into = [modules[name] for name in _TO_FFN if name in modules]
     out = [modules[name] for name in _FROM_FFN if name in modules]
     for module in into:
@@ -121,8 +123,8 @@ def without_padding(
 @contextmanager
 def config_without_padding(model: PreTrainedModel) -> Iterator[None]:
     """Give the model's configuration the vocabulary that it has without padding, to save it."""
-    padded, size = model.config.vocab_size, getattr(model.get_output_embeddings(), "vocab_size", None)
-    model.config.vocab_size = size or padded
+    padded = model.config.vocab_size
+    model.config.vocab_size = getattr(model, _VOCAB_SIZE, padded)
     try:
         yield
     finally:
