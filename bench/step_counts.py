@@ -10,6 +10,7 @@ A row for each model and set of flags, by the closed forms of `slm estimate`: no
 import argparse
 from typing import Any
 
+from slm_toolkit.config.loss_chunks import tokens_of_ligers_chunk
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import gpu_of_name
 from slm_toolkit.model.names import find_model
@@ -21,9 +22,8 @@ from slm_toolkit.predict.speed.step import _optimizer_kernels, micro_step_work, 
 from slm_toolkit.strategy.strategy import find_strategy
 
 MODELS = ("slm-100m", "slm-100m-hw", "slm-500m", "slm-500m-hw", "slm-1b-hw", "slm-2b-hw", "qwen2.5-0.5b")
-SMALL_CHUNKS = {"slm-100m": 512, "slm-100m-hw": 512, "slm-2b-hw": 2048, "qwen2.5-0.5b": 128}
-"tokens per chunk of the fused loss by the rule until 2026-11-26, of 16,384 tokens; of other models 1,024"
 FAST = {"loss_kernel": "fused_linear", "norm_kernel": "fused"}
+COMPILED = {**FAST, "torch_compile": True}
 
 
 def main() -> None:
@@ -37,20 +37,18 @@ def main() -> None:
     print("| model | flags | kernels | optimizer, bytes | host, ms | GPU, ms | predicted MFU |")
     print("|---|---|---|---|---|---|---|")
     for model in args.models:
-        small = {"loss_chunk_tokens": SMALL_CHUNKS.get(model, 1024)}
+        spec = find_model(model)
+        shape = {"vocab_size": spec.vocab_size, "hidden_size": spec.hidden_size}
+        small = {"loss_chunk_tokens": tokens_of_ligers_chunk(1024 * args.batch_size, **shape)}
         for words, flags in (
             ("plain", {}),
-            ("fused kernels, small chunks", {**FAST, **small}),
+            ("fused kernels, Liger's chunks", {**FAST, **small}),
             ("fused kernels", FAST),
             ("and padded", {**FAST, "pad_widths": True}),
-            ("compiled", {**FAST, "torch_compile": True}),
-            ("compiled, padded, adamw_triton", _all()),
+            ("compiled", COMPILED),
+            ("compiled, padded, adamw_triton", {**COMPILED, "pad_widths": True, "optim": "adamw_triton"}),
         ):
             print(row_of(model, args.gpu, args.batch_size, words, flags))
-
-
-def _all() -> dict[str, Any]:
-    return {**FAST, "torch_compile": True, "pad_widths": True, "optim": "adamw_triton"}
 
 
 def row_of(model: str, gpu: str, batch_size: int, words: str, flags: dict[str, Any]) -> str:

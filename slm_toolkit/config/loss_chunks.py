@@ -21,19 +21,27 @@ class LossChunks:
     def of_logits(self, num_tokens: int, *, vocab_size: int, hidden_size: int) -> int:
         """Return the tokens per chunk of `fused_linear`.
 
-        Few tokens take little memory: with V / h chunks, as in Liger Kernel (arXiv 2410.10989, section 3.2),
-        a chunk's logits are as large as the hidden states. But small matrix products use a part of a GPU,
-        and every chunk reads and writes matrices of V x h. So a chunk has at least _FULL_WAVES tokens, or,
-        with a large vocabulary, the tokens of _MOST_LOGITS. Each number becomes a power of two, for the
-        GPU's tiles: V = 32000, h = 768, N = 2^18 give 42 chunks of 6242 tokens, so 8192; V = 151936 gives at
-        least 1766 tokens, so 1024.
+        Liger's chunks take little memory. But their matrix products may be too small for a GPU, and every
+        chunk reads and writes matrices of V x h. So a chunk has at least _FULL_WAVES tokens, or fewer if
+        their logits would be more than _MOST_LOGITS: V = 151936 gives 1766 tokens, so 1024, a power of two
+        for the GPU's tiles.
         """
         if self.num_tokens_asked is not None:
             return min(num_tokens, self.num_tokens_asked)
-        rows = -(-num_tokens // -(-vocab_size // hidden_size))
+        as_in_liger = tokens_of_ligers_chunk(num_tokens, vocab_size=vocab_size, hidden_size=hidden_size)
         at_least = max(1, min(_FULL_WAVES, _MOST_LOGITS // vocab_size))
-        return min(num_tokens, max(1 << (rows - 1).bit_length(), 1 << (at_least.bit_length() - 1)))
+        return min(num_tokens, max(as_in_liger, 1 << (at_least.bit_length() - 1)))
 
     def of_probabilities(self, num_tokens: int, *, vocab_size: int) -> int:
         """Return the tokens per chunk of `fused_logits`, whose fp32 probabilities exist at the same time."""
         return min(num_tokens, self.num_tokens_asked or max(1, _ELEMENTS // vocab_size))
+
+
+def tokens_of_ligers_chunk(num_tokens: int, *, vocab_size: int, hidden_size: int) -> int:
+    """Return the tokens of a chunk in Liger Kernel (arXiv 2410.10989, section 3.2), a power of two.
+
+    With V / h chunks, a chunk's logits are as large as the hidden states: V = 32000, h = 768, N = 2^18 give
+    42 chunks of 6242 tokens, so 8192.
+    """
+    rows = -(-num_tokens // -(-vocab_size // hidden_size))
+    return 1 << (rows - 1).bit_length()

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from slm_toolkit.model.model_spec import ModelSpec, padded_spec
 from slm_toolkit.run.kernels.layer_kernels import decoder_layers
 
-_TO_FFN, _FROM_FFN = ("gate_proj", "up_proj", "c_fc"), ("down_proj", "c_proj")
-"names of the linear modules into and out of an FFN, in Llama's relatives and in GPT-2"
+_FFN = ("gate_proj", "up_proj", "down_proj")
 _SHAPES, _VOCAB_SIZE = "shapes_without_padding", "vocab_size_without_padding"
 "our own attributes of a model: the shapes of its padded parameters before padding, by name; its tokens"
 
@@ -28,17 +27,15 @@ def pad_widths(model: PreTrainedModel, spec: ModelSpec) -> None:
     `model.families.kernel_problems` names models that padding would change. Raises ValueError for an FFN of
     other modules than those that we know.
     """
-    padded, shapes = padded_spec(spec), {}
+    padded = padded_spec(spec)
     before = {name: param.shape for name, param in _all_parameters(model)}
     if padded.vocab_size != spec.vocab_size:
         _pad_vocabulary(model, padded.vocab_size)
     if padded.ffn_size != spec.ffn_size:
         for layer in decoder_layers(model):
-            _pad_ffn(layer, spec.ffn_size, padded.ffn_size)
-    for name, param in _all_parameters(model):
-        if param.shape != before[name]:
-            shapes[name] = before[name]
-    setattr(model, _SHAPES, shapes)
+            _pad_ffn(layer, padded.ffn_size - spec.ffn_size)
+    widened = [name for name, param in _all_parameters(model) if param.shape != before[name]]
+    setattr(model, _SHAPES, {name: before[name] for name in widened})
     setattr(model, _VOCAB_SIZE, spec.vocab_size)
 
 
@@ -81,32 +78,22 @@ class _HiddenPadding(torch.autograd.Function):
         return upstream, None
 
 
-def _pad_ffn(layer: torch.nn.Module, width: int, padded: int) -> None:
-    modules = {
-        name.removeprefix("mlp."): module for name, module in layer.named_modules() if name.startswith("mlp.")
-    }
-    into = [modules[name] for name in _TO_FFN if name in modules]
-    out = [modules[name] for name in _FROM_FFN if name in modules]
-    for module in into:
-        _widen(module, "out_features", width, padded)
-    for module in out:
-        _widen(module, "in_features", width, padded)
-    if not into or not out:
+def _pad_ffn(layer: torch.nn.Module, more: int) -> None:
+    """Append zeros to the outputs of gate and up, and to the inputs of down."""
+    inside = dict(layer.named_modules())
+    if not all(f"mlp.{name}" in inside for name in _FFN):
         raise ValueError(
-            f"--pad_widths: the FFN of {type(layer).__name__} has {', '.join(modules) or 'no modules'}; only "
-            f"{', '.join((*_TO_FFN, *_FROM_FFN))} can be padded\nhint: leave --pad_widths out"
+            f"--pad_widths: {type(layer).__name__} has no FFN of {', '.join(_FFN)}\n"
+            "hint: leave --pad_widths out"
         )
-
-
-def _widen(module: torch.nn.Module, features: str, width: int, padded: int) -> None:
-    """Append zeros to the inputs or outputs of a Linear, or of GPT-2's Conv1D, whose weight is transposed."""
-    is_linear, more = isinstance(module, torch.nn.Linear), padded - width
-    setattr(module, features if is_linear else {"out_features": "nf", "in_features": "nx"}[features], padded)
-    of_rows = is_linear == (features == "out_features")
-    pad = (0, 0, 0, more) if of_rows else (0, more)
-    module.weight = torch.nn.Parameter(functional.pad(module.weight.data, pad))
-    if module.bias is not None and features == "out_features":
-        module.bias = torch.nn.Parameter(functional.pad(module.bias.data, (0, more)))
+    *into, down = (inside[f"mlp.{name}"] for name in _FFN)
+    for linear in into:
+        linear.out_features += more
+        linear.weight = torch.nn.Parameter(functional.pad(linear.weight.data, (0, 0, 0, more)))
+        if linear.bias is not None:
+            linear.bias = torch.nn.Parameter(functional.pad(linear.bias.data, (0, more)))
+    down.in_features += more
+    down.weight = torch.nn.Parameter(functional.pad(down.weight.data, (0, more)))
 
 
 def without_padding(
