@@ -19,7 +19,7 @@ if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with GPUs: the real th
 else # without GPUs, or with TRY=1: two steps of a tiny model on two CPU processes
   : "${MODEL:=slm-1m}" "${SEQ_LEN:=64}" "${BATCH:=2}" "${ACCUMULATE:=1}" "${STEPS:=2}" "${GPUS:=2}"
   data=(--dataset synthetic)
-  compile=() measured=(ddp)
+  compile=() measured=(fsdp_shard_grad_op)
 fi
 : "${STRATEGY:=ddp}" # or fsdp_shard_grad_op, if step 2 finds it faster on your machine
 flags=(--model "$MODEL" --seq_len "$SEQ_LEN" --per_device_train_batch_size "$BATCH"
