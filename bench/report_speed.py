@@ -33,7 +33,7 @@ RANKS = (2, 4)
 SEQ_LENS = (512, 1024, 2048)
 BATCHES = (1, 2, 4, 8, 16, 32)
 PARTS = {  # what `slm report` does, by the functions that do it
-    "find and read": ("slm_toolkit.cli.report", "find_records"),
+    "find and read": ("slm_toolkit.record.files", "find_records"),
     "parity": ("slm_toolkit.report.rows", "judge"),
     "rows, with estimates": ("slm_toolkit.report.rows", "row_of"),
     "of those, estimates": ("slm_toolkit.report.rows", "estimate_of"),

@@ -284,7 +284,8 @@ def _columns(plans: list[Plan]) -> list[Column]:
 def _notes(ranked: list[Plan], listed: list[Plan]) -> list[str]:
     notes = []
     if len(ranked) > len(listed):
-        notes.append(f"{len(ranked) - len(listed)} more rows: --top N shows N, --json all")
+        more = len(ranked) - len(listed)
+        notes.append(f"{more} {'row' if more == 1 else 'rows'} more: --top N shows N, --json all")
     if any(plan.verdict != "fits" for plan in listed):
         notes.append("yellow: may not fit, so measure it first")
     if full := [str(number) for number, plan in enumerate(listed, 1) if plan.estimate.is_nearly_full]:

@@ -19,10 +19,6 @@ def is_doubtful(plan: Plan) -> bool:
     return not is_supported and (plan.estimate.mfu or 0.0) > HIGHEST_PUBLISHED_MFU
 
 
-TIE = 0.03
-"relative difference below which estimates can't rank plans"
-
-
 def best_plans(
     plans: list[Plan],
     *,
@@ -103,12 +99,13 @@ def on_the_same_hardware(ranked: list[Plan], plan: Plan) -> list[Plan]:
 def faster_at_the_same_cost(ranked: list[Plan], plan: Plan) -> Plan | None:
     """Return the fastest plan of the model with the same verdict that costs no more than `plan` (within TIE).
 
-    Return None if it is not faster than `plan`.
+    Return None if it is not faster than `plan`. A doubtful plan is none that one can count on.
     """
     tied = [
         other
         for other in ranked
         if (other.usd is None) == (plan.usd is None)
+        and is_doubtful(other) <= is_doubtful(plan)
         and (other.estimate.model, other.verdict) == (plan.estimate.model, plan.verdict)
         and _amount(other, "cost") <= _amount(plan, "cost") * (1 + TIE)
     ]
@@ -145,7 +142,8 @@ class Reason:
     ratio: float | None
     "the plan's dollars, GPU-hours or hours divided by the winner's; None if only one of them has a price"
     parts: tuple[tuple[str, float], ...]
-    "parts of the step that cost more than in the winner, as fractions of the winner's total; largest first"
+    """parts of the step that cost more than in the winner (less, if the plan costs less), as fractions of the
+    winner's total; largest first"""
     ties_at_usd_per_gpu_hour: float | None
     "GPU price at which the plan would tie; None for the winner's GPU, without a price, or if ranked by time"
 
@@ -157,7 +155,9 @@ def reason_of(plan: Plan, winner: Plan, *, objective: str) -> Reason:
     of_plan, of_winner = (_parts_per_token(candidate, objective) for candidate in (plan, winner))
     total = sum(of_winner.values())
     more = {name: (seconds - of_winner[name]) / total for name, seconds in of_plan.items()}
-    parts = tuple(sorted(((n, v) for n, v in more.items() if v >= 0.005), key=lambda pair: -pair[1]))
+    sign = 1 if ratio >= 1 else -1
+    explain = [(name, share) for name, share in more.items() if sign * share >= 0.005]
+    parts = tuple(sorted(explain, key=lambda pair: -abs(pair[1])))
     ties_at = None
     other_gpu = plan.estimate.gpu != winner.estimate.gpu
     if objective == "cost" and other_gpu and plan.usd is not None:

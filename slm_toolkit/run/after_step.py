@@ -290,7 +290,7 @@ class BadStepFiles:
         epoch, skip = place_in_data(loader, step, num_micro_steps)
         if isinstance(loader.dataset, IterableDataset):
             num_ranks = self._accelerator.num_processes
-            size = loader.total_batch_size // num_ranks
+            size = loader.batch_size  # of one rank
             for batch in range(skip, skip + num_micro_steps):
                 first = (batch * num_ranks + self._accelerator.process_index) * size
                 yield from range(first, first + size)

@@ -4,7 +4,7 @@ import dataclasses
 import os
 import shlex
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -459,8 +459,10 @@ def _is_rank_0() -> bool:
 
 
 def _print_on_rank_0(line: str) -> None:
+    """Print a line of the start. A log on a full disk ends the run later, when a record can say why."""
     if _is_rank_0():
-        print(line, file=sys.stderr)
+        with suppress(OSError):
+            print(line, file=sys.stderr)
 
 
 def _origins(config: RunConfig, spec: ModelSpec) -> tuple[str, str]:

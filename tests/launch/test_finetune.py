@@ -13,7 +13,7 @@ from slm_toolkit.model.names import find_model
 from slm_toolkit.run.data.batches import make_loader, num_labels
 from slm_toolkit.run.data.data import load_data
 from slm_toolkit.run.data.documents import documents_of
-from slm_toolkit.run.evaluate import mean_loss
+from slm_toolkit.run.evaluate import lm_eval, lm_eval_command, mean_loss
 from slm_toolkit.run.model.model import build_model
 
 
@@ -127,6 +127,21 @@ def test_a_scaled_learning_rate_is_told_and_used(tmp_path: Path) -> None:
     run(*train, "--learning_rate", "4e-4", *out["plain"])
     assert record_under(tmp_path / "scaled")["losses"] == record_under(tmp_path / "plain")["losses"]
     assert find_model("slm-1m").num_layers == 4
+
+
+def test_lm_eval_that_fails_is_told_by_its_last_line_and_its_log(tmp_path: Path) -> None:
+    """A folder without a model; or, where lm-eval is not installed, Python's own word on that."""
+    with pytest.raises(ValueError, match="lm-eval ended with exit code 1: .+\nhint: its whole output is in "):
+        lm_eval("hellaswag", tmp_path / "no_model", tmp_path / "results")
+    assert (tmp_path / "results" / "lm_eval.log").read_text().strip()
+
+
+def test_lm_eval_takes_the_yaml_files_of_one_folder(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "task.yaml").write_text(f"task: {name}\n")
+    with pytest.raises(ValueError, match="the YAML files are in several folders"):
+        lm_eval_command(f"{tmp_path}/a/task.yaml,{tmp_path}/b/task.yaml", tmp_path, tmp_path / "results")
 
 
 def test_lm_eval_judges_the_saved_model(tmp_path: Path) -> None:

@@ -217,6 +217,28 @@ def test_a_step_without_numbers_ends_the_run_and_names_its_sequences(
     assert left_over(tmp_path) == []
 
 
+def test_gradients_without_numbers_end_the_run_although_the_losses_are_fine(tmp_path: Path) -> None:
+    """On a stream of text, which is read once: the file has the numbers of its sequences, not their words."""
+    text = tmp_path / "lines.txt"
+    text.write_text("".join(f"line {n} of a text\n" for n in range(400)))
+    flags = ("--dataset", str(text), "--streaming", "true")
+    flags += ("--on_bad_step", "skip", "--max_steps", "20")
+    done = launch_with_fault(tmp_path, *flags, fault="infinite gradient", step=2)
+    assert done.code == 1
+    (message,) = done.messages
+    assert re.fullmatch(
+        r"error: step 11: 10 steps in a row were bad: the norm of the gradients is (inf|nan), the loss "
+        r"\d\.\d+ on rank 0 and \d\.\d+ on rank 1; or the loss of a micro-step is above 11\.9 "
+        r"\(--max_loss\); its sequences: .*/bad-step-11\.json",  # 11.9 = 2 ln(384)
+        message,
+    )
+    ranks = json.loads((tmp_path / "runs/run/bad-step-11.json").read_text())["ranks"]
+    # steps of 2 ranks x 4 sequences: the eleventh begins with number 80
+    first = [[sequence["number"] for sequence in rank["sequences"]] for rank in ranks]
+    assert first == [[80, 81, 82, 83], [84, 85, 86, 87]]
+    assert [rank["sequences"][0].keys() for rank in ranks] == [{"number"}, {"number"}]
+
+
 def test_a_loss_that_explodes_ends_the_run_and_changes_nothing_if_skipped(tmp_path: Path) -> None:
     """A limit below the first loss, about ln(384) = 5.95: ten bad steps in a row are enough."""
     flags = ("--max_loss", "5", "--max_steps", "20")

@@ -18,15 +18,19 @@ from conftest import (
     slm_here,
     write_documents,
 )
+from rich.console import Console
 
 from slm_toolkit.cli.main import main
 from slm_toolkit.cli.recommend import _LAWS
-from slm_toolkit.hardware.gpus import gpus
+from slm_toolkit.hardware.gpus import Gpu, gpus
+from slm_toolkit.hardware.network import cluster_of
 from slm_toolkit.hardware.prices import price_of
 from slm_toolkit.model.model_spec import model_flops_utilization
+from slm_toolkit.predict.setup.setup import Deployment
 from slm_toolkit.recommend import plans
-from slm_toolkit.recommend.plan_table import reasons
-from slm_toolkit.recommend.plans import Plan
+from slm_toolkit.recommend.job import offers_of
+from slm_toolkit.recommend.plan_table import plan_report, reasons
+from slm_toolkit.recommend.plans import Plan, observations_of
 from slm_toolkit.recommend.ranking import HIGHEST_PUBLISHED_MFU, best_plans, reason_of
 from slm_toolkit.recommend.scaling_laws import LAWS
 from slm_toolkit.record.files import write_record
@@ -198,12 +202,13 @@ def test_what_ran_out_of_memory_is_not_recommended(tmp_path: Path) -> None:
 
 
 def test_every_problem_of_the_flags_is_named_at_once() -> None:
-    done = slm_here("recommend", "--gpu", "h100-80gb:13", "a100-40gb:8@0", "h100-80gb:x")
+    done = slm_here("recommend", "--gpu", "h100-80gb:13", "a100-40gb:8@0", "h100-80gb:x", "l4:0")
     assert done.code == 2
     for problem in (
         "13 GPUs can't be the same number on each node of up to 8: use full nodes, such as 8 or 16",
         "the price must be above 0",
         "not NAME",
+        "--gpu l4:0: 0 GPUs: at least 1",
     ):
         assert problem in done.err
 
@@ -268,6 +273,10 @@ def test_gpus_without_a_price_come_last_and_are_not_compared_in_dollars() -> Non
         (("--strategy", "fsdp_full_shard", "--grad_dtype", "fp32"), "keeps a gradient in its weight's dtype"),
         (("--global_batch_tokens", "1000"), "no batch gives 1,000 tokens per step"),
         (("--gpu", "a40:16@1"), "the network between nodes is unknown (give --inter_node_gbps)"),
+        (
+            ("--gpu", "h100-80gb:2", "--strategy", "fsdp_hybrid_shard"),
+            "fsdp_hybrid_shard on 2 ranks: two or more copies need at least two ranks each",
+        ),
     ],
 )
 def test_what_was_not_considered_is_named_with_its_reason(flags: tuple[str, ...], reason: str) -> None:
@@ -431,6 +440,108 @@ def test_advice_and_notes_are_plain_sentences() -> None:
     assert float(gain) >= 0.005
 
 
+def report_of(ranked: list[Plan], *, top: int = 10, objective: str = "cost") -> str:
+    with io.StringIO() as out:
+        Console(file=out, width=400).print(
+            plan_report(ranked, [], top=top, objective=objective, width=400), crop=False
+        )
+        return out.getvalue()
+
+
+def on_gpus(plan: Plan, num_gpus: int, **changes: object) -> Plan:
+    """The plan on another number of GPUs; `changes` are fields of its estimate."""
+    return dataclasses.replace(
+        plan, estimate=dataclasses.replace(plan.estimate, num_gpus=num_gpus, **changes)
+    )
+
+
+def test_the_report_names_a_faster_plan_that_costs_the_same() -> None:
+    first, second = made_plans("ddp", "ds_zero3", usd=[100.0, 102.0])
+    fast = on_gpus(dataclasses.replace(second, hours=first.hours / 2), 32)
+    said = "faster at the same cost (within 3%): 32 x a100-80gb ds_zero3, 1.6 h"  # 100 / 32 / 2
+    assert said in report_of([first, fast])
+    assert "faster at the same cost" not in report_of([first, fast], objective="time")
+    assert "faster at the same cost" not in report_of([first, on_gpus(second, 32)])
+
+
+def test_the_report_names_what_looks_better_and_is_not_listed() -> None:
+    cheap, dear = made_plans("ddp", "ds_zero3", usd=[50.0, 100.0])
+    doubtful = on_gpus(dataclasses.replace(cheap, speed_evidence="none"), 16, mfu=0.77)
+    shown = report_of([on_gpus(dear, 8), doubtful], top=1)
+    assert (
+        "not listed: 16 x a100-80gb ddp: 50% fewer dollars, but its MFU of 77% is above the highest "
+        "published one (64%): measure it first" in shown
+    )
+    assert "1 row more: --top N shows N, --json all" in shown
+    assert "faster at the same cost" not in shown  # nobody can count on it
+    slower = dataclasses.replace(doubtful, usd=150.0)
+    assert "not listed" not in report_of([on_gpus(dear, 8), slower], top=1)
+
+
+def test_the_report_says_what_may_not_fit_and_whose_memory_was_rehearsed() -> None:
+    sure, unsure = made_plans("ddp", "ds_zero3", usd=[100.0, 50.0])
+    full = on_gpus(sure, 8, is_nearly_full=True)
+    unsure = dataclasses.replace(unsure, verdict="may fit", memory_evidence="rehearsed")
+    shown = report_of([full, on_gpus(unsure, 16, fit_probability=0.61)])
+    assert "2: 16 x a100-80gb ds_zero3: 50% fewer dollars" in shown
+    assert "but it fits with a probability of 61%" in shown
+    assert "yellow: may not fit, so measure it first" in shown
+    assert "nearly full, and slower if PyTorch's allocator has to free blocks and retry: 1\n" in shown
+    assert "estimated, memory rehearsed" in shown
+
+
+def test_ranked_by_time_the_report_compares_hours() -> None:
+    first, second = made_plans("ddp", "ds_zero3", usd=[100.0, 150.0])
+    shown = report_of([first, second, on_gpus(second, 8)], objective="time")
+    assert re.search(r"^2: 8 x a100-80gb ds_zero3: 50% more hours \(", shown, re.MULTILINE)
+    assert re.search(r"^hours on 16 x a100-80gb against ddp: ds_zero3 \+50\.0% \(", shown, re.MULTILINE)
+
+
+def test_a_cheaper_plan_is_explained_by_the_parts_that_cost_less() -> None:
+    for objective in ("cost", "time"):
+        ddp, zero3 = plans_of("ddp", "ds_zero3", num_gpus=16, inter_node_gbps=50)
+        dearer, cheaper = (
+            reason_of(a, b, objective=objective).parts for a, b in ((zero3, ddp), (ddp, zero3))
+        )
+        assert dearer[0][0] == cheaper[0][0] == "communication"
+        assert dearer[0][1] > 0 > cheaper[0][1]
+
+
+def test_records_that_say_nothing_of_gpus_are_not_counted(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    refused = slm_here("recommend", *RECORDED, "--records", str(tmp_path / "empty"))
+    assert refused.code == 2
+    assert f"no records under {tmp_path}/empty\nhint: `slm compare` writes them" in refused.err
+    record = made_record()
+    write_record(dataclasses.replace(record, gpu=None, run_name="cpu"), tmp_path)
+    write_record(dataclasses.replace(record, engine=None, run_name="unknown"), tmp_path)
+    assert observations_of([tmp_path]) == {}
+
+
+def test_without_any_price_of_the_kind_the_user_is_asked_for_one() -> None:
+    def unpriced(gpu: Gpu | None) -> Deployment:
+        return Deployment(cluster_of(gpu), None)
+
+    with pytest.raises(ValueError, match="no GPU type has such a price\nhint: --gpu NAME@USD"):
+        offers_of(None, num_gpus=[1], gpus_per_node=8, deployment_of=unpriced)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--model", "MOE"), "no scaling law here covers experts\nhint: slm estimate --model"),
+        (("--model", "gemma-2-2b", "--attn_implementation", "flash_attention_2"), "gemma-2-2b"),
+    ],
+)
+def test_a_model_that_no_plan_can_have_is_refused(flags: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    experts = {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL_LLAMA, **experts}))
+    words = [str(tmp_path) if word == "MOE" else word for word in flags]
+    done = slm_here("recommend", *words, "--gpu", "h100-80gb:1", "--tokens", "1B")
+    assert done.code == 2
+    assert said in done.err
+
+
 def folder_with_weights(folder: Path) -> str:
     """A model folder with a byte tokenizer and a file of weights, which an estimate does not read."""
     (folder / "config.json").write_text(json.dumps(SMALL_LLAMA))
@@ -467,7 +578,9 @@ def test_a_target_loss_pretrains_a_published_shape_from_random_weights() -> None
     assert "--tokenizer_name Qwen/Qwen2.5-0.5B" in train
 
 
-def test_epochs_are_counted_as_the_training_packs_the_dataset(tmp_path: Path) -> None:
+def test_epochs_are_counted_as_the_training_packs_the_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = folder_with_weights(tmp_path)
     # 600 and 423 bytes, each with its end: 1,025 tokens are 8 sequences of 128
     data = write_documents(tmp_path, [600, 423])
@@ -477,8 +590,16 @@ def test_epochs_are_counted_as_the_training_packs_the_dataset(tmp_path: Path) ->
     assert row["num_steps"] == 12  # 3,072 tokens in steps of 256
     refused = slm_here("recommend", *asked)
     assert refused.err.startswith("error: --num_train_epochs without --dataset\nhint: ")
+    on_the_hub = slm_here(
+        *("recommend", "--model", "qwen2.5-0.5b", *asked[2:], "--dataset", str(data)),
+        env={"HF_HUB_OFFLINE": "1"},
+    )
+    assert "hint: --tokens 50M needs no tokenizer" in on_the_hub.err
     twice = slm_here("recommend", *asked, "--tokens", "1M")
     assert "--tokens with --num_train_epochs: both set the length of the training" in twice.err
+    monkeypatch.setattr("slm_toolkit.run.data.sources.STREAM_ABOVE_BYTES", 100)
+    streamed = slm_here("recommend", *asked, "--dataset", str(data))
+    assert f"{data} is read as a stream, which has no epochs\nhint: --tokens 50M" in streamed.err
 
 
 def test_the_laws_to_choose_from_are_all_there_are() -> None:
