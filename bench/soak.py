@@ -3,10 +3,10 @@
     python bench/soak.py --minutes 15
     python bench/soak.py --minutes 2 --strategy single
 
-slm-1m on two CPU processes (or the strategy's own number), evaluated every 500 steps, a checkpoint every 500.
-Resident memory is read from /proc once a second. What is compared are the medians of the second and of the
-last tenth of the time: the first has imports, compiling and the first steps. Exits with 1 where a rank has
-grown by more than --limit_mib.
+slm-1m on two CPU processes (or the strategy's own number), evaluated and saved every 50 steps, so that all
+parts have worked once in the first tenth of half a minute. Resident memory is read from /proc once a second.
+What is compared are the medians of the second and of the last tenth of the time: the first has imports,
+compiling and the first steps. Exits with 1 where a rank has grown by more than --limit_mib.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def soak(strategy: str, folder: Path, seconds: float) -> tuple[list[list[int]], 
 
 def start(strategy: str, folder: Path) -> subprocess.Popen:
     words = ("--model", "slm-1m", "--seq_len", "32", "--per_device_train_batch_size", "1")
-    words += ("--max_steps", "100000000", "--save_steps", "500", "--eval_steps", "500", "--eval_batches", "1")
+    words += ("--max_steps", "100000000", "--save_steps", "50", "--eval_steps", "50", "--eval_batches", "1")
     words += ("--output_dir", str(folder), "--run_name", "run")
     launch = [str(Path(sys.executable).with_name("accelerate")), "launch", "--main_process_port", "0"]
     config = ["--config_file", str(ROOT / "accel_configs" / f"{strategy}.yaml")]
