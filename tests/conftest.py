@@ -10,10 +10,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -245,6 +246,16 @@ def slm_here(*arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = Non
         main(list(arguments))
     printed = [stream.buffer.getvalue().decode() for stream in (out, err)]
     return Finished(end.value.code or 0, *printed)
+
+
+def drawn(values: Iterable[object], number: int) -> list[object]:
+    """Values for a test: `number` of them, drawn by a seed, always; the rest with `pytest -m full`."""
+    values = list(values)
+    always = set(Random(24).sample(range(len(values)), number))
+    return [
+        value if index in always else pytest.param(value, marks=pytest.mark.full)
+        for index, value in enumerate(values)
+    ]
 
 
 def bench(name: str) -> ModuleType:

@@ -12,6 +12,7 @@ from conftest import (
     FSDP2,
     SMALL_LLAMA,
     bench,
+    drawn,
     made_record,
     own_strategy,
     plans_of,
@@ -85,7 +86,7 @@ def test_each_strategy_of_each_hardware_stands_with_its_best_batch() -> None:
 
 
 def test_a_deadline_and_a_budget_leave_out_what_breaks_them() -> None:
-    asked = ("--model", "slm-1b", "--gpu", "h100-80gb:1,2,4,8,16@3", "--tokens", "20B")
+    asked = ("--model", "slm-1b", "--gpu", "h100-80gb:1,2,4,8,16@3", "--tokens", "20B", "--strategy", "ddp")
     hours = {row["num_gpus"]: row["hours"] for row in reversed(recommended(*asked))}
     limit = (hours[4] + hours[2]) / 2
     rows = recommended(*asked, "--deadline_hours", str(limit))
@@ -336,7 +337,7 @@ def test_what_is_not_given_is_searched_and_what_is_given_stays() -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        ("--model", "slm-500m", "--gpu", "l4:1,8", "a100-40gb:1,3,8"),
+        pytest.param(("--model", "slm-500m", "--gpu", "l4:1,8", "a100-40gb:1,3,8"), marks=pytest.mark.full),
         ("--model", "slm-13b", "--gpu", "a100-40gb:16@2"),
         ("--model", "slm-2b", "--gpu", "rtx-4090:2", "--seq_len", "4096", "--objective", "time"),
     ],
@@ -606,7 +607,7 @@ def test_the_laws_to_choose_from_are_all_there_are() -> None:
     assert set(_LAWS) == set(LAWS)
 
 
-@pytest.mark.parametrize("columns", [60, 100])
+@pytest.mark.parametrize("columns", drawn([60, 100], 1))
 def test_a_pipe_keeps_to_columns_and_wraps_between_words_but_no_command(columns: int) -> None:
     asked = ("recommend", "--model", "slm-1b", "--gpu", "h100-80gb:8", "a100-40gb:8", "--tokens", "20B")
     narrow = slm_here(*asked, env={"COLUMNS": str(columns)})

@@ -221,6 +221,7 @@ def test_a_figure_is_whole_at_every_width(compared: list[Comparison], figure: in
             assert thousands(item.our_token_per_dollar) in words
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("width", [80, 200])
 def test_the_best_configurations_are_whole(best: list[Best], width: int) -> None:
     text = text_of(best_table(best, width=width), width=width)
@@ -230,6 +231,7 @@ def test_the_best_configurations_are_whole(best: list[Best], width: int) -> None
         assert f"{item.tokens_per_second_per_gpu:,.0f}" in text
 
 
+@pytest.mark.full
 def test_the_best_configurations_keep_to_the_global_batch(best: list[Best]) -> None:
     assert [(item.model, item.num_nodes) for item in best] == [(m, n) for m in MODELS for n in NUM_NODES]
     for item in best:
@@ -239,6 +241,7 @@ def test_the_best_configurations_keep_to_the_global_batch(best: list[Best]) -> N
         assert 0 < item.mfu < 1
 
 
+@pytest.mark.full
 def test_many_nodes_are_limited_by_the_global_batch(best: list[Best]) -> None:
     # 512 GPUs x 2 sequences x 1024 tokens is all of 1,048,576
     last = next(item for item in best if (item.model, item.num_nodes) == ("slm-100m", 64))
@@ -265,6 +268,7 @@ def test_places_name_each_model_once() -> None:
     assert places([("a", 1), ("a", 2), ("b", 1)], "nodes") == "a at 1, 2, b at 1 nodes"
 
 
+@pytest.mark.full
 def test_the_command_gives_points_answers_and_configurations_as_json(tmp_path: Path) -> None:
     write_record(record_of(), tmp_path / "run")
     finished = slm_here("report", "--paper", "--json", "--gpu", "a100-80gb", str(tmp_path))
@@ -311,6 +315,7 @@ def test_without_a_price_or_a_network_the_table_says_how_to_give_them() -> None:
     assert all(row["strategy"] for row in rows["best"] if row["model"] == "slm-100m")
 
 
+@pytest.mark.full
 def test_the_best_configurations_are_drawn_as_predicted(best: list[Best]) -> None:
     scale, fit = pictures(best)
     bubbles, bars = scale.figures

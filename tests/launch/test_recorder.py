@@ -13,6 +13,7 @@ from transformers.optimization import Adafactor
 from slm_toolkit.record.files import read_record
 from slm_toolkit.recorder import Recorder, open_recorders
 
+pytestmark = pytest.mark.quick
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
 TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
 
