@@ -14,8 +14,13 @@ from slm_toolkit.run.observe.machine_load import GpuWatch, allocator_retries, dr
 
 ASK = """
 import json, sys
+from slm_toolkit.run.observe import machine_load
 from slm_toolkit.run.observe.machine_load import GpuWatch, driver_version, gpu_state, open_gpu
 
+if "--one_reading" in sys.argv:
+    sys.argv.remove("--one_reading")
+else:
+    machine_load.SECONDS_BETWEEN_READINGS = 0
 answers = {"driver": driver_version()}
 for uuid in sys.argv[1:]:
     handle = open_gpu(uuid)
@@ -27,6 +32,8 @@ for uuid in sys.argv[1:]:
     watch.start()
     for _ in range(4):
         watch.sample()
+    if machine_load.SECONDS_BETWEEN_READINGS:
+        watch.sample_last_again()
     answers[uuid] = {
         "num_processes": state.num_processes, "used_bytes": state.used_bytes,
         "energy_joules": watch.energy_joules, "throttle_reasons": watch.throttle_reasons,
@@ -76,6 +83,13 @@ def test_nvml_is_read_step_by_step_and_says_what_it_does_not_know(tmp_path: Path
     assert answers[B] == answers[MIG] == answers[MIG.removeprefix("MIG-")] == NOTHING
     assert answers[SPLIT_BOARD] is None
     assert answers["GPU-of-nobody"] is None
+
+
+def test_short_steps_share_a_reading_and_the_sum_of_their_energy_is_whole(tmp_path: Path) -> None:
+    answer = ask(tmp_path, uuids=["--one_reading", A])[A]
+    assert answer["energy_joules"] == [250.0, 0.0, 0.0, 250.0]  # the last step's energy is read again
+    assert answer["clock_mhz"] == [1425] * 4
+    assert answer["throttle_reasons"] == {"sw_power_cap": 4}
 
 
 def test_a_driver_before_535_is_asked_by_the_old_name(tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
 """Measure the load of this rank's GPU and machine: other users, energy, clocks, throttling, memory."""
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pynvml
@@ -106,10 +107,16 @@ def allocator_retries(device: torch.device) -> dict[str, int]:
     return {name: stats[name] for name in ("num_alloc_retries", "num_ooms")}
 
 
+SECONDS_BETWEEN_READINGS = 0.1
+"""NVML's energy counter changes every 20 to 100 ms, its utilization every 1/6 to 1 s. A reading makes the
+host wait for the driver four times, which short steps would feel."""
+
+
 class GpuWatch:
     """Energy, throttling and SM clock of one GPU, read between training steps.
 
-    Call `sample` outside of timed code, because reading takes time. Without a handle all values are None.
+    Call `sample` outside of timed code, because reading takes time. A step that ends less than
+    SECONDS_BETWEEN_READINGS after a reading has that reading. Without a handle all values are None.
     """
 
     def __init__(self, handle: Any | None) -> None:
@@ -117,47 +124,46 @@ class GpuWatch:
         self.start()
 
     def start(self) -> None:
-        """Start counting energy from zero and forget earlier samples."""
+        """Start counting energy from zero and forget earlier readings."""
         self._zero_millijoules = self._energy_counter()
-        self._energy_millijoules: list[int | None] = []
-        self._reasons: list[int | None] = []
-        self._clock_mhz: list[int | None] = []
-        self._utilization: list[int | None] = []
+        self._of_steps: list[_Reading] = []
+        self._read_at = -math.inf
 
     def sample(self) -> None:
-        """Read the GPU. Call it once after each step, before the next one begins."""
-        self._energy_millijoules.append(self._energy_counter())
-        self._reasons.append(self._clocks_event_reasons())
-        self._clock_mhz.append(self._query(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM))
-        rates = self._query(pynvml.nvmlDeviceGetUtilizationRates)
-        self._utilization.append(None if rates is None else rates.gpu)
+        """Note the GPU's state. Call it once after each step, before the next one begins."""
+        now = time.monotonic()
+        if now - self._read_at >= SECONDS_BETWEEN_READINGS:
+            self._read_at = now
+            self._of_steps.append(self._read())
+        else:
+            self._of_steps.append(self._of_steps[-1])
 
     def sample_last_again(self) -> None:
         """Read the last step's energy again, once the device has finished all its work."""
-        if self._energy_millijoules:
-            self._energy_millijoules[-1] = self._energy_counter()
+        if self._of_steps:
+            self._of_steps[-1] = self._of_steps[-1]._replace(energy_millijoules=self._energy_counter())
 
     @property
     def energy_joules(self) -> list[float] | None:
-        """The board's energy per step, from one sample to the next; None if the driver does not count it.
+        """The board's energy per step, from one reading to the next; None if the driver does not count it.
 
         Drivers count it since Volta, but not for every MIG instance and virtual GPU. The counter changes
         every 20 to 100 ms (petsc.org/main/manualpages/Log/PetscLogGpuEnergyMeter). So most steps that are
         shorter have 0 joules, and only a sum over seconds is a measurement.
         """
-        counter = _if_all_known(self._energy_millijoules)
+        counter = _if_all_known([reading.energy_millijoules for reading in self._of_steps])
         if counter is None or self._zero_millijoules is None:
             return None
         return [(after - before) / 1000 for before, after in pairwise([self._zero_millijoules, *counter])]
 
     @property
     def throttle_reasons(self) -> dict[str, int] | None:
-        """The number of steps after which each of THROTTLE_REASONS was active, without zeros.
+        """The number of steps in whose reading each of THROTTLE_REASONS was active, without zeros.
 
-        NVML reports the moment after the step, not the whole step. hw_slowdown alone may be a clock change
+        NVML reports the moment of the reading, not the whole step. hw_slowdown alone may be a clock change
         (docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html).
         """
-        reasons = _if_all_known(self._reasons)
+        reasons = _if_all_known([reading.reasons for reading in self._of_steps])
         if reasons is None:
             return None
         num_steps = {
@@ -167,13 +173,22 @@ class GpuWatch:
 
     @property
     def clock_mhz(self) -> list[int] | None:
-        """The SM clock after each step."""
-        return _if_all_known(self._clock_mhz)
+        """The SM clock in each step's reading."""
+        return _if_all_known([reading.clock_mhz for reading in self._of_steps])
 
     @property
     def utilization(self) -> list[int] | None:
-        """After each step: percent of the driver's last sample period (1/6 to 1 s) in which a kernel ran."""
-        return _if_all_known(self._utilization)
+        """In each step's reading: percent of the driver's last sample period in which a kernel ran."""
+        return _if_all_known([reading.utilization for reading in self._of_steps])
+
+    def _read(self) -> "_Reading":
+        rates = self._query(pynvml.nvmlDeviceGetUtilizationRates)
+        return _Reading(
+            energy_millijoules=self._energy_counter(),
+            reasons=self._clocks_event_reasons(),
+            clock_mhz=self._query(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM),
+            utilization=None if rates is None else rates.gpu,
+        )
 
     def _energy_counter(self) -> int | None:
         return self._query(pynvml.nvmlDeviceGetTotalEnergyConsumption)
@@ -186,6 +201,16 @@ class GpuWatch:
 
     def _query(self, query: Callable[..., Any], *arguments: Any) -> Any | None:
         return None if self._handle is None else _query_nvml(query, self._handle, *arguments)
+
+
+class _Reading(NamedTuple):
+    energy_millijoules: int | None
+    "since the driver was loaded"
+    reasons: int | None
+    "bits of NVML's clocks event reasons"
+    clock_mhz: int | None
+    utilization: int | None
+    "percent"
 
 
 class HostWatch:
