@@ -24,6 +24,7 @@ from slm_toolkit.strategy.strategy import find_strategy
 MODELS = ("slm-100m", "slm-100m-hw", "slm-500m", "slm-500m-hw", "slm-1b-hw", "slm-2b-hw", "qwen2.5-0.5b")
 FAST = {"loss_kernel": "fused_linear", "norm_kernel": "fused"}
 COMPILED = {**FAST, "torch_compile": True}
+TRITON = {"optim": "adamw_triton", "triton_loss": True}
 
 
 def main() -> None:
@@ -46,7 +47,7 @@ def main() -> None:
             ("fused kernels", FAST),
             ("and padded", {**FAST, "pad_widths": True}),
             ("compiled", COMPILED),
-            ("compiled, padded, adamw_triton", {**COMPILED, "pad_widths": True, "optim": "adamw_triton"}),
+            ("compiled, padded, Triton's AdamW and loss", {**COMPILED, "pad_widths": True, **TRITON}),
         ):
             print(row_of(model, args.gpu, args.batch_size, words, flags))
 

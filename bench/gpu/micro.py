@@ -28,7 +28,7 @@ from slm_toolkit.config.loss_chunks import LossChunks
 from slm_toolkit.model.model_spec import PRESETS, ModelSpec
 from slm_toolkit.run.engine.optimizer import AdamWWithMasterWeights
 from slm_toolkit.run.kernels.layer_kernels import FusedRMSNorm
-from slm_toolkit.run.kernels.loss_kernels import LossHead, _chunk_losses_, _compiled_chunk_losses_
+from slm_toolkit.run.kernels.loss_kernels import LossHead, _chunk_kernel, _chunk_losses_
 from slm_toolkit.run.model.model import SDPA_BACKENDS
 
 BATCHES = {"slm-100m": 64, "slm-500m": 32, "slm-1b": 32, "slm-2b": 32}
@@ -251,10 +251,11 @@ def losses(smoke: bool) -> Iterator[Benchmark]:
     """Cross-entropy and its gradient on a chunk of logits by its rows; then head and loss of 16384 tokens."""
     vocab = 384 if smoke else 32_000
     for rows in (16,) if smoke else (256, 512, 1024, 2048, 4096, 8192):
-        for kernel in ("hf", "fused_logits") if smoke else ("hf", "fused_logits", "fused_logits_compiled"):
+        kernels = ("hf", "fused_logits", *(() if smoke else ("fused_logits_compiled", "fused_logits_triton")))
+        for kernel in kernels:
             shape = {"rows": rows, "chunk_rows": rows, "vocab_size": vocab, "kernel": kernel}
             yield Benchmark("cross_entropy", shape, partial(_chunk_of_losses, shape))
-    for kernel in ("fused_linear",) if smoke else ("fused_linear", "fused_linear_compiled"):
+    for kernel in ("fused_linear", *(() if smoke else ("fused_linear_compiled", "fused_linear_triton"))):
         rows, hidden = (64, 64) if smoke else (16_384, 1536)
         chunk = LossChunks().of_logits(rows, vocab_size=vocab, hidden_size=hidden)
         shape = {"rows": rows, "chunk_rows": chunk, "vocab_size": vocab, "kernel": kernel, "hidden": hidden}
@@ -271,15 +272,15 @@ def _chunk_of_losses(shape: dict[str, Any]) -> Work:
     if shape["kernel"] == "fused_logits":
         wide = torch.empty_like(logits, dtype=torch.float32)
         return lambda: _chunk_losses_(logits, targets, num_items, wide, with_gradient=True)
-    compiled = torch.compile(_compiled_chunk_losses_, dynamic=False)
-    return lambda: compiled(logits, targets, num_items, None, with_gradient=True)
+    compute = _chunk_kernel(shape["kernel"].removeprefix("fused_logits_"))
+    return lambda: compute(logits, targets, num_items, None, with_gradient=True)
 
 
 def _head_and_loss(shape: dict[str, Any]) -> Work:
     rows, vocab, hidden = shape["rows"], shape["vocab_size"], shape["hidden"]
     states = random(1, rows, hidden, gradient=True)
     head = LossHead(hidden, vocab, bias=False, device=states.device, dtype=torch.bfloat16)
-    head.compiled = shape["kernel"].endswith("_compiled")
+    head.arithmetic = shape["kernel"].removeprefix("fused_linear").removeprefix("_") or "pytorch"
     labels = torch.randint(vocab, (1, rows), device=states.device)
 
     def work() -> None:

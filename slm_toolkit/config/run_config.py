@@ -117,6 +117,19 @@ class RunConfig:
         label="chunk",
         heading="loss chunks of {} tokens",
     )
+    triton_loss: bool = Flag(
+        False,
+        "compute a fused --loss_kernel between its matrix products by one Triton kernel, which moves 6 bytes "
+        "per logit instead of 12 to 16; on a CPU as without it",
+        group="model",
+        grid=True,
+        excludes=(Excludes("loss_kernel", "it has no kernel between products", values=("hf",)),),
+        losses="rounded",
+        estimate="counts",
+        column="Triton loss",
+        label="triton",
+        heading="loss by Triton",
+    )
     norm_kernel: str = Flag(
         "hf",
         "hf: transformers' own RMSNorm. fused: a kernel that keeps only its input for backward",

@@ -72,6 +72,7 @@ class Estimate:
     gradient_accumulation_steps: int
     loss_kernel: str
     loss_chunk_tokens: int | None
+    triton_loss: bool
     norm_kernel: str
     mlp_kernel: str
     torch_compile: bool
@@ -209,6 +210,7 @@ def estimate(
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         loss_kernel=config.loss_kernel,
         loss_chunk_tokens=config.loss_chunk_tokens,
+        triton_loss=config.triton_loss,
         norm_kernel=config.norm_kernel,
         mlp_kernel=config.mlp_kernel,
         torch_compile=config.torch_compile,

@@ -195,7 +195,7 @@ PAPER_NUMERICS = "pure_bf16"
 _SAME_FLAGS = (  # numerics may differ and are printed; clipping and Adam's kernels take almost no time
     *("seq_len", "gradient_accumulation_steps", "gradient_checkpointing", "torch_compile"),
     *("loss_kernel", "norm_kernel", "mlp_kernel", "pad_widths", "use_liger_kernel", "torch_compile_mode"),
-    "fp8",
+    *("triton_loss", "fp8"),
 )
 
 

@@ -25,9 +25,9 @@ def test_a_compiled_loss_is_the_loss(dtype: torch.dtype) -> None:
     hidden = torch.randn(1, 50, HIDDEN, dtype=dtype, requires_grad=True)
     head = LossHead(HIDDEN, VOCAB, bias=False, dtype=dtype)
     found = []
-    for head.compiled in (False, True):
+    for head.arithmetic in ("pytorch", "compiled"):
         for compute in (
-            lambda: fused_logits_loss(hidden @ head.weight.t(), labels, VOCAB, compiled=head.compiled),
+            lambda: fused_logits_loss(hidden @ head.weight.t(), labels, VOCAB, arithmetic=head.arithmetic),
             lambda: head(hidden),
         ):
             head.labels = labels

@@ -64,8 +64,10 @@ def test_the_triton_kernel_of_adamw_needs_no_copies_of_gradients() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["fused_linear", "fused_logits"])
-@pytest.mark.parametrize("tokens", [512, 2048])
-def test_the_peak_under_loss_chunks_is_that_of_a_trace(kernel: str, tokens: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tokens", "triton"), [(512, False), (2048, False), (2048, True)])
+def test_the_peak_under_loss_chunks_is_that_of_a_trace(
+    kernel: str, tokens: int, triton: bool, tmp_path: Path
+) -> None:
     """Of a model whose vocabulary is so large that the loss is the peak."""
     shape = {
         **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2},
@@ -74,6 +76,7 @@ def test_the_peak_under_loss_chunks_is_that_of_a_trace(kernel: str, tokens: int,
     }
     (tmp_path / "config.json").write_text(json.dumps(shape))
     flags = {"model": str(tmp_path), "loss_kernel": kernel, "loss_chunk_tokens": tokens, "seq_len": 1024}
+    flags |= {"triton_loss": triton}
     found = traced({"strategy": "ddp", "num_gpus": 2, **flags})
     assert found["status"] == "ok", found["reason"]
     config = RunConfig(**flags).with_defaults(has_gpu=True)

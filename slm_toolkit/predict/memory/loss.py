@@ -65,7 +65,7 @@ def _loss_memory(setup: Setup) -> LossMemory:
         weight_gradient, output = 0, (2 if compute == BF16 else 4) * h
         if keeps_inputs(setup.strategy) and config.loss_kernel != "fused_linear":
             kept, output = kept + output, 0
-    stores_fp32_probabilities = e == 2 and not config.torch_compile
+    stores_fp32_probabilities = e == 2 and not (config.torch_compile or config.triton_loss)
     if config.loss_kernel == "fused_linear":
         chunk = config.loss_chunks.of_logits(T, vocab_size=V, hidden_size=h)
         wide = config.loss_chunks.of_probabilities(chunk, vocab_size=V) * V

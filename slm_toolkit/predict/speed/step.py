@@ -91,6 +91,7 @@ LOGIT_BYTES = {
     "fused_kernel": 8,
     "fused_kernel_metrics": 36,
     "compiled": 8,
+    "triton": 6,
 }
 """bytes per logit that the loss moves. hf: forward: fp32 copy 6, shifted copy 8, log-softmax 12; backward:
 picked logits 4, log-softmax 12, shift 12, cast to bf16 6. fused_logits: two reads, gradient in place.
@@ -98,7 +99,7 @@ fused_linear: the same in chunks, partly from cache. fused_kernel: flash-attn's,
 fused_kernel_metrics: llm-foundry's, with the two metrics that it computes in each micro-step by default
 (cross-entropy and perplexity; each casts to fp32, 6, and takes the log-softmax, 8).
 compiled: the whole loss by Inductor (torch 2.13): bf16 read for the maximum, for the sum, and for the
-gradient, which replaces it"""
+gradient, which replaces it. triton: of --triton_loss: bf16 read for maximum and sum, and for the gradient"""
 
 
 # LoRA, per output of a matrix: scale 4, add 6; backward: scale 4. Per input: add two gradients 6.
@@ -256,7 +257,8 @@ def micro_step_work(setup: Setup, rates: Rates, software: Software, loss_kernel:
     slowdown *= _slowdown_of(compute, compiled)
     per_token = traffic.bytes_per_token + of_adapters.bytes_per_token
     elementwise = spec.num_layers * slowdown * per_token * tokens / rates.memory_bytes
-    logits = tokens * spec.vocab_size * LOGIT_BYTES[loss_kernel] / rates.loss_bytes(loss_kernel)
+    arithmetic = "triton" if config.triton_loss and loss_kernel == config.loss_kernel else loss_kernel
+    logits = tokens * spec.vocab_size * LOGIT_BYTES[arithmetic] / rates.loss_bytes(arithmetic)
     num_cast = (setup.weights.total + setup.weights.trained) * (compute == AUTOCAST)
     casts = num_cast * _AUTOCAST_CAST_BYTES / rates.memory_bytes
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from slm_toolkit.base.errors import pip_install
 from slm_toolkit.config.run_config import FP8_MULTIPLE, RunConfig
 from slm_toolkit.run.kernels.loss_kernels import (
+    Arithmetic,
     LossHead,
     fused_logits_loss,
     give_labels_to_head,
@@ -150,7 +151,7 @@ def use_kernels(model: PreTrainedModel, config: RunConfig) -> None:
         )
     if config.loss_kernel == "fused_logits":
         model.loss_function = functools.partial(
-            fused_logits_loss, compiled=config.torch_compile, chunks=config.loss_chunks
+            fused_logits_loss, arithmetic=_loss_arithmetic(config), chunks=config.loss_chunks
         )
     elif config.loss_kernel == "fused_linear":
         head = model.get_output_embeddings()
@@ -160,7 +161,7 @@ def use_kernels(model: PreTrainedModel, config: RunConfig) -> None:
                 "not a plain matrix\nhint: --loss_kernel fused_logits works with every head"
             )
         head.__class__ = LossHead
-        head.compiled, head.chunks = config.torch_compile, config.loss_chunks
+        head.arithmetic, head.chunks = _loss_arithmetic(config), config.loss_chunks
         model.register_forward_pre_hook(give_labels_to_head, with_kwargs=True)
         model.loss_function = loss_of_head
     for flag, kernel, model_class, fused in (
@@ -179,6 +180,15 @@ def use_kernels(model: PreTrainedModel, config: RunConfig) -> None:
             module.__class__ = fused
 
 
+def _loss_arithmetic(config: RunConfig) -> Arithmetic:
+    """Return what computes a fused loss between its matrix products. A rehearsal on a CPU imitates a GPU."""
+    if config.triton_loss and torch.cuda.is_available():
+        return "triton"
+    if config.triton_loss and config.rehearse is not None:
+        return "nothing"
+    return "compiled" if config.torch_compile else "pytorch"
+
+
 # Kernels of optional packages: Liger's in Triton, torchao's float8 matrix products.
 
 _WITHOUT_LIGER = "hint: --norm_kernel fused, --mlp_kernel fused and --torch_compile work without Liger"
@@ -194,10 +204,12 @@ def check_optional(config: RunConfig) -> None:
             raise ValueError(f"--use_liger_kernel needs a GPU, because Liger uses Triton\n{_WITHOUT_LIGER}")
         if find_spec("liger_kernel") is None:
             raise ValueError(f"--use_liger_kernel needs Liger\nhint: {pip_install('liger')}")
-    if config.optim == "adamw_triton" and torch.cuda.is_available() and find_spec("triton") is None:
+    of_triton = {"--optim adamw_triton": config.optim == "adamw_triton", "--triton_loss": config.triton_loss}
+    asked = [flag for flag, is_asked in of_triton.items() if is_asked]
+    if asked and torch.cuda.is_available() and find_spec("triton") is None:
         raise ValueError(
-            "--optim adamw_triton needs Triton, which comes with PyTorch's builds for a GPU on Linux\n"
-            "hint: leave --optim out"
+            f"{asked[0]} needs Triton, which comes with PyTorch's builds for a GPU on Linux\n"
+            f"hint: leave {asked[0].split()[0]} out"
         )
     if config.fp8 != "none" and find_spec("torchao") is None:
         raise ValueError(f"--fp8 {config.fp8} needs torchao\nhint: {pip_install('fp8')}")

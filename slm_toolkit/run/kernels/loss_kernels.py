@@ -6,7 +6,7 @@ the bytes of an element in the compute dtype: 2 in bf16, 4 in fp32.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn import functional
@@ -17,8 +17,9 @@ from slm_toolkit.config.loss_chunks import LossChunks
 IGNORE_INDEX = -100
 "the label of a token without loss, same as in transformers"
 _BY_RULE = LossChunks()
-_Chunk = Callable[..., torch.Tensor]
-"`_chunk_losses_` or `_compiled_chunk_losses_`"
+Arithmetic = Literal["pytorch", "compiled", "triton", "nothing"]
+"""what computes a chunk's losses from its logits: PyTorch's operations, torch.compile, or `loss_triton.py`.
+nothing: on fake tensors, in the place of a kernel that allocates nothing"""
 
 
 def fused_logits_loss(
@@ -27,7 +28,7 @@ def fused_logits_loss(
     vocab_size: int,
     *,
     num_items_in_batch: torch.Tensor | None = None,
-    compiled: bool = False,
+    arithmetic: Arithmetic = "pytorch",
     chunks: LossChunks = _BY_RULE,
 ) -> torch.Tensor:
     """Compute transformers' causal LM loss of logits [batch, tokens, V] with one copy of them, not three.
@@ -35,14 +36,12 @@ def fused_logits_loss(
     Peak memory: the logits, N x V x e bytes, and one chunk of fp32 probabilities, at most 64 MiB for any N
     (none in fp32; two of them on a CPU, where torch converts dtypes in a separate step). Forward overwrites
     the logits with their gradient, so a training step's logits can't be read afterwards. Backward allocates
-    nothing. Without gradients, as in evaluation, the logits stay unchanged. With `compiled`, a kernel made by
-    torch.compile reads the logits twice and writes their gradient. It makes no fp32 copy of a chunk.
+    nothing. Without gradients, as in evaluation, the logits stay unchanged. The kernels of torch.compile and
+    Triton make no fp32 copy of a chunk.
     """
     targets = _next_tokens(labels).to(logits.device)
     num_items = _num_valid(targets) if num_items_in_batch is None else num_items_in_batch
-    return _FusedLogitsLoss.apply(
-        logits, targets, num_items, torch.is_grad_enabled(), _chunk_kernel(compiled), chunks
-    )
+    return _FusedLogitsLoss.apply(logits, targets, num_items, torch.is_grad_enabled(), arithmetic, chunks)
 
 
 @torch.no_grad()
@@ -54,7 +53,7 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     _sum_of_losses_(
         *(flat, targets, num_items),
         chunks=_BY_RULE,
-        kernel=_chunk_losses_,
+        arithmetic="pytorch",
         with_gradient=False,
         token_losses=losses,
     )
@@ -69,10 +68,10 @@ class LossHead(torch.nn.Linear):
 
     Peak memory in forward, in addition to hidden states [N, h] and weight [V, h]: their gradients, N x h x e
     and V x h x e bytes, the only tensors saved for backward; one chunk of logits, `LossChunks.of_logits` x
-    V x e bytes; and at most 64 MiB of fp32 probabilities, as in `fused_logits_loss` (none in fp32, none if
-    compiled). All chunks share the two buffers of logits and probabilities. Backward allocates nothing: it
-    scales both gradients in place. Under autocast, hidden states and weight are first copied to bf16, as for
-    every matrix product.
+    V x e bytes; and at most 64 MiB of fp32 probabilities, as in `fused_logits_loss` (none in fp32, none with
+    kernels of torch.compile or Triton). All chunks share the two buffers of logits and probabilities.
+    Backward allocates nothing: it scales both gradients in place. Under autocast, hidden states and weight
+    are first copied to bf16, as for every matrix product.
 
     The matrix product itself adds each chunk's gradient of the weight to the sum, in the weight's dtype. So
     the sum is rounded once per chunk, at most V / h times. In bf16 its error is 0.3 to 0.6 %. The error of a
@@ -88,8 +87,8 @@ class LossHead(torch.nn.Linear):
     "divisor of the summed loss; None: the number of tokens with a label"
     token_losses: torch.Tensor | None = None
     "if set, a tensor of one value per token; the next forward writes each token's loss into it"
-    compiled: bool = False
-    "True if torch.compile computes the arithmetic between the matrix products"
+    arithmetic: Arithmetic = "pytorch"
+    "what computes the loss between the matrix products"
     chunks: LossChunks = _BY_RULE
     vocab_size: int | None = None
     "tokens, if the columns after them are padding (`run/model/padding.py`), which get the logit -inf"
@@ -106,8 +105,8 @@ class LossHead(torch.nn.Linear):
         with torch.autocast(device_type, enabled=False):
             targets = _next_tokens(labels).to(hidden.device)
             num_items = _num_valid(targets) if self.num_items is None else self.num_items
-            kernel, with_gradient = _chunk_kernel(self.compiled), torch.is_grad_enabled()
-            sums = (targets, num_items, with_gradient, kernel, self.chunks, losses, self.vocab_size)
+            with_gradient = torch.is_grad_enabled()
+            sums = (targets, num_items, with_gradient, self.arithmetic, self.chunks, losses, self.vocab_size)
             loss = _FusedLinearLoss.apply(hidden, weight, *sums)
         self.last_loss = loss.detach()
         return loss
@@ -121,12 +120,12 @@ class _FusedLogitsLoss(torch.autograd.Function):
         targets: torch.Tensor,
         num_items: torch.Tensor,
         with_gradient: bool,
-        kernel: _Chunk,
+        arithmetic: Arithmetic,
         chunks: LossChunks,
     ) -> torch.Tensor:
         flat = logits.view(-1, logits.shape[-1])
         total = _sum_of_losses_(
-            flat, targets, num_items, chunks=chunks, kernel=kernel, with_gradient=with_gradient
+            flat, targets, num_items, chunks=chunks, arithmetic=arithmetic, with_gradient=with_gradient
         )
         if with_gradient:
             ctx.save_for_backward(logits)  # now contains their gradient
@@ -147,7 +146,7 @@ class _FusedLinearLoss(torch.autograd.Function):
         targets: torch.Tensor,
         num_items: torch.Tensor,
         with_gradient: bool,
-        kernel: _Chunk,
+        arithmetic: Arithmetic,
         chunks: LossChunks,
         token_losses: torch.Tensor | None,
         num_known: int | None,
@@ -160,7 +159,7 @@ class _FusedLinearLoss(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight) if with_gradient and ctx.needs_input_grad[1] else None
         total = torch.zeros((), device=hidden.device, dtype=torch.float32)
         buffer = flat.new_empty(rows, vocab_size)
-        wide = _fp32_buffer(buffer, chunks, kernel)
+        wide = _fp32_buffer(buffer, chunks, arithmetic)
         for start in range(0, len(flat), rows):
             chunk, part = flat[start : start + rows], targets[start : start + rows]
             logits = torch.mm(chunk, weight.t(), out=buffer[: len(chunk)])
@@ -171,7 +170,7 @@ class _FusedLinearLoss(torch.autograd.Function):
                 part,
                 num_items,
                 chunks=chunks,
-                kernel=kernel,
+                arithmetic=arithmetic,
                 with_gradient=with_gradient,
                 wide=wide,
                 token_losses=None if token_losses is None else token_losses[start : start + rows],
@@ -223,7 +222,7 @@ def _sum_of_losses_(
     num_items: torch.Tensor,
     *,
     chunks: LossChunks,
-    kernel: _Chunk,
+    arithmetic: Arithmetic,
     with_gradient: bool,
     wide: torch.Tensor | None = None,
     token_losses: torch.Tensor | None = None,
@@ -233,11 +232,14 @@ def _sum_of_losses_(
     With `with_gradient`, overwrites the logits with the gradient of that sum divided by `num_items`. Writes
     each row's loss to `token_losses`, if given.
     """
+    kernel = _chunk_kernel(arithmetic)
     rows = chunks.of_probabilities(len(logits), vocab_size=logits.shape[1])
-    if wide is None and not with_gradient and kernel is _chunk_losses_:
+    if arithmetic in ("triton", "nothing"):
+        rows = len(logits)  # one launch: a program reads a row again before the cache has forgotten it
+    if wide is None and not with_gradient and arithmetic == "pytorch":
         wide = torch.empty_like(logits[:rows], dtype=torch.float32)  # the logits must stay unchanged
     elif wide is None:
-        wide = _fp32_buffer(logits[:rows], chunks, kernel)
+        wide = _fp32_buffer(logits[:rows], chunks, arithmetic)
     total = torch.zeros((), device=logits.device, dtype=torch.float32)
     for start in range(0, len(logits), rows):
         part = logits[start : start + rows]
@@ -254,9 +256,9 @@ def _sum_of_losses_(
     return total
 
 
-def _fp32_buffer(logits: torch.Tensor, chunks: LossChunks, kernel: _Chunk) -> torch.Tensor | None:
-    """Return a buffer for a chunk's fp32 probabilities; None for fp32 logits or a compiled kernel."""
-    if logits.dtype == torch.float32 or kernel is not _chunk_losses_:
+def _fp32_buffer(logits: torch.Tensor, chunks: LossChunks, arithmetic: Arithmetic) -> torch.Tensor | None:
+    """Return a buffer for a chunk's fp32 probabilities; None for fp32 logits or kernels that need none."""
+    if logits.dtype == torch.float32 or arithmetic != "pytorch":
         return None
     rows = chunks.of_probabilities(len(logits), vocab_size=logits.shape[1])
     return logits.new_empty(rows, logits.shape[1], dtype=torch.float32)
@@ -317,5 +319,15 @@ def _compiled_chunk_losses_(
 
 
 @functools.cache
-def _chunk_kernel(compiled: bool) -> _Chunk:
-    return torch.compile(_compiled_chunk_losses_, dynamic=False) if compiled else _chunk_losses_
+def _chunk_kernel(arithmetic: Arithmetic) -> Callable[..., torch.Tensor]:
+    if arithmetic == "triton":
+        from slm_toolkit.run.kernels.loss_triton import triton_chunk_losses_  # needs Triton
+
+        return triton_chunk_losses_
+    if arithmetic == "compiled":
+        return torch.compile(_compiled_chunk_losses_, dynamic=False)
+    return _chunk_losses_ if arithmetic == "pytorch" else _no_losses
+
+
+def _no_losses(logits: torch.Tensor, *arguments: Any, with_gradient: bool) -> torch.Tensor:
+    return logits.new_empty(len(logits), dtype=torch.float32)

@@ -195,6 +195,18 @@ def test_a_bucket_that_is_auto_is_the_square_of_the_width(tmp_path: Path) -> Non
     assert reduced.num_calls == pytest.approx(130_569_920 / 692_224)
 
 
+def test_tritons_loss_moves_6_bytes_per_logit_instead_of_12() -> None:
+    flags = {"model": "slm-100m", "per_device_train_batch_size": 8, "seq_len": 1024}
+    flags |= {"loss_kernel": "fused_linear", "numerics": "aligned"}
+    (before,), (after,) = (
+        rows_of("single", num_gpus=(1,), **flags, triton_loss=triton) for triton in (False, True)
+    )
+    saved = before.parts_seconds["memory_traffic"] - after.parts_seconds["memory_traffic"]
+    logits = 8 * 1024 * 32_000
+    assert saved == pytest.approx(6 * logits / rates_of(gpu_of_name("h100-80gb"), TODAY).memory_bytes)
+    assert after.parts["workspace"] <= before.parts["workspace"]
+
+
 def test_llamas_query_key_and_value_are_three_products() -> None:
     flags = {"model": "slm-100m", "per_device_train_batch_size": 1, "seq_len": 1024, "loss_kernel": "hf"}
     (row,) = rows_of("single", num_gpus=(1,), **flags)

@@ -1,4 +1,4 @@
-"""The Triton kernel of `--optim adamw_triton`: its numbers in Triton's interpreter, its code for GPUs."""
+"""The Triton kernels: their numbers in Triton's interpreter, their code for GPUs."""
 
 import json
 import os
@@ -58,6 +58,63 @@ for dtype in (torch.bfloat16, torch.float32):
 print(json.dumps(errors))
 """
 
+LOSSES = """
+import json, torch
+from slm_toolkit.config.loss_chunks import LossChunks
+from slm_toolkit.run.kernels.loss_kernels import IGNORE_INDEX, LossHead, _chunk_losses_
+from slm_toolkit.run.kernels.loss_triton import BLOCK, triton_chunk_losses_
+
+def largest(ours, theirs):
+    return float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max())
+
+errors = {}
+for dtype in (torch.bfloat16, torch.float32):
+    for vocab, padding in ((384, 0), (BLOCK, 0), (2 * BLOCK + 5, 0), (BLOCK + 64, 60)):
+        torch.manual_seed(vocab)
+        logits = (4 * torch.randn(5, vocab)).to(dtype)
+        logits[0, 7], targets = 60, torch.randint(vocab - padding, (5,))  # one probability is almost 1
+        targets[0], targets[2] = 7, IGNORE_INDEX
+        if padding:
+            logits[:, -padding:] = -torch.inf
+        exact, num_items = logits.clone().float(), torch.tensor(3.0)
+        wanted = _chunk_losses_(exact, targets, num_items, None, with_gradient=True)
+        unchanged = logits.clone()
+        for with_gradient in (False, True):
+            losses = triton_chunk_losses_(logits, targets, num_items, None, with_gradient=with_gradient)
+            assert with_gradient or torch.equal(logits, unchanged)
+            assert losses[2] == 0
+            errors["loss"] = max(errors.get("loss", 0), largest(losses, wanted))
+        assert not logits[2].any() and not (padding and logits[:, -padding:].any())
+        name = f"gradient in {dtype}"
+        errors[name] = max(errors.get(name, 0), largest(logits, exact))
+hidden = torch.randn(1, 50, 64, requires_grad=True)
+head, labels = LossHead(64, 384, bias=False), torch.randint(384, (1, 50))
+head.chunks = LossChunks(16)  # three chunks, and one of two tokens
+found = []
+for head.arithmetic in ("pytorch", "triton"):
+    head.labels = labels
+    loss = head(hidden)
+    found.append([loss, *torch.autograd.grad(loss, [hidden, head.weight])])
+errors["head"] = max(map(largest, *found))
+print(json.dumps(errors))
+"""
+
+CODE_OF_LOSSES = """
+import json, triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from slm_toolkit.run.kernels import loss_triton
+
+signature = {"logits": "*bf16", "targets": "*i64", "num_items": "*i64", "losses": "*fp32"}
+signature |= {"num_columns": "i32", "stride": "i32"}
+constants = {"WITH_GRADIENT": True, "BLOCK": loss_triton.BLOCK}
+signature |= {name: "constexpr" for name in constants}
+aligned = {(index,): [["tt.divisibility", 16]] for index in (0, 4, 5)}  # as of a vocabulary of 32,000
+source = ASTSource(loss_triton._losses, signature, constexprs=constants, attrs=aligned)
+done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+print(json.dumps([loss_triton.BLOCK // (8 * 32), len(done.asm["cubin"]), done.asm["ptx"]]))
+"""
+
 CODE = """
 import json, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
@@ -105,3 +162,20 @@ def test_the_code_for_an_h200_moves_28_bytes_per_parameter_and_rounds_to_nearest
         assert "cvt.rn.bf16" in code
     assert "ld.global.v4.b32" in aligned[2]
     assert "ld.global.v4.b32" not in other[2]
+
+
+def test_losses_and_gradients_are_those_of_pytorchs_operations() -> None:
+    (errors,) = answers(LOSSES, TRITON_INTERPRET="1")
+    assert errors.pop("gradient in torch.bfloat16") < 2**-7  # the interpreter cuts where a GPU rounds
+    assert errors.keys() == {"loss", "gradient in torch.float32", "head"}
+    assert max(errors.values()) < 1e-6
+
+
+def test_the_losss_code_for_an_h200_reads_each_logit_twice_and_writes_it_once() -> None:
+    ((elements, binary_size, code),) = answers(CODE_OF_LOSSES)
+    assert binary_size > 0
+    widths = {"b16": 2, "b32": 4, "v2.b32": 8, "v4.b32": 16}
+    moved = re.findall(r"@%p\d+ (ld|st)\.global\.((?:v\d\.)?b\d+)", code)
+    assert sum(widths[width] for kind, width in moved if kind == "ld") >= 2 * 2 * elements
+    assert "ld.global.v4.b32" in code
+    assert "cvt.rn.bf16" in code
