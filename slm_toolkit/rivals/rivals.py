@@ -72,15 +72,8 @@ _REFUSED = (
 "flags with which our run does other work than another trainer's would: an error, unless at their default"
 _OURS_ALONE = (
     *("loss_kernel", "loss_chunk_tokens", "norm_kernel", "mlp_kernel", "use_liger_kernel", "pad_widths"),
-    *(
-        "triton_loss",
-        "torch_compile_mode",
-        "fsdp_prefetch",
-        "dataloader_num_workers",
-        "profile",
-        "fp32_steps",
-    ),
-    *("report_to", "save_final_model"),
+    *("torch_compile_mode", "fsdp_prefetch", "dataloader_num_workers", "profile", "fp32_steps"),
+    *("report_to", "save_final_model", "triton_loss"),
 )
 "flags of ours that change speed or output, but not the work: another trainer's row has their defaults"
 
