@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import re
 from pathlib import Path
 
 from slm_toolkit import api
@@ -11,6 +10,7 @@ from slm_toolkit.cli.deployment_flags import add_network_flags, add_price_flags,
 from slm_toolkit.cli.output import print_notes
 from slm_toolkit.config.flags import add_flags, given_flags
 from slm_toolkit.config.parser import count, positive_number
+from slm_toolkit.config.run_config import number_of_tokens
 from slm_toolkit.predict.flag_checks import NOT_OF_AN_ESTIMATE, add_like_flag, add_software_flag
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, shipped_strategies
 
@@ -116,14 +116,10 @@ def add_recommend_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _tokens(text: str) -> float:
-    """Parse 20B, 300M, 1.5T, 2e10 or a plain number."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMBT]?)", text.strip(), flags=re.IGNORECASE)
-    value = (
-        float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[match[2].upper()] if match else 0
-    )
-    if not 0 < value < 1e18:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens such as 20B, 300M or 2e10")
-    return value
+    try:
+        return number_of_tokens(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 _MOST_LEFT_OUT = 6

@@ -97,6 +97,6 @@ def flags_of_trials(
             "\n".join(problems) + "\nhint: `slm estimate --largest_batch --gpu NAME` needs no trial runs"
         )
     trial = {"per_device_train_batch_size": 1}
-    if "num_train_epochs" not in given:
+    if not {"num_train_epochs", "max_tokens"} & given.keys():
         trial["max_steps"] = given.get("max_steps", TRIAL_STEPS)
     return {**given, **trial}

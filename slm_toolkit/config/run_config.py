@@ -1,6 +1,7 @@
 """RunConfig: the flags of a run, one field each. A field declares all metadata of its flag."""
 
 import dataclasses
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -642,6 +643,19 @@ class RunConfig:
         estimate="ignores",
         column="steps asked",
     )
+    max_tokens: str | None = Flag(
+        None,
+        "tokens to train on, such as 50M or 2B, instead of --max_steps. The number of steps follows from the "
+        "batch and the number of ranks",
+        group="length",
+        other_names=("tokens", "num_tokens", "train_tokens", "max_train_tokens"),
+        excludes=(
+            Excludes("max_steps", "give one of them"),
+            Excludes("num_train_epochs", "give one of them"),
+        ),
+        estimate="ignores",
+        column="tokens asked",
+    )
     num_train_epochs: float | None = Flag(
         None,
         "passes over the dataset, instead of --max_steps",
@@ -1092,10 +1106,26 @@ class RunConfig:
 
     @property
     def steps_asked(self) -> int | None:
-        """Optimizer steps without profiled ones; None if epochs decide. By default 30 after the warm-up."""
-        if self.max_steps is None and self.num_train_epochs is None:
+        """Optimizer steps without profiled ones. By default 30 after the warm-up.
+
+        None if epochs decide, or tokens before `with_steps`.
+        """
+        if self.max_steps is None and self.num_train_epochs is None and self.max_tokens is None:
             return (self.timing_warmup_steps or 3) + 3 * 10
         return self.max_steps
+
+    def with_steps(self, sequences_per_step: int) -> "RunConfig":
+        """Return the config with the steps that --max_tokens takes, the last one whole; itself without it.
+
+        Raises ValueError if the learning rate's warm-up and decay take more steps.
+        """
+        if self.max_tokens is None:
+            return self
+        num_steps = math.ceil(number_of_tokens(self.max_tokens) / (sequences_per_step * self.seq_len))
+        config = dataclasses.replace(self, max_steps=num_steps)
+        if problems := _step_problems(config):
+            raise ValueError("\n".join(problems))
+        return config
 
     @property
     def max_seconds(self) -> float | None:
@@ -1191,6 +1221,16 @@ def _size_problems(config: RunConfig) -> list[str]:
     ]
 
 
+def number_of_tokens(text: str) -> float:
+    """Parse 20B, 300M, 1.5T, 2e10 or a plain number. Raises ValueError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMBT]?)", text.strip(), flags=re.IGNORECASE)
+    unit = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+    value = float(match[1]) * unit[match[2].upper()] if match else 0
+    if not 0 < value < 1e18:
+        raise ValueError(f"{shortened(text)!r} is not a number of tokens such as 20B, 300M or 2e10")
+    return value
+
+
 def _step_problems(config: RunConfig) -> list[str]:
     problems = []
     for strategy, steps in (("eval_strategy", "eval_steps"), ("save_strategy", "save_steps")):
@@ -1202,10 +1242,16 @@ def _step_problems(config: RunConfig) -> list[str]:
         _ = config.max_seconds
     except ValueError as error:
         problems.append(str(error))
+    try:
+        _ = config.max_tokens and number_of_tokens(config.max_tokens)
+    except ValueError as error:
+        problems.append(f"--max_tokens: {error}")
     num_special = config.warmup_steps + (config.lr_decay_steps or 0)
     num_steps = config.steps_asked
     if config.lr_decay_steps is not None and num_steps is not None and num_special > num_steps:
         steps = f"{num_steps} steps" if config.max_steps is None else f"--max_steps {num_steps}"
+        if config.max_tokens is not None:
+            steps = f"the {num_steps} steps of --max_tokens {config.max_tokens}"
         problems.append(
             f"--warmup_steps {config.warmup_steps} and --lr_decay_steps {config.lr_decay_steps} with "
             f"{steps}: together they are at most as many"

@@ -16,7 +16,7 @@ from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.strategy.deepspeed_json import deepspeed_config_path
 from slm_toolkit.strategy.strategy import Strategy, is_shipped
 
-_IRRELEVANT_FLAGS = ("seed", "run_name", "output_dir", "learning_rate", "max_steps", "dataset")
+_IRRELEVANT_FLAGS = ("seed", "run_name", "output_dir", "learning_rate", "max_steps", "max_tokens", "dataset")
 "fields of RunConfig that no finding depends on; runs that differ only in these are examined once"
 
 

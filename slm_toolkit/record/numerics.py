@@ -90,6 +90,7 @@ _OF_OPTIMIZER = (
         "lr_decay_steps",
         "warmup_steps",
         "max_steps",
+        "max_tokens",
         "model",
         "peft",
     ),

@@ -344,6 +344,7 @@ def _choose_start(request: _Request, folder: _ClaimedFolder) -> _Start:
     launch, run_dir = request.launch, folder.run_dir
     config = smaller_batch(request.config)
     per_step = sequences_per_step(config, launch)
+    config = config.with_steps(per_step)
     description = run_description(config, per_step)
     resume = noted_checkpoint() or config.resume_from_checkpoint
     candidates = (

@@ -65,6 +65,16 @@ def test_accumulation_gives_deepspeed_and_ddp_the_same_losses(tmp_path: Path) ->
     assert compare_with(records["ddp"], records["ds_zero2"], limits=ALIKE["fp32"]).loss_difference < 5e-6
 
 
+def test_a_budget_of_tokens_takes_the_same_steps_under_each_engine(tmp_path: Path) -> None:
+    """A step is 2 ranks x 2 micro-steps x 4 sequences of 32 tokens: 2,000 tokens take 4 steps of 512."""
+    asked = ("--max_tokens", "2K", "--seq_len", "32", "--gradient_accumulation_steps", "2")
+    done = compare("--strategy", "ddp", "ds_zero3", *asked, folder=tmp_path)
+    assert done.finished.code == 0, done.finished.err
+    records = [record for _, record in find_records([tmp_path])[0]]
+    assert [len(record.losses) for record in records] == [4, 4]
+    assert {record.config.max_tokens for record in records} == {"2K"}
+
+
 def test_a_compiled_model_trains_and_is_saved_under_its_own_names(tmp_path: Path, texts: Path) -> None:
     arguments = (
         "--model",

@@ -49,6 +49,24 @@ def test_the_default_length_is_thirty_steps_after_the_warm_up() -> None:
     assert RunConfig(num_train_epochs=1.0).steps_asked is None
 
 
+def test_tokens_take_whole_steps_of_the_batch() -> None:
+    config = parse("--tokens", "2B", "--seq_len", "1024")
+    assert (config.max_tokens, config.steps_asked) == ("2B", None)
+    config.check()
+    assert config.with_steps(512).steps_asked == 3815  # 2e9 / (512 x 1024) = 3814.7
+    assert parse("--max_tokens", "524288", "--seq_len", "1024").with_steps(512).steps_asked == 1
+    assert RunConfig(max_steps=7).with_steps(512).steps_asked == 7
+    for other in ({"max_steps": 7}, {"num_train_epochs": 1.0, "dataset": "x.txt"}):
+        with pytest.raises(ValueError, match="--max_tokens with .*: give one of them"):
+            RunConfig(max_tokens="1M", **other).check()
+    for text in ("many", "0", "-1M", "1e400"):
+        with pytest.raises(ValueError, match="is not a number of tokens such as 20B"):
+            RunConfig(max_tokens=text).check()
+    decays = {"lr_scheduler_type": "warmup_stable_decay", "warmup_steps": 3, "lr_decay_steps": 9}
+    with pytest.raises(ValueError, match="with the 4 steps of --max_tokens 1K: together they are at most"):
+        RunConfig(max_tokens="1K", seq_len=64, **decays).with_steps(4)
+
+
 def test_all_problems_are_reported_at_once() -> None:
     config = RunConfig(per_device_train_batch_size=0, seq_len=-1, learning_rate=float("nan"))
     with pytest.raises(ValueError, match="hint") as error:
