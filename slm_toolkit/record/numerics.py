@@ -143,8 +143,8 @@ class Numerics:
         "logits returned to the training script; None if it receives none", settings=("loss_kernel",)
     )
     cross_entropy_dtype: str | None = _probed(
-        "input of the cross-entropy; None if a compiled kernel hides it",
-        settings=("torch_compile",),
+        "input of the cross-entropy; None if a kernel of torch.compile or Triton hides it",
+        settings=("torch_compile", "triton_loss", "loss_kernel"),
     )
     loss_kernel: str | None = _probed("the kernel that computed the loss", settings=("loss_kernel",))
     loss_dtype: str | None = _probed("loss returned to the training script")

@@ -188,7 +188,8 @@ def mean_phases(record: RunRecord) -> dict[str, float] | None:
 def joules_per_token(records: list[RunRecord]) -> float | None:
     """Return the energy of all GPUs per token, over the timed steps of all launches, without padding tokens.
 
-    None below two seconds: the counter updates every 20 to 100 ms, so the error could be 5 % or more.
+    None below two seconds: the counter updates every 20 to 100 ms and is read every 100 ms, so the error
+    could be 10 % or more.
     """
     joules = tokens = seconds = 0.0
     for record in records:

@@ -21,6 +21,7 @@ from slm_toolkit.run.engine.optimizer import AdamWWithMasterWeights
 from slm_toolkit.run.kernels.adamw_kernel import BLOCK, AdamWKernel
 
 def largest(ours, theirs):
+    assert ours.isfinite().all()
     return float(((ours - theirs).abs() / theirs.abs().clamp(min=1e-3)).max())
 
 errors = {}
@@ -65,7 +66,8 @@ from slm_toolkit.run.kernels.loss_kernels import IGNORE_INDEX, LossHead, _chunk_
 from slm_toolkit.run.kernels.loss_triton import BLOCK, triton_chunk_losses_
 
 def largest(ours, theirs):
-    return float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max())
+    assert ours.isfinite().all()
+    return float((ours.detach().float() - theirs.detach().float()).abs().max() / theirs.abs().max())
 
 errors = {}
 for dtype in (torch.bfloat16, torch.float32):
@@ -106,10 +108,10 @@ from triton.compiler import ASTSource
 from slm_toolkit.run.kernels import loss_triton
 
 signature = {"logits": "*bf16", "targets": "*i64", "num_items": "*i64", "losses": "*fp32"}
-signature |= {"num_columns": "i32", "stride": "i32"}
-constants = {"WITH_GRADIENT": True, "BLOCK": loss_triton.BLOCK}
+signature |= {"stride": "i32"}
+constants = {"NUM_COLUMNS": 32_000, "WITH_GRADIENT": True, "BLOCK": loss_triton.BLOCK}
 signature |= {name: "constexpr" for name in constants}
-aligned = {(index,): [["tt.divisibility", 16]] for index in (0, 4, 5)}  # as of a vocabulary of 32,000
+aligned = {(index,): [["tt.divisibility", 16]] for index in (0, 4)}  # as of a vocabulary of 32,000
 source = ASTSource(loss_triton._losses, signature, constexprs=constants, attrs=aligned)
 done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
 print(json.dumps([loss_triton.BLOCK // (8 * 32), len(done.asm["cubin"]), done.asm["ptx"]]))
@@ -174,8 +176,11 @@ def test_losses_and_gradients_are_those_of_pytorchs_operations() -> None:
 def test_the_losss_code_for_an_h200_reads_each_logit_twice_and_writes_it_once() -> None:
     ((elements, binary_size, code),) = answers(CODE_OF_LOSSES)
     assert binary_size > 0
-    widths = {"b16": 2, "b32": 4, "v2.b32": 8, "v4.b32": 16}
+    widths = {"b32": 4, "v4.b32": 16}
     moved = re.findall(r"@%p\d+ (ld|st)\.global\.((?:v\d\.)?b\d+)", code)
-    assert sum(widths[width] for kind, width in moved if kind == "ld") >= 2 * 2 * elements
-    assert "ld.global.v4.b32" in code
+    assert sum(widths[width] for kind, width in moved if kind == "ld") == 2 * 2 * elements
+    last_load = max(index for index, (kind, _) in enumerate(moved) if kind == "ld")
+    assert sum(widths[width] for _, width in moved[last_load + 1 :]) == 2 * elements
+    # the label's logit is read before any warp can have written its gradient there
+    assert code.index("ld.global.b16") < code.index("bar.sync")
     assert "cvt.rn.bf16" in code

@@ -257,7 +257,9 @@ def micro_step_work(setup: Setup, rates: Rates, software: Software, loss_kernel:
     slowdown *= _slowdown_of(compute, compiled)
     per_token = traffic.bytes_per_token + of_adapters.bytes_per_token
     elementwise = spec.num_layers * slowdown * per_token * tokens / rates.memory_bytes
-    arithmetic = "triton" if config.triton_loss and loss_kernel == config.loss_kernel else loss_kernel
+    # against a loss that is compiled, too, Triton's saves 2 bytes: too few to count
+    is_tritons = config.triton_loss and not compiled and loss_kernel == config.loss_kernel
+    arithmetic = "triton" if is_tritons else loss_kernel
     logits = tokens * spec.vocab_size * LOGIT_BYTES[arithmetic] / rates.loss_bytes(arithmetic)
     num_cast = (setup.weights.total + setup.weights.trained) * (compute == AUTOCAST)
     casts = num_cast * _AUTOCAST_CAST_BYTES / rates.memory_bytes

@@ -137,7 +137,7 @@ def _parts_of(code: CodeType) -> tuple[Any, ...]:
 def use_kernels(model: PreTrainedModel, config: RunConfig) -> None:
     """Put the configured kernels into `model`, in place. State dict names and tied weights stay the same.
 
-    With --torch_compile, torch.compile computes a fused loss between its matrix products.
+    What computes a fused loss between its matrix products: see `_loss_arithmetic`.
     Raises ValueError if a kernel does not fit the model's head, norms or MLPs.
     """
     from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm

@@ -46,7 +46,10 @@ def fused_logits_loss(
 
 @torch.no_grad()
 def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return each token's fp32 loss in the shape of `labels`, 0 without a label; reads the logits once."""
+    """Return each token's fp32 loss in the shape of `labels`, 0 without a label; reads the logits once.
+
+    By PyTorch's operations, with an fp32 copy of a chunk: only several datasets with fused_logits need it.
+    """
     losses = torch.empty(labels.numel(), device=logits.device, dtype=torch.float32)
     targets, flat = _next_tokens(labels).to(logits.device), logits.reshape(-1, logits.shape[-1])
     num_items = torch.ones((), device=logits.device)
@@ -235,7 +238,7 @@ def _sum_of_losses_(
     kernel = _chunk_kernel(arithmetic)
     rows = chunks.of_probabilities(len(logits), vocab_size=logits.shape[1])
     if arithmetic in ("triton", "nothing"):
-        rows = len(logits)  # one launch: a program reads a row again before the cache has forgotten it
+        rows = len(logits)  # one launch: no probabilities are kept, so nothing need be small
     if wide is None and not with_gradient and arithmetic == "pytorch":
         wide = torch.empty_like(logits[:rows], dtype=torch.float32)  # the logits must stay unchanged
     elif wide is None:

@@ -1,8 +1,8 @@
 """The arithmetic of a fused loss in one Triton kernel, which replaces logits by their gradient.
 
 One pass over a row finds its maximum and the sum of its exponentials together (Milakov and Gimelshein,
-"Online normalizer calculation for softmax", arXiv 1805.02867), so a vocabulary may have any size. The second
-pass finds the row in the GPU's cache: 128k logits in bf16 are 256 KiB.
+"Online normalizer calculation for softmax", arXiv 1805.02867), so a vocabulary may have any size. A second
+pass writes the gradient.
 
 Import this file only where a GPU is: Triton comes with PyTorch's builds for CUDA and ROCm.
 """
@@ -31,7 +31,8 @@ def triton_chunk_losses_(
     assert logits.stride(1) == 1, logits.stride()
     losses = torch.empty(len(logits), device=logits.device, dtype=torch.float32)
     _losses[(len(logits),)](
-        *(logits, targets, num_items, losses, logits.shape[1], logits.stride(0)),
+        *(logits, targets, num_items, losses, logits.stride(0)),
+        NUM_COLUMNS=logits.shape[1],
         WITH_GRADIENT=with_gradient,
         BLOCK=BLOCK,
         num_warps=8,
@@ -45,8 +46,8 @@ def _losses(
     targets,
     num_items,
     losses,
-    num_columns,
     stride,
+    NUM_COLUMNS: tl.constexpr,
     WITH_GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -57,25 +58,25 @@ def _losses(
     if target == _NO_LABEL:
         tl.store(losses + row, 0.0)
         if WITH_GRADIENT:
-            for start in range(0, num_columns, BLOCK):
+            for start in range(0, NUM_COLUMNS, BLOCK):
                 index = start + columns
-                tl.store(logits + index, 0.0, mask=index < num_columns)
+                tl.store(logits + index, 0.0, mask=index < NUM_COLUMNS)
         return
+    label = tl.load(logits + target).to(tl.float32)  # before another warp can write its gradient there
     top = -float("inf")  # of the columns so far
     total = 0.0  # of their exponentials, relative to `top`
-    for start in range(0, num_columns, BLOCK):
+    for start in range(0, NUM_COLUMNS, BLOCK):
         index = start + columns
-        values = tl.load(logits + index, mask=index < num_columns, other=-float("inf")).to(tl.float32)
+        values = tl.load(logits + index, mask=index < NUM_COLUMNS, other=-float("inf")).to(tl.float32)
         higher = tl.maximum(top, tl.max(values, axis=0))
         total = total * tl.exp(top - higher) + tl.sum(tl.exp(values - higher), axis=0)
         top = higher
-    picked = tl.load(logits + target).to(tl.float32) - top
-    tl.store(losses + row, tl.log(total) - picked)
+    tl.store(losses + row, tl.log(total) - (label - top))
     if WITH_GRADIENT:
         share = 1.0 / tl.load(num_items).to(tl.float32)
-        for start in range(0, num_columns, BLOCK):
+        for start in range(0, NUM_COLUMNS, BLOCK):
             index = start + columns
-            mask = index < num_columns
+            mask = index < NUM_COLUMNS
             values = tl.load(logits + index, mask=mask, other=-float("inf")).to(tl.float32)
             gradient = tl.exp(values - top) / total - tl.where(index == target, 1.0, 0.0)
             tl.store(logits + index, (gradient * share).to(logits.dtype.element_ty), mask=mask)

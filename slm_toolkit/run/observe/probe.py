@@ -125,7 +125,7 @@ class NumericsProbe:
             logits_dtype=self._only("logits"),
             cross_entropy_dtype=_argument_dtype(operators, "aten::cross_entropy_loss")
             or _argument_dtype(operators, "aten::exp_")  # only `run/kernels/loss_kernels.py` calls it
-            or self._only("loss of head"),  # a compiled loss shows no operator
+            or self._only("loss of head"),  # a loss by torch.compile or Triton shows no operator
             loss_kernel=self._loss_kernel(operators),
             loss_dtype=self._only("loss"),
             gradient_dtype="+".join(sorted(gradients.dtypes)) or None,

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.run.kernels.layer_kernels import FusedMLP, FusedRMSNorm, use_kernels
+from slm_toolkit.run.kernels.layer_kernels import FusedMLP, FusedRMSNorm, check_optional, use_kernels
 from slm_toolkit.run.kernels.loss_kernels import LossHead, fused_logits_loss
 from slm_toolkit.run.model.model import enable_checkpointing
 
@@ -214,3 +214,32 @@ def test_a_saved_result_that_changes_in_place_is_saved_as_it_was() -> None:
         gradients.append(torch.autograd.grad(layer(inputs).square().sum(), list(layer.parameters())))
     for found, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "flags", "arithmetic"),
+    [
+        (True, {"triton_loss": True, "torch_compile": True}, "triton"),
+        (True, {"torch_compile": True}, "compiled"),
+        (False, {"triton_loss": True}, "pytorch"),
+        (False, {"triton_loss": True, "rehearse": 2}, "nothing"),  # as on the GPU that it stands for
+    ],
+)
+def test_what_computes_a_fused_loss_between_its_products(
+    has_gpu: bool, flags: dict[str, Any], arithmetic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    model = LlamaForCausalLM(LlamaConfig(**SMALLEST))
+    use_kernels(model, RunConfig(loss_kernel="fused_linear", **flags))
+    assert model.lm_head.arithmetic == arithmetic
+
+
+@pytest.mark.parametrize("flags", [{"triton_loss": True}, {"optim": "adamw_triton"}], ids=str)
+def test_on_a_gpu_without_triton_its_kernels_are_refused(
+    flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("slm_toolkit.run.kernels.layer_kernels.find_spec", lambda name: None)
+    (name,) = flags
+    with pytest.raises(ValueError, match=f"--{name}.* needs Triton, .*\nhint: leave --{name} out"):
+        check_optional(RunConfig(**flags))
