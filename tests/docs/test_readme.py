@@ -31,7 +31,7 @@ def test_ci_runs_the_two_commands_as_the_readme_has_them() -> None:
     assert "pip install -e . #" in script
     assert "slm compare)\n" in script
     assert 'pip install -e ".[test]"\n' in script
-    assert "\npytest -n 2\npytest -n 2 -m full\n" in script
+    assert '\npytest -n 2 -m "not slow" #' in script  # `pytest -n 2` and `pytest -n 2 -m full` in one
 
 
 @pytest.mark.quick
