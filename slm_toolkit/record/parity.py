@@ -432,7 +432,9 @@ def compare_with(
         parameter_limit=None if parameter is None else 1 + limits.parameter_norm,
         what=what,
     )
-    if parity.agrees:
+    # losses near ln(V) of other random weights may agree by chance
+    by_chance = record.is_of_script and _weights_differ(record, reference)
+    if parity.agrees and not by_chance:
         return parity
     return replace(parity, cause=cause_of(record, reference), unlike=_unlike_beginning(record, reference))
 

@@ -17,7 +17,7 @@ from slm_toolkit.record.files import find_records, read_record, write_record
 from slm_toolkit.record.numerics import Numerics
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.report.recorded_estimate import estimate_of
-from slm_toolkit.report.rows import Row, ranked, row_of
+from slm_toolkit.report.rows import Row, ranked, row_of, rows_of
 from slm_toolkit.report.tables.comparison import comparison_table, heading
 
 
@@ -268,3 +268,21 @@ def test_a_script_is_estimated_as_hugging_faces_trainer_with_what_was_observed()
     assert estimate_of(no_shape) is None
     row = row_from(no_shape)
     assert (row.mfu, row.flops_per_token, row.seq_len, row.seed) == (None, None, 512, None)
+
+
+@pytest.mark.parametrize(("fingerprints", "holds"), [(("a", "a"), True), (("a", "b"), None)])
+def test_losses_of_a_script_that_began_with_other_weights_agree_only_by_chance(
+    fingerprints: tuple[str, str], holds: bool | None
+) -> None:
+    script = {**made_record().asked, "script": ["train.py"]}
+    records = [
+        made_record(asked=script, strategy=name, engine=engine, identity=name, weights_fingerprint=of_weights)
+        for (name, engine), of_weights in zip(
+            (("ddp", "ddp"), ("fsdp_full_shard", "fsdp2")), fingerprints, strict=True
+        )
+    ]
+    shown = rows_of([(f"{record.strategy}/record.json", record) for record in records])
+    (row,) = (row for row in shown if row.strategy == "fsdp_full_shard")
+    assert row.parity_holds is holds
+    said = any("losses not comparable: its weights before step 1" in text for text in row.warnings)
+    assert said == (holds is None)
