@@ -5,9 +5,9 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import pynvml
@@ -141,7 +141,7 @@ class GpuWatch:
     def sample_last_again(self) -> None:
         """Read the last step's energy again, once the device has finished all its work."""
         if self._of_steps:
-            self._of_steps[-1] = self._of_steps[-1]._replace(energy_millijoules=self._energy_counter())
+            self._of_steps[-1] = replace(self._of_steps[-1], energy_millijoules=self._energy_counter())
 
     @property
     def energy_joules(self) -> list[float] | None:
@@ -203,7 +203,8 @@ class GpuWatch:
         return None if self._handle is None else _query_nvml(query, self._handle, *arguments)
 
 
-class _Reading(NamedTuple):
+@dataclass(frozen=True)
+class _Reading:
     energy_millijoules: int | None
     "since the driver was loaded"
     reasons: int | None
