@@ -46,17 +46,20 @@ def test_the_time_of_an_evaluation_is_in_no_step(tmp_path: Path) -> None:
     recorder = Recorder(*parts, output_dir=tmp_path)
     for number in range(6):
         recorder.after_step(step(*parts))
+        if number == 0:
+            began = time.perf_counter()
         if number in (2, 4):
             with torch.no_grad():
                 parts[1](input_ids=TOKENS)
             time.sleep(0.4)
             if number == 2:
                 recorder.pause()  # after number 4, the evaluation itself tells it
+    seconds = time.perf_counter() - began
     path = recorder.close()
     recorder.pause()  # as a Trainer does that evaluates after its training
     record = read_record(path)
     assert len(record.losses) == 6
-    assert max(record.step_seconds[0][1:]) < 0.3
+    assert sum(record.step_seconds[0][1:]) <= seconds - 2 * 0.4 + 0.001  # on a busy machine, too
     assert json.loads(path.read_text())["asked"]["config"] == {"numerics": "stock", "lr": 1e-3}
     assert open_recorders() == ()
 
