@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Names = str | Path | Sequence[str | Path]
 "one name or path, or several"
-NOT_OF_A_RECOMMENDATION = ("gradient_accumulation_steps", "max_steps", "seed")
+NOT_OF_A_RECOMMENDATION = ("gradient_accumulation_steps", "max_steps", "max_tokens", "seed")
 "flags that follow from the tokens to train on"
 Item = TypeVar("Item")
 _TEXT_WIDTH = 160

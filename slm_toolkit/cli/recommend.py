@@ -21,6 +21,7 @@ def add_recommend_flags(parser: argparse.ArgumentParser) -> None:
     job = parser.add_argument_group("job")
     job.add_argument(
         "--tokens",
+        "--max_tokens",
         type=_tokens,
         metavar="N",
         help="tokens to train on, such as 20B or 300M. A model with weights needs this or --epochs",

@@ -99,13 +99,13 @@ def on_the_same_hardware(ranked: list[Plan], plan: Plan) -> list[Plan]:
 def faster_at_the_same_cost(ranked: list[Plan], plan: Plan) -> Plan | None:
     """Return the fastest plan of the model with the same verdict that costs no more than `plan` (within TIE).
 
-    Return None if it is not faster than `plan`. A doubtful plan is none that one can count on.
+    Return None if it is not faster than `plan`. A doubtful plan (`is_doubtful`) does not count.
     """
     tied = [
         other
         for other in ranked
         if (other.usd is None) == (plan.usd is None)
-        and is_doubtful(other) <= is_doubtful(plan)
+        and (is_doubtful(plan) or not is_doubtful(other))
         and (other.estimate.model, other.verdict) == (plan.estimate.model, plan.verdict)
         and _amount(other, "cost") <= _amount(plan, "cost") * (1 + TIE)
     ]

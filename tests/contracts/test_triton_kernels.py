@@ -173,7 +173,7 @@ def test_losses_and_gradients_are_those_of_pytorchs_operations() -> None:
     assert max(errors.values()) < 1e-6
 
 
-def test_the_losss_code_for_an_h200_reads_each_logit_twice_and_writes_it_once() -> None:
+def test_the_code_of_the_loss_for_an_h200_reads_each_logit_twice_and_writes_it_once() -> None:
     ((elements, binary_size, code),) = answers(CODE_OF_LOSSES)
     assert binary_size > 0
     widths = {"b32": 4, "v4.b32": 16}

@@ -51,6 +51,12 @@ def assert_sorted_but_for_ties(amounts: list[float]) -> None:
         assert all(before <= amount * 1.07 for before in amounts[:index])  # 1.03 x 1.03, rounded up
 
 
+def test_a_budget_of_tokens_has_the_name_that_a_training_gives_it_too() -> None:
+    asked = ("--model", "slm-100m", "--gpu", "h100-80gb:1@2", "--strategy", "single")
+    assert recommended(*asked, "--max_tokens", "2B") == recommended(*asked, "--tokens", "2B")
+    assert recommended(*asked, "--tokens", "2B")[0]["num_tokens"] == 2e9
+
+
 def test_rows_are_ranked_by_dollars_and_are_what_their_own_figures_say() -> None:
     rows = recommended(
         "--model", "slm-500m", "--gpu", "a100-40gb:1,8@1.29", "h100-80gb:8@2.99", "--tokens", "20B"
