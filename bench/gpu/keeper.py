@@ -48,11 +48,13 @@ _CUDA_ERROR_NOT_INITIALIZED = 3
 def imported(*, fork: bool) -> dict[str, Any]:
     """What this machine has: versions, which optional packages, and the error of each import that failed."""
     began, failed = time.monotonic(), {}
+    sys.modules["torchao"] = None  # transformers would import it, and it initialises CUDA
     for name in (*MODULES, *ALSO) if fork else ():
         try:
             importlib.import_module(name)
         except Exception as error:  # whatever: it is what is to be shown
             failed[name] = f"{type(error).__name__}: {error}"
+    del sys.modules["torchao"]
     return {
         "failed_imports": failed,
         "import_seconds": time.monotonic() - began,

@@ -15,6 +15,7 @@ of it packed in `GPU.tar.gz`, rewritten after each arm. `--earlier GPU.tar.gz` g
 """
 
 import argparse
+import io
 import json
 import math
 import os
@@ -25,15 +26,18 @@ import subprocess
 import sys
 import tarfile
 import time
+import traceback
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-MODELS = {"slm-100m": 64, "slm-500m": 32, "slm-1b": 32, "slm-2b": 32}
-"each with its batch at the top of the ladder: what fills 139 GiB"
+sys.path.append(str(ROOT))
+MODELS = {"slm-100m": 64, "slm-500m": 32, "slm-1b": 32, "slm-2b": 16}
+"each with its batch at the top of the ladder: what a GPU of 80 GB holds, so that larger ones compare with it"
 RUNG_BATCHES = {"slm-100m": 32, "slm-500m": 16, "slm-1b": 8, "slm-2b": 8}
 "of all rungs: the lowest is eager attention, which keeps scores of 1024 x 1024 per head and layer"
 MEMORY_BATCHES = {"slm-500m": 16, "slm-2b": 8}
@@ -45,6 +49,8 @@ LADDER: dict[str, tuple[str, ...]] = {  # each with all above it, but for the fi
     "torch_compile": ("--torch_compile",),
 }
 TOP = tuple(word for flags in list(LADDER.values())[1:] for word in flags)
+TRITON = ("--triton_loss", "--optim", "adamw_triton")
+LIGER = ("--use_liger_kernel",)
 STRATEGIES = ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "ds_zero1", "ds_zero2", "ds_zero3")
 CANARY_LOSSES = (6.0200, 5.8682, 5.7580, 5.7373, 5.6258, 5.6094)
 """of `python -m slm_toolkit.train --model slm-1m --seq_len 128 --per_device_train_batch_size 4 --max_steps 6`
@@ -124,9 +130,14 @@ def canary(smoke: bool) -> Iterator[Arm]:
         "fused loss": ("--loss_kernel", "fused_linear"),
         "compiled": ("--loss_kernel", "fused_linear", "--torch_compile"),
         "CUDA graphs": ("--torch_compile", "--torch_compile_mode", "reduce-overhead"),
+        "Triton": ("--loss_kernel", "fused_linear", *TRITON),
+        "padded": ("--pad_widths",),
     }.items():
-        if not (smoke and "--torch_compile_mode" in flags):  # a CPU compiles for half a minute
+        if not (smoke and name in ("CUDA graphs", "Triton")):  # no CPU has either
             yield small(name, *flags)
+    for name, flags, needs in (("fp8", ("--fp8", "tensorwise"), "torchao"), ("Liger", LIGER, "liger_kernel")):
+        if not smoke:  # both are for GPUs
+            yield small(name, *flags, needs=needs)
     profiled = (*size("slm-100m", 64, smoke), *(() if smoke else TOP), "--profile", "--max_steps", "12")
     yield Arm("canary", "profile", profiled, timed_seconds=0.0)
 
@@ -138,9 +149,15 @@ def micro(smoke: bool) -> Iterator[Arm]:
 
 def ladder(smoke: bool) -> Iterator[Arm]:
     """All features on every model and its sibling: the best MFU."""
-    for model, batch in MODELS.items():
-        for sibling in (f"{model}-hw", model):
-            yield Arm("ladder", f"{sibling} torch_compile", (*size(sibling, batch, smoke), *TOP))
+    for suffix, name, flags in (
+        ("-hw", "torch_compile", ()),
+        ("", "torch_compile", ()),
+        ("-hw", "Triton", TRITON),
+        ("", "padded", ("--pad_widths",)),
+    ):
+        for model, batch in MODELS.items():
+            words = (*size(model + suffix, batch, smoke), *TOP, *flags)
+            yield Arm("ladder", f"{model}{suffix} {name}", words)
             if smoke:
                 return
 
@@ -190,10 +207,10 @@ def flash(smoke: bool) -> Iterator[Arm]:
 
 def extras(smoke: bool) -> Iterator[Arm]:
     """On top of the ladder: float8 where widths allow, CUDA graphs where launches bind, Liger, no cuDNN."""
-    graphs, liger = ("--torch_compile_mode", "reduce-overhead"), ("--use_liger_kernel",)
+    graphs = ("--torch_compile_mode", "reduce-overhead")
     wanted = [(f"{model}-hw", "fp8", (*TOP, "--fp8", "tensorwise"), "torchao") for model in MODELS]
     wanted += [(model, "CUDA graphs", (*TOP, *graphs), None) for model in ("slm-100m", "slm-500m")]
-    wanted += [("slm-500m", "Liger", (*LADDER["fused loss"], *liger), "liger_kernel")]
+    wanted += [("slm-500m", "Liger", (*LADDER["fused loss"], *LIGER), "liger_kernel")]
     # sdpa itself takes cuDNN's kernel where there is one
     wanted += [("slm-1b", "sdpa_flash", (*TOP, "--attn_implementation", "sdpa_flash"), None)]
     for model, name, flags, needs in wanted:
@@ -475,14 +492,8 @@ class Measurement:
         words = [word for word in words if word != "--profile"]
         on = ("--strategy", arm.strategy or "single", "--num_gpus", str(arm.num_ranks))
         on = (*on, "--gpu", self.gpu or "h200", "--json")
-        done = subprocess.run(
-            (sys.executable, "-m", "slm_toolkit.cli.main", "estimate", *words, *on),
-            capture_output=True,
-            text=True,
-            env=self.env,
-            cwd=ROOT,
-        )
-        return json.loads(done.stdout)[0] if done.returncode == 0 else {}
+        code, said, _ = slm("estimate", *words, *on)
+        return json.loads(said)[0] if code == 0 else {}
 
     def command(self, arm: Arm, estimate: dict[str, Any]) -> list[str]:
         records = self.results.folder / "records" / arm.part
@@ -559,12 +570,11 @@ class Measurement:
             return _of_script(command, said)
         if not (folder / "record.json").is_file():
             return {}, last_words(said, 0)
-        report = (sys.executable, "-m", "slm_toolkit.cli.main", "report", str(folder), "--json")
-        done = subprocess.run(report, capture_output=True, text=True, env=self.env, cwd=ROOT)
+        code, reported, error = slm("report", str(folder), "--json")
         try:
-            (row,) = json.loads(done.stdout)
+            (row,) = json.loads(reported)
         except ValueError:
-            return {}, f"slm report can't read the record: {last_words(done.stderr, done.returncode)}"
+            return {}, f"slm report can't read the record: {last_words(error, code)}"
         if row["status"] != "ok":
             return row, f"{row['status']}: {(row['reason'] or last_words(said, 1)).strip()[:800]}"
         if row.get("tokens_per_second"):
@@ -578,6 +588,22 @@ class Measurement:
 
     def show(self, line: dict[str, Any]) -> None:
         print(row_of(line) + f"  {max(0, self.left_seconds):.0f} s left", flush=True)
+
+
+def slm(*words: str) -> tuple[int, str, str]:
+    """`slm WORDS` in this process, which imports it once: exit code, stdout, stderr."""
+    from slm_toolkit.cli.main import main as command_line
+
+    code, out, err = 0, io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            command_line(list(words))
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except Exception:  # of one arm: the others go on
+            traceback.print_exc()
+            code = 1
+    return code, out.getvalue(), err.getvalue()
 
 
 ESTIMATED = ("step_seconds", "peak_allocated_bytes", "peak_reserved_bytes", "tokens_per_second", "mfu")

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measure import MODELS
 from torch.nn import functional
 from torch.nn.attention import sdpa_kernel
 
@@ -31,8 +32,6 @@ from slm_toolkit.run.kernels.layer_kernels import FusedRMSNorm
 from slm_toolkit.run.kernels.loss_kernels import LossHead, _chunk_kernel, _chunk_losses_
 from slm_toolkit.run.model.model import SDPA_BACKENDS
 
-BATCHES = {"slm-100m": 64, "slm-500m": 32, "slm-1b": 32, "slm-2b": 32}
-"sequences of 1024 tokens per step, as measure.py's ladder has them"
 SEQ_LEN = 1024
 ALIGNMENT = (2332, 4147, 4148, 4152, 4160)
 "FFN widths after 16384 tokens x 1536: the paper's of 100M and 500M, and multiples of 4, 8 and 64 after them"
@@ -139,11 +138,11 @@ def models(smoke: bool) -> Iterator[Benchmark]:
     if smoke:
         yield from _products_of(PRESETS["slm-1m"], 32)
         return
-    for name, batch in BATCHES.items():
+    for name, batch in MODELS.items():
         for spec in (PRESETS[name], PRESETS[f"{name}-hw"]):
             yield from _products_of(spec, batch * SEQ_LEN)
     # 6739 is slm-2b's width, 6744 the next multiple of 8
-    yield from products(BATCHES["slm-2b"] * SEQ_LEN, PRESETS["slm-2b"].hidden_size, 6744)
+    yield from products(MODELS["slm-2b"] * SEQ_LEN, PRESETS["slm-2b"].hidden_size, 6744)
 
 
 def _products_of(spec: ModelSpec, rows: int) -> Iterator[Benchmark]:
@@ -155,7 +154,7 @@ def _products_of(spec: ModelSpec, rows: int) -> Iterator[Benchmark]:
 
 def heads(smoke: bool) -> Iterator[Benchmark]:
     """The output head's products by rows of a chunk; of dgrad's the summed size is 32000."""
-    for name in ("slm-1m",) if smoke else BATCHES:
+    for name in ("slm-1m",) if smoke else MODELS:
         spec = PRESETS[name]
         for rows in (16,) if smoke else (512, 1024, 2048, 4096, 8192):
             yield from products(rows, spec.hidden_size, spec.vocab_size)
@@ -229,10 +228,13 @@ def optimizers(smoke: bool) -> Iterator[Benchmark]:
             for name, dtype in (("AdamW", "float32"), ("AdamWWithMasterWeights", "bfloat16")):
                 named = {**shape, "optimizer": name}
                 yield Benchmark("adamw", named, partial(_adamw, named), dtype)
+        if not smoke:
+            named = {"num_parameters": num_parameters, "fused": True, "optimizer": "AdamWKernel"}
+            yield Benchmark("adamw", named, partial(_adamw, named))
 
 
 def _adamw(shape: dict[str, Any]) -> Work:
-    ours = shape["optimizer"] == "AdamWWithMasterWeights"
+    ours = shape["optimizer"] != "AdamW"
     dtype = torch.bfloat16 if ours else torch.float32
     num_each = min(2**22, shape["num_parameters"] // 2)
     parameters = [
@@ -243,7 +245,12 @@ def _adamw(shape: dict[str, Any]) -> Work:
         parameter.grad = random(*parameter.shape, dtype=dtype)
     options = {"lr": 1e-4, "weight_decay": 0.1, "fused": shape["fused"]}
     if ours:
-        return AdamWWithMasterWeights(parameters, max_grad_norm=1.0, **options).step
+        kernel = None
+        if shape["optimizer"] == "AdamWKernel":
+            from slm_toolkit.run.kernels.adamw_kernel import AdamWKernel  # needs Triton
+
+            kernel = AdamWKernel()
+        return AdamWWithMasterWeights(parameters, max_grad_norm=1.0, kernel=kernel, **options).step
     return torch.optim.AdamW(parameters, **options, foreach=None if shape["fused"] else True).step
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels: their numbers in Triton's interpreter, their code for GPUs."""
+"""The Triton kernels: their numbers on a GPU or in Triton's interpreter, their code for GPUs."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import sys
 from importlib.util import find_spec
 
 import pytest
+import torch
 from conftest import run
 
 TRITON = os.environ.get("SLM_TRITON")  # a folder with Triton, which PyTorch's build for CPUs lacks
@@ -15,8 +16,10 @@ pytestmark = pytest.mark.skipif(
     reason="no Triton here: pip install --target FOLDER triton, and set SLM_TRITON to it",
 )
 
+HERE = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
 STEPS = """
 import json, torch
+torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
 from slm_toolkit.run.engine.optimizer import AdamWWithMasterWeights
 from slm_toolkit.run.kernels.adamw_kernel import BLOCK, AdamWKernel
 
@@ -53,6 +56,8 @@ for dtype in (torch.bfloat16, torch.float32):
         assert int(mine["step"]) == 4
         if dtype == torch.float32:
             errors["fp32 weight"] = max(errors.get("fp32 weight", 0), largest(param.detach(), other.detach()))
+        elif param.is_cuda:
+            assert torch.equal(param, mine["master"].bfloat16())
         else:  # the interpreter cuts where a GPU rounds to nearest
             cut = (mine["master"].view(torch.int32) & -65536).view(torch.float32)
             assert torch.equal(param.float(), cut)
@@ -61,6 +66,7 @@ print(json.dumps(errors))
 
 LOSSES = """
 import json, torch
+torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
 from slm_toolkit.config.loss_chunks import LossChunks
 from slm_toolkit.run.kernels.loss_kernels import IGNORE_INDEX, LossHead, _chunk_losses_
 from slm_toolkit.run.kernels.loss_triton import BLOCK, triton_chunk_losses_
@@ -146,7 +152,7 @@ def answers(script: str, **env: str) -> list:
 
 
 def test_five_steps_are_those_of_pytorchs_operations() -> None:
-    (errors,) = answers(STEPS, TRITON_INTERPRET="1")
+    (errors,) = answers(STEPS, **HERE)
     assert errors.pop("step") == 0
     assert errors.keys() == {"master", "exp_avg", "exp_avg_sq", "fp32 weight"}
     assert max(errors.values()) < 5e-6  # a few roundings of fp32; PyTorch fuses products with sums
@@ -167,7 +173,7 @@ def test_the_code_for_an_h200_moves_28_bytes_per_parameter_and_rounds_to_nearest
 
 
 def test_losses_and_gradients_are_those_of_pytorchs_operations() -> None:
-    (errors,) = answers(LOSSES, TRITON_INTERPRET="1")
+    (errors,) = answers(LOSSES, **HERE)
     assert errors.pop("gradient in torch.bfloat16") < 2**-7  # the interpreter cuts where a GPU rounds
     assert errors.keys() == {"loss", "gradient in torch.float32", "head"}
     assert max(errors.values()) < 1e-6

@@ -61,7 +61,13 @@ class AdamWKernel:
         steps = torch.stack(steps).double()
         corrections = torch.stack([1 - betas[0] ** steps, (1 - betas[1] ** steps).sqrt()], dim=1).float()
         _update[(len(of_block),)](
-            *(_on(device, torch.tensor(addresses)), of_block, first_blocks, sizes_there, corrections),
+            *(
+                _on(device, torch.tensor(addresses, device="cpu")),
+                of_block,
+                first_blocks,
+                sizes_there,
+                corrections,
+            ),
             *(found_inf if clip is None else clip, found_inf),
             *(1 - betas[0], betas[1], 1 - betas[1], lr, 1 - lr * weight_decay, eps),  # rounded as by torch
             GRADIENT=_TYPES[gradients[0].dtype],
@@ -76,9 +82,10 @@ class AdamWKernel:
 
 def _tables(sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the tensor of each block, and the first block and the elements of each tensor."""
-    num_blocks = torch.tensor([-(-size // BLOCK) for size in sizes])
-    of_block = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(num_blocks)
-    return of_block, num_blocks.cumsum(0) - num_blocks, torch.tensor(sizes)
+    with torch.device("cpu"):  # whatever the default device is
+        num_blocks = torch.tensor([-(-size // BLOCK) for size in sizes])
+        of_block = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(num_blocks)
+        return of_block, num_blocks.cumsum(0) - num_blocks, torch.tensor(sizes)
 
 
 def _on(device: torch.device, table: torch.Tensor) -> torch.Tensor:
