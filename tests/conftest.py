@@ -401,6 +401,12 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def uncalibrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU has measured constants: hand calculations take those of `predict/speed/software.py`."""
+    monkeypatch.setenv("SLM_CALIBRATION", os.devnull)
+
+
+@pytest.fixture
 def tied(tmp_path: Path) -> str:
     """A folder of a model with one vocabulary matrix, biases and six layers."""
     (tmp_path / "tied").mkdir()

@@ -35,7 +35,7 @@ from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.setup.setup import Setup
 from slm_toolkit.predict.speed.matmul import ALIGNMENT, product_seconds, rates_of
 from slm_toolkit.predict.speed.software import TODAY, calibrated
-from slm_toolkit.predict.speed.step import LOGIT_BYTES, optimizer_bytes, step_time
+from slm_toolkit.predict.speed.step import LOGIT_BYTES, OPTIMIZER_SLOWDOWN, optimizer_bytes, step_time
 from slm_toolkit.predict.speed.traffic import transfers
 from slm_toolkit.strategy.strategy import find_strategy
 
@@ -55,12 +55,16 @@ SHAPES = {
 "fields that a micro-benchmark must have, by kind"
 ADAMW_BYTES = {
     "AdamW": 28,  # fp32: gradient 4 read; weight 8, both moments 16 read and written
-    "AdamWWithMasterWeights": optimizer_bytes(find_strategy("ddp"), RunConfig(max_grad_norm=1.0)),
+    "AdamWWithMasterWeights": optimizer_bytes(
+        find_strategy("ddp"), RunConfig(max_grad_norm=1.0), slowdown=OPTIMIZER_SLOWDOWN
+    ),
 }
 LOSS_BYTES = {
     "hf": LOGIT_BYTES["hf"] - 20,  # the shifted copy, 8 forward and 12 backward, is not in the benchmark
-    "fused_logits": LOGIT_BYTES["fused_logits"],
+    "fused_logits": LOGIT_BYTES["fused"],
 }
+CHUNK_ROWS = 512
+"of a fused loss: 64 MiB of fp32 hold 524 rows of 32,000"
 LARGE_BYTES = 2**26
 "element-wise kernels on less are as long as their start"
 TO_STEPS = ("eager_slowdown", "compiled_slowdown", "kernel_seconds")
@@ -283,7 +287,11 @@ def terms_of(archive: Archive, gpu: Gpu) -> tuple[list[Term], list[str]]:
         {"optimizer_share": 0.8},
     )
     for loss, term in (("hf", "loss_share_hf"), ("fused_logits", "loss_share_fused")):
-        rows = [row for row in archive.timed("cross_entropy") if row["kernel"] == loss]
+        rows = [
+            row
+            for row in archive.timed("cross_entropy")
+            if row["kernel"] == loss and (loss == "hf" or row["rows"] == CHUNK_ROWS)
+        ]
         add(
             f"cross-entropy, {loss}",
             rows,
@@ -292,8 +300,8 @@ def terms_of(archive: Archive, gpu: Gpu) -> tuple[list[Term], list[str]]:
             ],
             {term: 0.8},
         )
-    for found in (_context(archive), _slack(archive)):
-        (terms if isinstance(found, Term) else missing).append(found)
+    found = _context(archive)
+    (terms if isinstance(found, Term) else missing).append(found)
     wrong = [term for term in terms if term.value > MOST and term.name.startswith(COMPUTED)]
     missing += [f"{term.name}: {term.value:.3g}, more than the data sheet's peak allows" for term in wrong]
     terms = [term for term in terms if term not in wrong]
@@ -345,34 +353,6 @@ def _context(archive: Archive) -> Term | str:
         return "cuda_context_bytes: no arm has measured it"
     middle = median(found)
     return Term("cuda_context_bytes", middle, _error(found, [middle] * len(found)), len(found), "arms")
-
-
-def _slack(archive: Archive) -> Term | str:
-    """Reserved less allocated over what was predicted of it, of arms on one GPU."""
-    arms = [arm["result"] for arm in archive.of("memory", "ladder") if _is_real(arm)]
-    pairs = [
-        (
-            r["estimated_peak_reserved_bytes"] - r["estimated_peak_allocated_bytes"],
-            r["peak_reserved_bytes"] - r["peak_allocated_bytes"],
-        )
-        for r in arms
-        if all(_is_positive(r.get(name)) for name in _MEMORY)
-    ]
-    if not pairs:
-        return "slack_factor: no arm has both peaks and both estimates"
-    predicted, measured = (np.array(values, dtype=float) for values in zip(*pairs, strict=True))
-    factor = float(np.linalg.lstsq(predicted[:, None], measured, rcond=None)[0][0])
-    if factor <= 0:
-        return f"slack_factor: {factor:.3f}, and a share is positive: reserved is no more than allocated"
-    positive = measured > 0
-    residual = _error(measured[positive], factor * predicted[positive])
-    return Term("slack_factor", factor, residual, len(pairs), "peaks of arms on one GPU")
-
-
-_MEMORY = (
-    *("peak_allocated_bytes", "peak_reserved_bytes"),
-    *("estimated_peak_allocated_bytes", "estimated_peak_reserved_bytes"),
-)
 
 
 def _error(measured: Sequence[float], predicted: Sequence[float]) -> float:

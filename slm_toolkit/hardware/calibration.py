@@ -16,6 +16,8 @@ from slm_toolkit.base.typed_files import Count, NonNegative, Positive, csv_rows
 FILE = Path(__file__).parent / "calibration.csv"
 VARIABLE = "SLM_CALIBRATION"
 "environment variable: path of another calibration file"
+SAME_CHIP = {"h200": "h100-80gb", "gh200": "h100-80gb"}
+"GPUs that take the shares of another one, whose chip they have, until they have rows of their own"
 SOFTWARE_MEASURED = "2026"
 "software generation of the runs in the archives that digest.py reads"
 
@@ -60,8 +62,6 @@ class Calibration:
     kernel_seconds: float | None = None
     "eager_slowdown, compiled_slowdown and kernel_seconds: see Software"
     cuda_context_bytes: float | None = None
-    slack_factor: float | None = None
-    "factor on the allocator's slack, which is counted for an allocator without expandable segments"
     described: str | None = None
     "one phrase: number of terms, date and source"
 
@@ -94,14 +94,28 @@ class CalibrationRow:
 
 
 def calibration_of(gpu: str | None, software: str = SOFTWARE_MEASURED) -> Calibration:
-    """Return the Calibration of a GPU by its canonical name.
+    """Return the Calibration of a GPU by its canonical name; without rows, of the GPU with the same chip.
 
-    Returns NOT_CALIBRATED if the GPU has no row, or if the software is older than the measurements.
+    Returns NOT_CALIBRATED if neither has a row, or if the software is older than the measurements.
     """
     if gpu is None or software != SOFTWARE_MEASURED:
         return NOT_CALIBRATED
-    own_file = os.environ.get(VARIABLE)
-    return _calibrations(Path(own_file) if own_file else FILE).get(gpu, NOT_CALIBRATED)
+    measured = _calibrations(_file())
+    if gpu in measured or gpu not in SAME_CHIP:
+        return measured.get(gpu, NOT_CALIBRATED)
+    found = measured.get(SAME_CHIP[gpu], NOT_CALIBRATED)
+    if found is NOT_CALIBRATED:
+        return found
+    return dataclasses.replace(found, described=f"{found.described}, on a GPU with the same chip")
+
+
+def is_calibrated(gpu: str) -> bool:
+    """Return whether the GPU itself was measured, not only one with the same chip."""
+    return gpu in _calibrations(_file())
+
+
+def _file() -> Path:
+    return Path(os.environ.get(VARIABLE) or FILE)
 
 
 def rows_of(file: Path) -> tuple[CalibrationRow, ...]:

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from slm_toolkit.config.run_config import FLAGS, RunConfig
+from slm_toolkit.hardware.calibration import is_calibrated
 from slm_toolkit.hardware.gpus import Gpu, find_gpu
 from slm_toolkit.model.families import with_kernels_of
 from slm_toolkit.model.model_spec import ModelSpec
@@ -398,7 +399,7 @@ def _plan(
 def _speed_evidence(evidence: str, row: Estimate, gpu: Gpu) -> str:
     if evidence == "measured":
         return evidence
-    return "calibrated" if row.calibration else gpu.speed_evidence
+    return "calibrated" if row.calibration and is_calibrated(gpu.name) else gpu.speed_evidence
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

@@ -85,8 +85,7 @@ def allocator_slack(setup: Setup, memory: MemoryEstimate, *, allocated: int) -> 
         of_streams += sharded if accumulates else min(sharded, unused["gradients"])
     if setup.has_fsdp1:  # a freed layer's block waits until its stream has used it: record_stream
         of_streams += setup.weights.layer * setup.dtypes.compute
-    slack = ROUNDING * allocated + NOT_REUSED * mixed + of_streams
-    return round((setup.calibration.slack_factor or 1.0) * slack)
+    return round(ROUNDING * allocated + NOT_REUSED * mixed + of_streams)
 
 
 def needed_bytes(allocated: int, slack: int) -> int:

@@ -144,7 +144,8 @@ def pass_seconds(
     """Return the seconds of one pass; `forward_flop` are the FLOPs of forward in both cases."""
     flop = forward_flop * (FLASH_BACKWARD if which == "backward" else 1.0)
     peak = gpu.dense_bf16_flops_per_second
-    if (measured := software.calibration.attention(which, head_dim)) is not None:
+    measured = software.calibration.attention(which, head_dim)
+    if measured is not None and kernel == kernel_of("sdpa", gpu, software):  # the one that was timed
         share, half = measured
     elif software.attention_share is not None:
         share, half = software.attention_share.of(gpu.architecture), software.attention_half_length

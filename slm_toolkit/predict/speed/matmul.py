@@ -31,6 +31,8 @@ _DEPTH = 32
 
 _BEST_SHARE = Shares(ampere=0.869, hopper=0.803)
 "best measured rate over peak of the A100 and H100 (gpus.csv), for a GPU that was not measured"
+_FUSED_SHARE = 0.43
+"fraction of the memory's data-sheet rate that PyTorch's operations reach on chunks of 64 MiB, on an H100"
 _NOT_OVERLAPPED = 0.5
 "fraction of the shorter of operand traffic and compute; published rows fit 0 and 1 equally well"
 
@@ -62,9 +64,13 @@ class Rates:
         share = self.calibration.optimizer_share
         return self.memory_bytes if share is None else share * self.peak_memory_bytes
 
-    def loss_bytes(self, loss_kernel: str) -> float:
-        is_hf = loss_kernel == "hf"
-        share = self.calibration.loss_share_hf if is_hf else self.calibration.loss_share_fused
+    def loss_bytes(self, arithmetic: str) -> float:
+        """Return the rate of a loss, by a key of LOGIT_BYTES."""
+        shares = {
+            "hf": self.calibration.loss_share_hf,
+            "fused": self.calibration.loss_share_fused or _FUSED_SHARE,
+        }
+        share = shares.get(arithmetic)
         return self.memory_bytes if share is None else share * self.peak_memory_bytes
 
 

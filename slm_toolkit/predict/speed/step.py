@@ -86,20 +86,24 @@ def _norm_width(spec: ModelSpec) -> float:
 
 LOGIT_BYTES = {
     "hf": 60,
-    "fused_logits": 16,
-    "fused_linear": 12,
+    "fused": 26,
     "fused_kernel": 8,
     "fused_kernel_metrics": 36,
     "compiled": 8,
     "triton": 6,
 }
-"""bytes per logit that the loss moves. hf: forward: fp32 copy 6, shifted copy 8, log-softmax 12; backward:
-picked logits 4, log-softmax 12, shift 12, cast to bf16 6. fused_logits: two reads, gradient in place.
-fused_linear: the same in chunks, partly from cache. fused_kernel: flash-attn's, bf16 read and written, twice.
+"""bytes per logit that the loss moves, by what computes it.
+hf: forward: fp32 copy 6, shifted copy 8, log-softmax 12; backward: picked logits 4, log-softmax 12, shift 12,
+cast to bf16 6.
+fused: PyTorch's operations on a chunk: maximum 2, difference into fp32 6, exponential 8, sum 4, gradient into
+bf16 6.
+fused_kernel: flash-attn's, bf16 read and written, twice.
 fused_kernel_metrics: llm-foundry's, with the two metrics that it computes in each micro-step by default
 (cross-entropy and perplexity; each casts to fp32, 6, and takes the log-softmax, 8).
-compiled: the whole loss by Inductor (torch 2.13): bf16 read for the maximum, for the sum, and for the
-gradient, which replaces it. triton: of --triton_loss: bf16 read for maximum and sum, and for the gradient"""
+compiled: by Inductor: bf16 read for the maximum, for the sum, and for the gradient, which replaces it.
+triton: of --triton_loss: bf16 read for maximum and sum, and for the gradient.
+An H100 takes for compiled and triton the time of these bytes at its copy rate (results/h100-80gb).
+"""
 
 
 # LoRA, per output of a matrix: scale 4, add 6; backward: scale 4. Per input: add two gradients 6.
@@ -257,9 +261,9 @@ def micro_step_work(setup: Setup, rates: Rates, software: Software, loss_kernel:
     slowdown *= _slowdown_of(compute, compiled)
     per_token = traffic.bytes_per_token + of_adapters.bytes_per_token
     elementwise = spec.num_layers * slowdown * per_token * tokens / rates.memory_bytes
-    # against a loss that is compiled, too, Triton's saves 2 bytes: too few to count
-    is_tritons = config.triton_loss and not compiled and loss_kernel == config.loss_kernel
-    arithmetic = "triton" if is_tritons else loss_kernel
+    arithmetic = loss_kernel
+    if loss_kernel.startswith("fused_l"):  # ours
+        arithmetic = "triton" if config.triton_loss else "compiled" if compiled else "fused"
     logits = tokens * spec.vocab_size * LOGIT_BYTES[arithmetic] / rates.loss_bytes(arithmetic)
     num_cast = (setup.weights.total + setup.weights.trained) * (compute == AUTOCAST)
     casts = num_cast * _AUTOCAST_CAST_BYTES / rates.memory_bytes
@@ -363,9 +367,13 @@ accumulation and copies around collectives; unpacking of 4-bit weights; recomput
 the optimizer; offload; exposed communication, with the wait for the slowest rank; waiting for the host to
 launch kernels; host time between two steps"""
 
+# x: time of norm, casts, clipping and copies over that of as many bytes of AdamW's kernel, on an H100
+OPTIMIZER_SLOWDOWN = 1.5
 _UNFUSED_ADAM = 1.8  # x: bytes moved by foreach AdamW over fused AdamW; hand count
 _STEP_KERNELS = 30  # per step: sum the loss and the norm, copy and count tokens, ...
 _FSDP_KERNELS = 30  # per layer and pass: host time of FSDP's hooks, in kernel launches; unverified
+# per tensor: kernels by which DeepSpeed looks for infinities and takes the norm; counted in deepspeed 0.19.8
+_ZERO_NORM_KERNELS, _ZERO_3_NORM_KERNELS = 15, 2
 # per module: host time of ZeRO-3's four hooks, which gather and free its parameters, in kernel launches:
 # 0.40 ms of 14 us. bench/zero3_hooks.py timed them on a core of an AMD EPYC (deepspeed 0.19.8, 2026-11-25)
 _ZERO_3_KERNELS = 28
@@ -424,9 +432,8 @@ def step_time(
     num_kernels = work.num_kernels + (_hook_kernels(setup) if sharded else 0)
     device = work.total
     shards = setup.shard_ranks if strategy.sharded_parts else 1
-    optimizer_seconds = (
-        optimizer_bytes(strategy, config) * setup.weights.trained / shards / rates.optimizer_bytes
-    )
+    of_optimizer = optimizer_bytes(strategy, config, slowdown=OPTIMIZER_SLOWDOWN)
+    optimizer_seconds = of_optimizer * setup.weights.trained / shards / rates.optimizer_bytes
     optimizer_seconds *= 1 - offloaded_fraction(setup)
     optimizer_launch = max(0.0, _optimizer_kernels(setup) * software.kernel_seconds - optimizer_seconds)
     launch = max(0.0, num_kernels * software.kernel_seconds - device)
@@ -515,14 +522,17 @@ def _communication(
     return exposed, total - exposed
 
 
-def optimizer_bytes(strategy: Strategy, config: RunConfig) -> float:
+def optimizer_bytes(strategy: Strategy, config: RunConfig, *, slowdown: float = 1.0) -> float:
     """Return the bytes per parameter that an optimizer step moves: with `aligned` 2 + 6 + 8 + 28 + 6 = 50.
 
+    `slowdown` is a factor on all of them but those of AdamW's kernel.
     The owner of the master weights rounds them to bf16: `run/engine/optimizer.py`, or DeepSpeed.
     """
     dtypes = dtypes_of(strategy, config)
     gradient, updated = dtypes.kept_gradient, dtypes.master or dtypes.parameter
     norm = gradient
+    if strategy.is_deepspeed:  # in fp64; ZeRO-1 and -2 also look for infinities and join their gradients
+        norm += 8 + 8 + (0 if strategy.is_zero_3 else 2 * gradient + 2 * gradient)
     if config.optim == "adamw_triton":  # run/kernels/adamw_kernel.py: 2 + 28 = 30
         return norm + gradient + 6 * updated + (dtypes.parameter if dtypes.master else 0)
     cast = gradient + updated if gradient != updated else 0
@@ -532,7 +542,7 @@ def optimizer_bytes(strategy: Strategy, config: RunConfig) -> float:
     if dtypes.moments < 2 * updated:  # narrower moments are cast before and after
         adamw += 2 * (dtypes.moments + 2 * updated)
     copy_back = updated + dtypes.parameter if dtypes.master else 0
-    return norm + cast + clip + adamw + copy_back
+    return slowdown * (norm + cast + clip + copy_back) + adamw
 
 
 def _staged_bytes(setup: Setup, transfers: tuple[Transfer, ...], software: Software) -> float:
@@ -590,9 +600,14 @@ def _hook_kernels(setup: Setup) -> float:
 
 def _optimizer_kernels(setup: Setup) -> int:
     """Return the kernels of an optimizer step. PyTorch's AdamW needs one more per gradient, for its cast."""
-    casts = setup.config.numerics == "aligned" and setup.config.optim != "adamw_triton"
+    strategy, config = setup.strategy, setup.config
     num_params = setup.spec.num_layers * (2 + 4 + setup.spec.num_ffn_matrices) + 3
-    return _STEP_KERNELS + (num_params if casts else 0)
+    per_param = int(config.numerics == "aligned" and config.optim != "adamw_triton")
+    if strategy.is_zero_3:
+        per_param += _ZERO_3_NORM_KERNELS
+    elif strategy.is_deepspeed:  # of the tensors in its partition
+        return _STEP_KERNELS + num_params * (per_param + _ZERO_NORM_KERNELS) // setup.shard_ranks
+    return _STEP_KERNELS + num_params * per_param
 
 
 def _accumulation_seconds(setup: Setup, rates: Rates, software: Software) -> float:

@@ -94,7 +94,8 @@ def test_shards_that_do_not_divide_the_gpus_are_found(tmp_path: Path) -> None:
 def test_hidden_and_head_widths_off_the_multiple_of_8_are_named(tmp_path: Path) -> None:
     shape = {"num_hidden_layers": 12, "hidden_size": 780, "num_attention_heads": 13, "vocab_size": 32_000}
     (tmp_path / "config.json").write_text(json.dumps({**shape, "intermediate_size": 2048}))
-    found = doctored("--model", str(tmp_path), "--gpu", "h100-80gb", "--strategy", "ddp", code=1)
+    words = ("--gpu", "h100-80gb", "--strategy", "ddp", "--per_device_train_batch_size", "32")
+    found = doctored("--model", str(tmp_path), *words, code=1)
     (alignment,) = [f for f in found if f["topic"] == "alignment"]
     assert "hidden 780, heads 780" in alignment["sentence"]
     assert "hidden 768 for 780, heads of 64 for 60" in alignment["sentence"]

@@ -35,6 +35,7 @@ def test_traffic_gathers_all_and_reduces_the_adapters() -> None:
         assert sent[name]["reduce_gradients"] == pytest.approx(of_adapters)
 
 
+@pytest.mark.usefixtures("uncalibrated")
 def test_a_frozen_step_makes_no_gradient_of_its_weights() -> None:
     words = ("--model", "slm-1b-hw", "--strategy", "single", "--gpu", "h100-80gb", "--seq_len", "2048")
     whole, lora, qlora = (estimated(*words, "--peft", peft)[0] for peft in ("none", "lora", "qlora"))

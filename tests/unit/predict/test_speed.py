@@ -33,6 +33,7 @@ from slm_toolkit.predict.speed.traffic import Transfer, transfers
 from slm_toolkit.report.rows import row_of
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy
 
+pytestmark = pytest.mark.usefixtures("uncalibrated")
 ON_DEVICE = ("matmul", "attention", "memory_traffic", "recomputation")
 EVERY_GPU = tuple(gpu.name for gpu in gpus())
 GPUS = pytest.mark.parametrize(
@@ -158,7 +159,9 @@ def test_an_h200_is_never_slower_than_an_h100() -> None:
     [
         # as traced: norm 2, to fp32 6, clip 8, AdamW 28, copy back 6
         ("ddp", {}, 50),
-        ("ds_zero1", {}, 50),
+        # a norm in fp64: cast 2 + 8, read 8; infinities 4, one tensor of all gradients 4
+        ("ds_zero1", {}, 48 + 2 + 8 + 8 + 4 + 4),
+        ("ds_zero3", {}, 48 + 2 + 8 + 8),
         ("ddp", {"max_grad_norm": 0.0}, 42),
         # fp32 gradients and parameters: norm 4, clip 8, AdamW 28
         ("fsdp_full_shard", {"numerics": "stock"}, 40),
@@ -181,8 +184,8 @@ def test_an_optimizer_step_moves_what_its_operations_move(
 def test_a_json_that_keeps_gradients_in_fp32_needs_no_cast_before_the_step(tmp_path: Path) -> None:
     json = {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}}
     strategy = find_strategy(own_strategy(tmp_path, "", json))
-    # norm of fp32 4, clip 8, AdamW 28, copy back 6; from bf16 it is 50
-    assert optimizer_bytes(strategy, RunConfig(max_grad_norm=1.0)) == 46
+    # norm of fp32 4 + 16, infinities 8, one tensor of all 8, clip 8, AdamW 28, copy back 6
+    assert optimizer_bytes(strategy, RunConfig(max_grad_norm=1.0)) == 78
 
 
 def test_a_bucket_that_is_auto_is_the_square_of_the_width(tmp_path: Path) -> None:
@@ -195,17 +198,19 @@ def test_a_bucket_that_is_auto_is_the_square_of_the_width(tmp_path: Path) -> Non
     assert reduced.num_calls == pytest.approx(130_569_920 / 692_224)
 
 
-def test_tritons_loss_moves_6_bytes_per_logit_instead_of_12() -> None:
+def test_tritons_loss_moves_6_bytes_per_logit_and_a_compiled_one_8() -> None:
     flags = {"model": "slm-100m", "per_device_train_batch_size": 8, "seq_len": 1024}
     flags |= {"loss_kernel": "fused_linear", "numerics": "aligned"}
-    (before,), (after,) = (
-        rows_of("single", num_gpus=(1,), **flags, triton_loss=triton) for triton in (False, True)
-    )
-    saved = before.parts_seconds["memory_traffic"] - after.parts_seconds["memory_traffic"]
-    logits = 8 * 1024 * 32_000
-    assert saved == pytest.approx(6 * logits / rates_of(gpu_of_name("h100-80gb"), TODAY).memory_bytes)
-    compiled = [rows_of("single", num_gpus=(1,), **flags, torch_compile=True, triton_loss=t) for t in (0, 1)]
-    assert compiled[0][0].step_seconds == compiled[1][0].step_seconds  # 8 bytes, so that 2 are saved
+
+    def traffic(**more: bool) -> float:
+        (row,) = rows_of("single", num_gpus=(1,), **flags, **more)
+        return row.parts_seconds["memory_traffic"]
+
+    logits, memory = 8 * 1024 * 32_000, gpu_of_name("h100-80gb").memory_bytes_per_second
+    saved = traffic() - traffic(triton_loss=True)  # 26 bytes by PyTorch's operations, at 0.43 of the rate
+    assert saved == pytest.approx(logits / memory * (26 / 0.43 - 6 / 0.85))
+    saved = traffic(torch_compile=True) - traffic(torch_compile=True, triton_loss=True)
+    assert saved == pytest.approx(logits / memory * 2 / 0.85)
 
 
 def test_llamas_query_key_and_value_are_three_products() -> None:
@@ -255,7 +260,8 @@ def test_a_tiny_models_step_waits_for_launches_and_a_large_ones_does_not() -> No
     assert one.step_seconds > 3 * 4 * per_layer * TODAY.kernel_seconds
     assert two.step_seconds == pytest.approx(one.step_seconds)
     for row in rows_of("single", *STUDIED_STRATEGIES, model="slm-2b"):
-        assert row.parts_seconds["launch_overhead"] == 0
+        if not row.strategy.startswith("ds_"):  # whose norm launches small kernels for each tensor
+            assert row.parts_seconds["launch_overhead"] == 0
 
 
 def test_zero_3s_hooks_are_a_floor_under_a_micro_step() -> None:
@@ -413,7 +419,8 @@ def test_mfu_is_between_0_and_1_wherever_one_looks(num_draws: int) -> None:
         assert row.mfu is None if row.numerics == "fp32" else 0 < row.mfu < limit, row
 
 
-def test_a_gpu_run_is_reported_beside_its_estimated_rate() -> None:
+def test_a_gpu_run_is_reported_beside_its_estimated_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLM_CALIBRATION")  # a report may know this run's estimate already
     record = made_record()  # slm-100m, 2 H100s, DDP, batch 4
     row = row_of([(Path("r"), record)])
     (expected,) = estimates(

@@ -24,11 +24,11 @@ SMALL = PRESETS["slm-1m"]  # 951,424 parameters
 
 def test_a_padded_run_is_estimated_padded() -> None:
     def estimated(**flags: object) -> Estimate:
-        config = {**made_record().asked["config"], **flags}
+        config = {**made_record().asked["config"], "per_device_train_batch_size": 16, **flags}
         return estimate_of(made_record(asked={"config": config, "num_processes": 2, "files": {}}))
 
     plain, padded = estimated(), estimated(pad_widths=True)
-    assert padded.tokens_per_second > 1.3 * plain.tokens_per_second
+    assert padded.tokens_per_second > 1.2 * plain.tokens_per_second
     assert padded.num_trainable_params == plain.num_trainable_params == 130_569_920
     # FFN 2332 to 2368 in three bf16 matrices of nine layers
     assert padded.parts["parameters"] - plain.parts["parameters"] == 2 * 9 * 3 * 36 * 832
