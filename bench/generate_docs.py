@@ -270,8 +270,8 @@ def accuracy_page() -> str:
             "```bash\npython bench/memory_accuracy.py     # the first table\n"
             "python bench/generate_docs.py       # this page, from the files in results/\n```\n",
             _memory(),
-            "Every table has the date of its data and the command that made it. Nothing on this page was"
-            " measured on a GPU of ours yet.\n",
+            "Every table has the date of its data and the command that made it.\n",
+            _on_gpus(),
             _replayed_memory(),
             _published_memory(),
             _new_published_rows(),
@@ -303,6 +303,37 @@ def _memory() -> str:
         " bench/memory_accuracy.py` prints the errors by strategy, too. The traces of `fused_linear` are of"
         " 2026-11-22, those of adapters with `selective_layer` of 2026-11-25. Outside of this grid, a sliding"
         " window and unusual DeepSpeed keys were off by up to 5 %.\n"
+    )
+
+
+def _on_gpus() -> str:
+    rows = []
+    for file in sorted((ROOT / "results").glob("*/arms.jsonl")):
+        arms = [json.loads(line) for line in file.read_text().splitlines()]
+        results = [arm["result"] for arm in arms if arm["status"] == "ok" and arm["part"] != "canary"]
+        cells = []
+        for name in ("peak_allocated_bytes", "peak_reserved_bytes", "step_seconds"):
+            errors = sorted(
+                abs(result[f"estimated_{name}"] / result[name] - 1)
+                for result in results
+                if result.get(name)
+                and result.get(f"estimated_{name}")
+                and (name != "step_seconds" or result["evidence"] == "measured")
+            )
+            cells.append(f"{median(errors):.1%}, {errors[-1]:.1%} of {len(errors)}")
+        date = json.loads((file.parent / "about.json").read_text())["date"]
+        rows.append((f"[{file.parent.name}](../results/{file.parent.name}/README.md)", *cells, date))
+    head = ("GPU", "allocated: median error, worst", "reserved", "seconds of a step", "measured")
+    return (
+        "## Estimates against one GPU\n\n"
+        + _table(head, rows)
+        + "\n`bench/gpu/measure.py` on one GPU; memory also as rank 0 of 8, rehearsed. The estimates are"
+        " those of before, with constants fitted to published runs. The linked page has each figure, and the"
+        " errors after calibration"
+        " ([Measure on a GPU of your own](speed_and_cost.md#measure-on-a-gpu-of-your-own))."
+        " The worst peak is DDP's on one GPU: accelerate starts a single rank without DDP, and estimates know"
+        " that since. Reserved memory was estimated for an allocator without expandable segments, which these"
+        " runs had.\n"
     )
 
 

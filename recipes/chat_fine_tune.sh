@@ -2,8 +2,8 @@
 # How do I fine-tune all weights of a small model on chats?
 # hardware: 1 x rtx-4090
 # memory: 14.1 of 23.5 GiB per GPU, 2 GiB of host RAM per node
-# time: 1.9 h
-# cost: $1.39
+# time: 2.0 h
+# cost: $1.49
 # estimated on 2026-11-26 by the first command below
 set -euo pipefail
 

@@ -3,7 +3,7 @@
 # hardware: 1 x rtx-4090
 # memory: 19.0 of 23.5 GiB per GPU, 1 GiB of host RAM per node
 # time: 6.3 h
-# cost: $4.67
+# cost: $4.64
 # estimated on 2026-11-26 by the first command below
 set -euo pipefail
 

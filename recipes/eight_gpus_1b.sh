@@ -2,7 +2,7 @@
 # Eight GPUs and a 1B model: DDP, or sharded gradients and optimizer?
 # hardware: 8 x a100-40gb
 # memory: 25.5 of 39.4 GiB per GPU, 35 GiB of host RAM per node
-# time: 22.4 h
+# time: 22.5 h
 # cost: $425
 # estimated on 2026-11-26 by the first command below
 set -euo pipefail

@@ -3,7 +3,7 @@
 # hardware: 1 x rtx-4090
 # memory: 7.0 of 23.5 GiB per GPU, 7 GiB of host RAM per node
 # time: 2.5 h
-# cost: $1.85
+# cost: $1.88
 # estimated on 2026-11-26 by the first command below
 set -euo pipefail
 

@@ -3,7 +3,7 @@
 # hardware: 1 x rtx-4090
 # memory: 19.0 of 23.5 GiB per GPU, 8 GiB of host RAM per node
 # time: 33.3 h
-# cost: $24.65
+# cost: $24.63
 # estimated on 2026-11-26 by the first command below
 set -euo pipefail
 

@@ -3,8 +3,8 @@
 # hardware: 8 x a100-80gb
 # memory: 72.9 of 79.2 GiB per GPU, 65 GiB of host RAM per node
 # time: 30 min
-# cost: $10.79
-# estimated on 2026-11-25 by the first command below
+# cost: $10.80
+# estimated on 2026-11-26 by the first command below
 set -euo pipefail
 
 # 1. The grid of Ashkboos et al. (arXiv 2410.19456) on a node of eight: models, batches, attention kernels,

@@ -2,8 +2,8 @@
 # How little memory is enough to fine-tune a 1.5B model?
 # hardware: 1 x rtx-4090
 # memory: 1.8 of 23.5 GiB per GPU, 7 GiB of host RAM per node
-# time: 2.2 h
-# cost: $1.62
+# time: 2.3 h
+# cost: $1.69
 # estimated on 2026-11-26 by the first command below
 set -euo pipefail
 

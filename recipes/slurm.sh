@@ -3,7 +3,7 @@
 # hardware: 16 x a100-40gb in 2 nodes
 # memory: 22.9 of 39.4 GiB per GPU, 35 GiB of host RAM per node
 # time: 11.1 h
-# cost: $420
+# cost: $419
 # estimated on 2026-11-26 by the first command below
 set -euo pipefail
 

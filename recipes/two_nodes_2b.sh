@@ -3,8 +3,8 @@
 # hardware: 16 x a100-40gb in 2 nodes
 # memory: 11.0 of 39.4 GiB per GPU, 68 GiB of host RAM per node
 # time: 58.4 h
-# cost: $2,212
-# estimated on 2026-11-25 by the first command below
+# cost: $2,211
+# estimated on 2026-11-26 by the first command below
 set -euo pipefail
 
 # 1. A full shard would gather every parameter over 25 Gbit/s, twice per step. A hybrid shard gathers within a

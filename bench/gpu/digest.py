@@ -614,7 +614,8 @@ def page(archive: Archive, gpu: Gpu, terms: list[Term], missing: list[str]) -> s
         lines += ["**PRETENDED: there was no GPU. No number here means anything.**", ""]
     versions = ", ".join(f"{name} {version}" for name, version in (about.get("versions") or {}).items())
     lines += [f"Driver {about.get('driver') or '-'}; {versions or 'versions unknown'}.", ""]
-    lines += ["```bash", *about.get("commands", []), "```"]
+    lines += ["```bash", *about.get("commands", []), "```", ""]
+    lines += ["`arms.jsonl` has the command of each arm; `measure.py` without `--arms` runs all of them."]
     lines += memory_table(archive)
     lines += step_table(steps_of(archive, gpu), calibration)
     lines += ladder_table(archive) + trainer_table(archive) + flash_table(archive)
@@ -623,22 +624,23 @@ def page(archive: Archive, gpu: Gpu, terms: list[Term], missing: list[str]) -> s
 
 
 def readme_table(archive: Archive, gpu: Gpu) -> str:
-    """For README.md, between its markers: the best of each model."""
+    """For README.md, between its markers: the best of each model, or of its aligned sibling."""
     best: dict[str, dict[str, Any]] = {}
     for arm in archive.of("ladder", "rungs", "extras"):
         r = arm["result"]
         if _is_positive(r.get("tokens_per_second")) and _is_real(arm):
-            known = best.get(r["model"])
-            if known is None or r["tokens_per_second"] > known["tokens_per_second"]:
-                best[r["model"]] = {**r, "arm": arm["name"]}
-    columns = ("model", "arm", "batch", "tokens/s, measured", "MFU", "peak GiB", "predicted before")
+            family = r["model"].removesuffix("-hw")
+            if family not in best or r["tokens_per_second"] > best[family]["tokens_per_second"]:
+                best[family] = {**r, "arm": arm["name"]}
+    columns = ("model", "with", "batch", "tokens/s, measured", "MFU", "peak GiB", "predicted before")
     rows = [
         [
-            *(model, r["arm"], r.get("per_device_train_batch_size"), f"{r['tokens_per_second']:,.0f}"),
+            *(r["model"], r["arm"].removeprefix(r["model"]).strip(), r.get("per_device_train_batch_size")),
+            _number(r["tokens_per_second"], ",.0f"),
             *(_number(r.get("mfu"), ".1%"), _gib(r.get("peak_allocated_bytes"))),
             _number(r.get("estimated_tokens_per_second"), ",.0f"),
         ]
-        for model, r in sorted(best.items())
+        for r in sorted(best.values(), key=lambda r: -r["tokens_per_second"])
     ]
     begin, end = markers(gpu)
     return "\n".join([begin, *(_row(row) for row in (columns, ["---"] * len(columns), *rows)), end])

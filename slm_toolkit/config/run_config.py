@@ -121,7 +121,7 @@ class RunConfig:
     triton_loss: bool = Flag(
         False,
         "compute a fused --loss_kernel between its matrix products by one Triton kernel, which moves 6 bytes "
-        "per logit instead of 12 to 16, or 8 with --torch_compile; on a CPU as without it",
+        "per logit instead of 26, or 8 with --torch_compile; on a CPU as without it",
         group="model",
         grid=True,
         excludes=(Excludes("loss_kernel", "it has no kernel between products", values=("hf",)),),

@@ -9,13 +9,11 @@ from slm_toolkit.config.run_config import COLUMN_TITLES, FLAGS, RunConfig
 from slm_toolkit.model.from_config import ESTIMATED_ONLY
 from slm_toolkit.predict.estimate import Estimate
 from slm_toolkit.recommend.launch_files import check_command, launch_command, yaml_name
-from slm_toolkit.recommend.plans import Plan
+from slm_toolkit.recommend.plans import HIGHEST_PUBLISHED_MFU, Plan
 from slm_toolkit.recommend.ranking import (
-    HIGHEST_PUBLISHED_MFU,
     TIE,
     Reason,
     faster_at_the_same_cost,
-    is_doubtful,
     on_the_same_hardware,
     per_hardware,
     reason_of,
@@ -52,7 +50,6 @@ def plan_report(
     if same := _settings_of_all(listed):
         parts.append(Text(f"all rows: {same}"))
     parts += [Text(line) for line in reasons(listed, objective=objective)]
-    parts += [Text(line, style="yellow") for line in _put_last(rows[top:], winner, objective=objective)]
     if rows is not ranked:
         parts += _same_hardware(ranked, objective)
     if objective == "cost" and (faster := faster_at_the_same_cost(ranked, winner)) is not None:
@@ -120,20 +117,6 @@ def reasons(plans: list[Plan], *, objective: str) -> list[str]:
     return lines
 
 
-def _put_last(unlisted: list[Plan], winner: Plan, *, objective: str) -> list[str]:
-    """Return a line for each GPU type whose doubtful plans are not listed although they look better."""
-    lines = {}
-    for plan in unlisted:
-        if is_doubtful(plan) and not is_doubtful(winner):
-            reason = reason_of(plan, winner, objective=objective)
-            if reason.ratio is not None and reason.ratio < 1:
-                row = plan.estimate
-                name = f"not listed: {row.num_gpus} x {row.gpu} {row.strategy}"
-                difference = _difference(reason, plan, objective)
-                lines.setdefault(row.gpu, f"{name}: {difference}, but {_caveat(plan)}")
-    return list(lines.values())
-
-
 def _difference(reason: Reason, plan: Plan, objective: str) -> str:
     """Return how far a plan is from the first one: `16% more dollars (matmul +16%); ties at $1.37 ...`."""
     unit = "hours" if objective == "time" else "dollars" if plan.usd is not None else "GPU-hours"
@@ -149,11 +132,6 @@ def _caveat(plan: Plan) -> str:
     """Return why a plan comes after plans that cost more, or an empty string."""
     if plan.verdict != "fits":
         return f"it fits with a probability of {plan.estimate.fit_probability:.0%}"
-    if is_doubtful(plan):
-        return (
-            f"its MFU of {percent(plan.estimate.mfu)} is above the highest published one "
-            f"({HIGHEST_PUBLISHED_MFU:.0%}): measure it first"
-        )
     return ""
 
 
@@ -269,7 +247,7 @@ def _columns(plans: list[Plan]) -> list[Column]:
         texts("checkpointing", [row.gradient_checkpointing for row in rows], 6),
         texts("loss kernel", [row.loss_kernel for row in rows], 3),
         Column("tokens/s", [rate(plan.tokens_per_second) for plan in plans], 7),
-        Column("MFU", [percent(p.estimate.mfu) if p.evidence == "estimated" else DASH for p in plans], 2),
+        Column("MFU", [percent(p.mfu) if p.evidence == "estimated" else DASH for p in plans], 2),
         texts("bound by", [row.bottleneck.replace("_", " ") for row in rows], 5),
         Column("hours", [_hours(plan.hours) for plan in plans]),
         Column("$", [usd(plan.usd) for plan in plans]),
@@ -326,6 +304,9 @@ def _evidence_notes(listed: list[Plan]) -> list[str]:
         notes.append(f"* {names}: few published runs support the estimated speed")
     if names := gpus_with("none"):
         notes.append(f"never measured: no published run on {names}; the speed comes from its data sheet")
+    if limited := dict.fromkeys(plan.estimate.gpu for plan in listed if plan.is_limited):
+        highest = f"the highest published one, {HIGHEST_PUBLISHED_MFU:.0%}"
+        notes.append(f"{', '.join(limited)}: estimated at a higher MFU, but counted with {highest}")
     if any(plan.estimate.torch_compile and plan.memory_evidence == "estimated" for plan in listed):
         notes.append("compiled: the memory that Inductor's kernels keep is assumed, never traced")
     return notes

@@ -57,6 +57,11 @@ class Workload:
     "folder or hub id of the weights that are trained further; None: random weights"
 
 
+HIGHEST_PUBLISHED_MFU = 0.641
+"""of the runs that the speed form is fitted to: MPT-7b on 8 x A100-80GB, sequences of 2,048 tokens
+(mosaicml/llm-foundry, scripts/train/benchmarking/README.md)"""
+
+
 @dataclass(frozen=True)
 class Plan:
     """One configuration for the workload."""
@@ -71,7 +76,8 @@ class Plan:
     num_steps: int
     tokens_per_step: int
     tokens_per_second: float
-    "measured if there is a record of the configuration, else estimated"
+    """measured if there is a record of the configuration, else estimated: at HIGHEST_PUBLISHED_MFU at most on
+    a GPU type that no measurement or fit supports"""
     starts_from: str | None
     "folder or hub id of the weights that are trained further; None: random weights"
     evidence: str
@@ -95,6 +101,17 @@ class Plan:
     @property
     def gpu_hours(self) -> float:
         return self.hours * self.estimate.num_gpus
+
+    @property
+    def mfu(self) -> float | None:
+        """At `tokens_per_second`, which may differ from the estimate's."""
+        row = self.estimate
+        return None if row.mfu is None else row.mfu * self.tokens_per_second / row.tokens_per_second
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the estimated speed is above what this plan counts with."""
+        return self.evidence == "estimated" and self.tokens_per_second < self.estimate.tokens_per_second
 
 
 @dataclass(frozen=True)
@@ -359,6 +376,9 @@ def _plan(
             verdict = "fits" if is_measured or headroom >= 0 else "does not fit"
     if verdict not in ("fits", "may fit") or tokens_per_second is None:
         return None
+    speed_evidence = _speed_evidence(evidence, row, offer.gpu)
+    if speed_evidence in ("compared", "none"):
+        tokens_per_second *= min(1.0, HIGHEST_PUBLISHED_MFU / (row.mfu or HIGHEST_PUBLISHED_MFU))
     tokens_per_step = (
         row.num_gpus * config.gradient_accumulation_steps * config.per_device_train_batch_size
     ) * config.seq_len
@@ -383,7 +403,7 @@ def _plan(
         memory_evidence=memory_evidence,
         verdict=verdict,
         headroom_bytes=headroom,
-        speed_evidence=_speed_evidence(evidence, row, offer.gpu),
+        speed_evidence=speed_evidence,
         hours=needed.hours,
         usd=needed.usd if price else None,
         law=workload.law.name,
@@ -407,7 +427,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
     for name in ("estimate", "spec", "config", "strategy", "deployment"):
         del fields[name]
-    return {**vars(plan.estimate), **fields, "gpu_hours": plan.gpu_hours}
+    return {**vars(plan.estimate), **fields, "mfu": plan.mfu, "gpu_hours": plan.gpu_hours}
 
 
 # Measurements in records, for the configurations that `slm recommend` considers.

@@ -8,15 +8,6 @@ from slm_toolkit.recommend.plans import Plan
 
 TIE = 0.03
 "relative difference below which estimates can't rank plans"
-HIGHEST_PUBLISHED_MFU = 0.641
-"""of the runs that the speed form is fitted to: MPT-7b on 8 x A100-80GB, sequences of 2,048 tokens
-(mosaicml/llm-foundry, scripts/train/benchmarking/README.md)"""
-
-
-def is_doubtful(plan: Plan) -> bool:
-    """Return whether the plan's MFU is above every published one, and no run on its GPU type supports it."""
-    is_supported = plan.speed_evidence in ("measured", "calibrated", "fitted")
-    return not is_supported and (plan.estimate.mfu or 0.0) > HIGHEST_PUBLISHED_MFU
 
 
 def best_plans(
@@ -29,8 +20,7 @@ def best_plans(
     """Return the best plan within the limits for each training, GPU type, count and strategy, ranked.
 
     `objective` is cost or time. A plan that only may fit is taken if no other plan fits, and comes after
-    all plans that fit. The plans of a GPU type with a doubtful plan (`is_doubtful`) come after the
-    others. If ranked by cost, GPUs without a price come last. Ties go to the simplest plan.
+    all plans that fit. If ranked by cost, GPUs without a price come last. Ties go to the simplest plan.
     """
     within = [
         plan
@@ -46,11 +36,9 @@ def best_plans(
         dtypes = (row.numerics, row.reduce_dtype, row.grad_dtype, row.adam_dtype)
         training = (row.model, *dtypes, row.seq_len, row.peft, row.lora_r)
         best.setdefault((*training, row.gpu, row.usd_per_gpu_hour, row.num_gpus, row.strategy), plan)
-    doubtful_gpus = {plan.estimate.gpu for plan in best.values() if is_doubtful(plan)}
-    groups: dict[tuple[bool, bool, bool], list[Plan]] = {}
+    groups: dict[tuple[bool, bool], list[Plan]] = {}
     for plan in best.values():
-        is_doubted = plan.estimate.gpu in doubtful_gpus and plan.evidence != "measured"
-        comes_late = (plan.verdict != "fits", objective == "cost" and plan.usd is None, is_doubted)
+        comes_late = (plan.verdict != "fits", objective == "cost" and plan.usd is None)
         groups.setdefault(comes_late, []).append(plan)
     return [plan for _, group in sorted(groups.items()) for plan in _simplest_of_ties(group, objective)]
 
@@ -99,13 +87,12 @@ def on_the_same_hardware(ranked: list[Plan], plan: Plan) -> list[Plan]:
 def faster_at_the_same_cost(ranked: list[Plan], plan: Plan) -> Plan | None:
     """Return the fastest plan of the model with the same verdict that costs no more than `plan` (within TIE).
 
-    Return None if it is not faster than `plan`. A doubtful plan (`is_doubtful`) does not count.
+    Return None if it is not faster than `plan`.
     """
     tied = [
         other
         for other in ranked
         if (other.usd is None) == (plan.usd is None)
-        and (is_doubtful(plan) or not is_doubtful(other))
         and (other.estimate.model, other.verdict) == (plan.estimate.model, plan.verdict)
         and _amount(other, "cost") <= _amount(plan, "cost") * (1 + TIE)
     ]

@@ -322,8 +322,6 @@ def test_a_dry_run_writes_nothing_and_a_run_what_it_showed(
     assert a100 == a100_before  # a GPU without a calibration
     assert h200["calibration"].startswith(f"{len(rows)} terms measured on 2026-11-24")
     assert h200["step_seconds"] != h200_before["step_seconds"]
-    slack, slack_before = (row["parts"]["allocator_slack"] for row in (h200, h200_before))
-    assert slack == pytest.approx(slack_before / 4, rel=WITHIN)
 
 
 @pytest.mark.quick

@@ -113,7 +113,7 @@ def test_every_folder_of_the_tree_and_every_link_is_there() -> None:
 
 @pytest.mark.quick
 def test_it_stays_short_and_its_sentences_too() -> None:
-    assert len(README.splitlines()) <= 180
+    assert len(README.splitlines()) <= 185
     prose = re.sub(r"```.*?```", "", README, flags=re.S)
     lines = [line for line in prose.splitlines() if line and line[0] not in "|#!*[" or line.startswith("**")]
     text = re.sub(r"\]\([^)]*\)|`[^`]*`", "x", " ".join(lines))

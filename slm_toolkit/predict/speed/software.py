@@ -1,7 +1,8 @@
 """Software: the constants of a step's time for one generation of kernels and engines.
 
-We timed no kernel. Every constant is fitted to published throughput, unless its comment names another source.
-`bench/speed_accuracy.py` repeats the fits, prints the tables, and tests the constants on other rows.
+Every constant is fitted to published throughput, unless its comment names another source. The measurements
+of a GPU replace some of them (`hardware/calibration.py`). `bench/speed_accuracy.py` repeats the fits, prints
+the tables, and tests the constants on other rows.
 """
 
 import dataclasses
@@ -140,7 +141,7 @@ TODAY = Software(  # the fits above, without the constants of one cluster or one
     low=0.80,
     high=1.25,
 )
-"torch 2.13, transformers 5: not calibrated on a GPU by us, so its band is wide"
+"torch 2.11 and later, transformers 5; its band is wide, because most GPUs have no calibration"
 
 SOFTWARE = {software.name: software for software in (PAPER, TODAY)}
 "keyed by the value of `--software`"

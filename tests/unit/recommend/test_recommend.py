@@ -31,8 +31,8 @@ from slm_toolkit.predict.setup.setup import Deployment
 from slm_toolkit.recommend import plans
 from slm_toolkit.recommend.job import offers_of
 from slm_toolkit.recommend.plan_table import plan_report, reasons
-from slm_toolkit.recommend.plans import Plan, observations_of
-from slm_toolkit.recommend.ranking import HIGHEST_PUBLISHED_MFU, best_plans, reason_of
+from slm_toolkit.recommend.plans import HIGHEST_PUBLISHED_MFU, Plan, observations_of
+from slm_toolkit.recommend.ranking import best_plans, reason_of
 from slm_toolkit.recommend.scaling_laws import LAWS
 from slm_toolkit.record.files import write_record
 
@@ -387,19 +387,17 @@ def test_ties_go_to_the_simplest_strategy() -> None:
     ]
 
 
-def test_an_implausible_mfu_without_runs_that_support_it_is_not_first() -> None:
-    (cheap, dear) = made_plans("ddp", "ds_zero3", usd=[50.0, 100.0])
-    other_gpu = dataclasses.replace(dear.estimate, gpu="h100-80gb")
-    dear = dataclasses.replace(dear, estimate=other_gpu)
-    too_fast = dataclasses.replace(cheap.estimate, mfu=0.77)
-    for evidence, first in (("compared", dear), ("none", dear), ("fitted", cheap), ("measured", cheap)):
-        fast = dataclasses.replace(cheap, estimate=too_fast, speed_evidence=evidence)
-        ranked = best_plans([fast, dear], objective="cost")
-        assert ranked[0].strategy == first.strategy
-    fast = dataclasses.replace(cheap, estimate=too_fast, speed_evidence="compared")
-    (line,) = reasons([dear, fast], objective="cost")
-    assert line.startswith("2: 16 x a100-80gb ddp: 50% fewer dollars")
-    assert line.endswith("but its MFU of 77% is above the highest published one (64%): measure it first")
+def test_an_implausible_speed_without_runs_that_support_it_counts_with_the_highest_published_mfu() -> None:
+    asked = ("--model", "slm-100m-hw", "--tokens", "1B", "--loss_kernel", "fused_linear", "--norm_kernel")
+    asked = (*asked, "fused", "--torch_compile", "true", "--per_device_train_batch_size", "64")
+    asked = (*asked, "--strategy", "single", "--gpu", "rtx-4090:1")
+    (row,) = recommended(*asked)
+    # its step seconds stay those of the estimate, 64 sequences of 1024 tokens in each of eight micro-steps
+    assert row["tokens_per_second"] < 8 * 64 * 1024 / row["step_seconds"]
+    assert row["mfu"] == pytest.approx(HIGHEST_PUBLISHED_MFU)
+    assert row["hours"] == pytest.approx(1e9 / row["tokens_per_second"] / 3600)
+    shown = slm_here("recommend", *asked).out
+    assert "rtx-4090: estimated at a higher MFU, but counted with the highest published one, 64%" in shown
 
 
 def test_the_highest_published_mfu_and_the_evidence_of_gpus_agree_with_the_tables() -> None:
@@ -471,18 +469,6 @@ def test_the_report_names_a_faster_plan_that_costs_the_same() -> None:
     assert said in report_of([first, fast])
     assert "faster at the same cost" not in report_of([first, fast], objective="time")
     assert "faster at the same cost" not in report_of([first, on_gpus(second, 32)])
-
-
-def test_the_report_names_what_looks_better_and_is_not_listed() -> None:
-    cheap, dear = made_plans("ddp", "ds_zero3", usd=[50.0, 100.0])
-    doubtful = on_gpus(dataclasses.replace(cheap, speed_evidence="none"), 16, mfu=0.77)
-    shown = report_of([on_gpus(dear, 8), doubtful], top=1)
-    said = re.escape("but its MFU of 77% is above the highest published one (64%): measure it first")
-    assert re.search(rf"not listed: 16 x a100-80gb ddp: 50% fewer dollars( \(.*\))?, {said}", shown)
-    assert "1 row more: --top N shows N, --json all" in shown
-    assert "faster at the same cost" not in shown  # nobody can count on it
-    slower = dataclasses.replace(doubtful, usd=150.0)
-    assert "not listed" not in report_of([on_gpus(dear, 8), slower], top=1)
 
 
 def test_the_report_says_what_may_not_fit_and_whose_memory_was_rehearsed() -> None:
