@@ -74,6 +74,7 @@ from slm_toolkit.run.engine.engine import (
     reduce_as_asked,
     sequences_per_step,
     start_accelerator,
+    without_unused_imports,
 )
 from slm_toolkit.run.evaluate import check_lm_eval
 from slm_toolkit.run.faults.find_batch_size import (
@@ -495,7 +496,7 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
     optimizer = build_optimizer(job.model, config, job.launch.strategy)
     set_seed(config.seed)
     loaders = [] if job.data is None else [make_loader(job.data.train, config, train=True)]
-    with trace or nullcontext():
+    with trace or nullcontext(), without_unused_imports(job.launch.strategy):
         model, optimizer, *loaders = accelerator.prepare(job.model, optimizer, *loaders)
     let_collectives_wait()
     loader = loaders[0] if loaders else None

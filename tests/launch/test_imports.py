@@ -4,9 +4,10 @@ import ast
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, run
 from modules import HEAVY, LIGHT
 
 
@@ -37,6 +38,19 @@ def test_the_arithmetic_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_rank_imports_no_compiler_and_no_datasets(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import sys; from slm_toolkit import train\n"
+        f"train.main(['--model', 'slm-1m', '--max_steps', '1', '--output_dir', {str(tmp_path)!r}])\n"
+        "unused = ('torch._inductor.compile_fx', 'datasets', 'pandas')\n"
+        "print('imported:', [name for name in unused if name in sys.modules])\n"
+    )
+    launch = ("accelerate", "launch", "--config_file", "accel_configs/ds_zero2.yaml", "--num_processes", "2")
+    done = run(*launch, str(program), cold=True)
+    assert done.out.count("imported: []") == 2, done.out + done.err
 
 
 @pytest.mark.quick

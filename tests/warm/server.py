@@ -32,6 +32,7 @@ _C = ctypes.CDLL(None, use_errno=True)
 WHEN_RUNNING = (  # modules that a launcher or rank imports after it has started
     *("transformers.models.llama.modeling_llama", "transformers.models.byt5.tokenization_byt5"),
     *("torch.distributed.run", "torch.utils.cpp_extension", "datasets"),
+    "deepspeed.runtime.zero.muon.original_muon",  # two seconds: it imports the compiler
 )
 
 
