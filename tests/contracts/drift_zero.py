@@ -1,6 +1,7 @@
 """What we lean on in DeepSpeed's ZeRO: asked of engines that play rank 0 of 2, see drift_engines.py."""
 
 import functools
+import inspect
 import math
 import sys
 from typing import Any
@@ -212,7 +213,20 @@ def _zero_infinity() -> None:
     assert all(parameter is flat for _, parameter in moved), "another tensor comes from the disk"
 
 
+def _muon_is_imported() -> None:
+    _zero(2)
+    muon = sys.modules["deepspeed.runtime.zero.muon.original_muon"]
+    assert "@compiler.compile" in inspect.getsource(muon), "it compiles nothing"
+
+
 ZERO = (
+    Leaning(
+        "deepspeed: its Muon imports torch's compiler",
+        ("deepspeed.runtime.zero.muon.original_muon",),
+        "import it without the compiler, before ZeRO does: 1.5 s of each rank",
+        "run/engine/engine.py: `without_unused_imports` can go if ZeRO no longer imports it",
+        _muon_is_imported,
+    ),
     Leaning(
         "deepspeed: the engine's numbers",
         (

@@ -177,7 +177,7 @@ def fill(disk: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "free_bytes", "where"),
     [
-        (("--max_steps", "400"), 0, "after the last step"),
+        (("--max_steps", "60"), 0, "after the last step"),
         pytest.param(
             ("--max_steps", "4", "--save_final_model", "true"), 2**20, "while saving", marks=pytest.mark.slow
         ),
