@@ -37,7 +37,7 @@ def levers(setup: Setup) -> list[Lever]:
         return []
     tried = []
     for words, changed in _changes(setup):
-        if kernel_problems(changed.spec, changed.config):
+        if kernel_problems(changed.spec, changed.config) or changed.config.problems():
             continue
         after = estimate(changed.launched)
         if before.fits and not after.fits:
@@ -69,8 +69,12 @@ def _changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
         yield changed(norm_kernel="fused")
     if config.loss_kernel == "hf":
         yield changed(loss_kernel="fused_linear")
+    elif not config.triton_loss:
+        yield changed(triton_loss=True)
     if config.optim == "adamw_torch":
         yield changed(optim="adamw_torch_fused")
+    if config.optim != "adamw_triton" and not setup.strategy.is_deepspeed and not setup.strategy.offloads:
+        yield changed(optim="adamw_triton")
     if config.gradient_checkpointing != "none":
         yield changed(gradient_checkpointing="none")
     yield changed(per_device_train_batch_size=2 * config.per_device_train_batch_size)

@@ -303,7 +303,7 @@ def advice_on(
         )
     for lever in [lever for lever in levers(setup_of(ranked[0])) if lever.change.startswith("--")][:2]:
         if not lever.change.startswith("--per_device"):  # another batch would make other steps
-            lines.append(f"add {lever.change} to row 1: about {lever.speedup:.2g}x faster")
+            lines.append(f"add {lever.change} to row 1: about {lever.speedup:.2f}x faster")
     return lines
 
 

@@ -70,6 +70,7 @@ def test_it_says_so_where_there_is_nothing_to_say() -> None:
     done = slm_here(
         *("doctor", "--model", "slm-2b-hw", "--gpu", "h200", "--num_gpus", "1", "--strategy", "single"),
         *("--torch_compile", "--loss_kernel", "fused_linear", "--per_device_train_batch_size", "32"),
+        *("--optim", "adamw_triton"),
     )
     assert done.code == 0
     assert done.out == "slm-2b-hw: no findings\n"

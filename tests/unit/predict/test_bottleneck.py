@@ -60,6 +60,17 @@ def test_the_papers_500m_gets_an_ffn_that_tensor_cores_like() -> None:
     assert not any("widths" in lever.change for lever in levers_of("slm-500m-hw"))
 
 
+def test_tritons_kernels_are_levers_where_they_can_run() -> None:
+    flags = {"loss_kernel": "fused_linear", "per_device_train_batch_size": 8}
+    found = {lever.change: lever.speedup for lever in levers_of("slm-500m-hw", **flags)}
+    assert found["--triton_loss"] > 1.02
+    assert found["--optim adamw_triton"] > 1.01
+    of_moments = {lever.change for lever in levers_of("slm-500m-hw", **flags, adam_dtype="bf16")}
+    assert "--optim adamw_triton" not in of_moments  # its moments are fp32
+    setup = dataclasses.replace(setup_of(PRESETS["slm-500m-hw"], **flags), strategy=find_strategy("ds_zero1"))
+    assert not any("adamw_triton" in lever.change for lever in levers(setup))  # DeepSpeed casts and clips
+
+
 def test_a_lever_that_no_longer_fits_is_left_out() -> None:
     on_l4 = setup_of(PRESETS["slm-500m-hw"], gpu="l4", gradient_checkpointing="full")
     largest = largest_batch(on_l4).per_device_train_batch_size
