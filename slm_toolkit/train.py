@@ -243,8 +243,16 @@ def train(
             watch.clock.pause()
             around.turns.end_turn()
         notes.end_step(done)
+        if around.after_step.reached_after is not None:
+            progress.say(f"loss {config.until_loss} reached after step {around.after_step.reached_after}")
+            last_step = done
+            break
 
     around.after_step.end(last_step)
+    has_ended_early = around.after_step.reached_after is not None and not evaluations.due(last_step)
+    if has_ended_early and evaluations.has_sets:
+        watchdog.beat(f"in the evaluation after step {last_step}")
+        evaluations.run(last_step)
     watchdog.beat("after the last step")
     has_trained = record.first_step < num_steps
     # a run that was killed between its last checkpoint and its record has only the evaluation left to do
@@ -255,7 +263,7 @@ def train(
     if has_trained:
         # a rehearsal has only this rank's loss
         losses = around.after_step.losses
-        progress.show(num_steps, losses[-1] if losses else step_loss.item(), rate())
+        progress.show(last_step, losses[-1] if losses else step_loss.item(), rate())
     else:
         progress.say(f"all {num_steps} steps were already done")
     progress.close()

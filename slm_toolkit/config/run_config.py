@@ -656,6 +656,17 @@ class RunConfig:
         estimate="ignores",
         column="tokens asked",
     )
+    until_loss: float | None = Flag(
+        None,
+        "end the run once the mean loss of ten steps is this or less; --max_steps, --max_tokens or "
+        "--num_train_epochs is then the most. Tables show the steps, seconds and dollars until then",
+        group="length",
+        other_names=("target_loss",),
+        above=0,
+        excludes=(*_LEARNS_NOTHING,),
+        losses="same",
+        column="until loss",
+    )
     num_train_epochs: float | None = Flag(
         None,
         "passes over the dataset, instead of --max_steps",

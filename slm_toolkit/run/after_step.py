@@ -20,6 +20,7 @@ from slm_toolkit.base.safe_files import write_new
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.record.measurement_warnings import rank_differences
 from slm_toolkit.record.run_record import finite
+from slm_toolkit.record.time_to_loss import is_reached
 from slm_toolkit.run.checkpoint.checkpoint import CheckpointWriter
 from slm_toolkit.run.data.batches import place_in_data
 from slm_toolkit.run.faults.find_batch_size import note_checkpoint
@@ -75,6 +76,8 @@ class AfterStep:
         self._notes = notes
         self.losses: list[float] = []
         "each step's loss, the mean over the ranks; complete after `end`, empty in a rehearsal"
+        self.reached_after: int | None = None
+        "with --until_loss: the steps after which the loss was low enough, known one or two steps later"
         self._grad_norms: list[float | None] = []
         "each step's gradient norm, as this rank's engine reports it"
         self._skipped: list[int] = []
@@ -170,6 +173,8 @@ class AfterStep:
         for of_step in seen:
             self.losses.append(sum(of_step.losses) / len(of_step.losses))
             self._grad_norms.append(of_step.grad_norms[self._accelerator.process_index])
+            if self.reached_after is None and is_reached(self.losses, self._config.until_loss):
+                self.reached_after = of_step.step + 1
             if self._accelerator.mixed_precision == "fp16":
                 # fp16's scaler lowers its scale until gradients are finite: an infinite norm is normal
                 of_step = dataclasses.replace(of_step, grad_norms=(None,) * len(of_step.losses))

@@ -46,9 +46,13 @@ class Evaluations:
         "one entry per evaluation: its step, and the mean loss over the tokens of all sets"
         self._losses_by_set: dict[str, list[float | None]] = {name: [] for name in loaders}
 
+    @property
+    def has_sets(self) -> bool:
+        return bool(self._loaders)
+
     def due(self, step: int) -> bool:
         """Return True if an evaluation is due after `step` steps."""
-        return bool(self._loaders) and (step % self._config.eval_steps == 0 or step == self._num_steps)
+        return self.has_sets and (step % self._config.eval_steps == 0 or step == self._num_steps)
 
     def run(self, step: int) -> None:
         """Evaluate after `step` steps and report the losses. Every rank must call it."""
