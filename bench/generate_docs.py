@@ -413,12 +413,13 @@ def _speed() -> str:
         "```bash\npip install scipy\npython bench/speed_accuracy.py --rows    # more than five minutes\n"
         "```\n\n"
         + _table(("published", "points", "median error", "90 % within", "worst"), rows)
-        + "\nThe output is of 2026-11-25; `results/speed/accuracy.txt` has all its lines. Each model is left"
+        + "\nThe output is of 2026-11-26; `results/speed/accuracy.txt` has all its lines. Each model is left"
         " out of the fit that predicts it. The paper's points are maxima over GPUs, batches and schemes that"
         " a figure does not fix. Six points that contradict its other points are left out. Its three points"
         " at zero are predicted to run out of memory, and all others to fit. The band that `slm estimate`"
         f" prints holds {band} runs of others. Two constants of host time, of a launch and between two steps,"
-        " were set with some of these runs at hand. No kernel was timed by us.\n\n"
+        " were set with some of these runs at hand; what an H100 corrected in the forms is in them, its"
+        " calibration is not.\n\n"
         "Where the paper's error bars separate two options, the predicted winner is right in:\n\n"
         + _table(("choice", "right"), _winners(printed))
         + "\nThree of the eight wrong panels for DDP or FSDP hold runs of slm-100m on A100-80GB that are 30 %"

@@ -33,6 +33,7 @@ from slm_toolkit.hardware.calibration import FILE, Calibration, CalibrationRow, 
 from slm_toolkit.hardware.gpus import Gpu, find_gpu
 from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.setup.setup import Setup
+from slm_toolkit.predict.speed.attention import kernel_of
 from slm_toolkit.predict.speed.matmul import ALIGNMENT, product_seconds, rates_of
 from slm_toolkit.predict.speed.software import TODAY, calibrated
 from slm_toolkit.predict.speed.step import LOGIT_BYTES, OPTIMIZER_SLOWDOWN, optimizer_bytes, step_time
@@ -63,10 +64,14 @@ LOSS_BYTES = {
     "hf": LOGIT_BYTES["hf"] - 20,  # the shifted copy, 8 forward and 12 backward, is not in the benchmark
     "fused_logits": LOGIT_BYTES["fused"],
 }
+LARGE_ROWS = 4096
+"transformers' loss on fewer rows waits for launches"
 CHUNK_ROWS = 512
 "of a fused loss: 64 MiB of fp32 hold 524 rows of 32,000"
 LARGE_BYTES = 2**26
 "element-wise kernels on less are as long as their start"
+OF_MACHINE = ("kernel_seconds", "cuda_context_bytes")
+"terms of this host and its driver: on the page, but not in the project's file, which is for every such GPU"
 TO_STEPS = ("eager_slowdown", "compiled_slowdown", "kernel_seconds")
 LEAST_EFFECT = 0.02
 "of step times, per factor e of a term: a term with less is not fitted to them"
@@ -263,7 +268,7 @@ def terms_of(archive: Archive, gpu: Gpu) -> tuple[list[Term], list[str]]:
             missing.append(f"misaligned_share_{divisor}: no product with such a width was timed")
     of_memory = {term.name: term.value for term in terms}
     add("matrix products", products, lambda v: _products(products, gpu, {**of_memory, **v}), start)
-    kernel, attention = _attention_rows(archive)
+    kernel, attention = _attention_rows(archive, gpu)
     for size in (64, 128):
         for which in ("forward", "backward"):
             rows = [row for row in attention if (row["head_dim"], row["pass"]) == (size, which)]
@@ -290,7 +295,8 @@ def terms_of(archive: Archive, gpu: Gpu) -> tuple[list[Term], list[str]]:
         rows = [
             row
             for row in archive.timed("cross_entropy")
-            if row["kernel"] == loss and (loss == "hf" or row["rows"] == CHUNK_ROWS)
+            if row["kernel"] == loss
+            and (row["rows"] >= LARGE_ROWS if loss == "hf" else row["rows"] == CHUNK_ROWS)
         ]
         add(
             f"cross-entropy, {loss}",
@@ -330,11 +336,10 @@ def calibration_with(values: dict[str, float]) -> Calibration:
     return Calibration(**{name: value for name, value in values.items() if name in names})
 
 
-def _attention_rows(archive: Archive) -> tuple[str, list[dict[str, Any]]]:
-    """Of the kernel that `sdpa` takes on a new GPU: cuDNN's, else FlashAttention."""
-    rows = archive.timed("attention")
-    kernel = next((k for k in ("sdpa_cudnn", "sdpa_flash") if any(r["kernel"] == k for r in rows)), "sdpa")
-    return kernel, [row for row in rows if row["kernel"] == kernel]
+def _attention_rows(archive: Archive, gpu: Gpu) -> tuple[str, list[dict[str, Any]]]:
+    """Of the kernel that `sdpa` takes on this GPU."""
+    kernel = {"cudnn": "sdpa_cudnn", "flash_2": "sdpa_flash"}[kernel_of("sdpa", gpu, TODAY)]
+    return kernel, [row for row in archive.timed("attention") if row["kernel"] == kernel]
 
 
 def _attention_flop(row: dict[str, Any]) -> float:
@@ -586,7 +591,10 @@ def term_table(terms: list[Term], missing: list[str]) -> list[str]:
         for t in terms
     ]
     columns = ("term", "value", "median error of its fit", "measurements", "from")
-    lines = table("Calibration", columns, rows, "What `slm estimate` takes for this GPU.")
+    note = (
+        f"What `slm estimate` takes for this GPU; {' and '.join(OF_MACHINE)} only from a file of one's own."
+    )
+    lines = table("Calibration", columns, rows, note)
     if missing:
         lines += ["", "Not calibrated, so as for other GPUs (predicted):", "", *(f"- {m}" for m in missing)]
     return lines
@@ -672,6 +680,9 @@ def calibration_text(file: Path, gpu: Gpu, terms: list[Term], *, source: str, da
 def files_to_write(
     archive: Archive, gpu: Gpu, terms: list[Term], missing: list[str], *, out: Path, calibration: Path
 ) -> dict[Path, bytes]:
+    text = page(archive, gpu, terms, missing)
+    if calibration == FILE:
+        terms = [term for term in terms if term.name not in OF_MACHINE]
     shown = str(out.resolve().relative_to(ROOT)) if out.resolve().is_relative_to(ROOT) else str(out)
     written = calibration_text(
         calibration, gpu, terms, source=shown, date=archive.about.get("date", "unknown")
@@ -695,7 +706,7 @@ def files_to_write(
             info.size = len(data)
             records.addfile(info, io.BytesIO(data))
     return {
-        out / "README.md": page(archive, gpu, terms, missing).encode(),
+        out / "README.md": text.encode(),
         out / "about.json": (json.dumps(archive.about, indent=1) + "\n").encode(),
         **files,
         out / "records.tar.gz": packed.getvalue(),

@@ -18,6 +18,8 @@ VARIABLE = "SLM_CALIBRATION"
 "environment variable: path of another calibration file"
 SAME_CHIP = {"h200": "h100-80gb", "gh200": "h100-80gb"}
 "GPUs that take the shares of another one, whose chip they have, until they have rows of their own"
+_OF_MACHINE = ("kernel_seconds", "cuda_context_bytes")
+"terms that are not the chip's"
 SOFTWARE_MEASURED = "2026"
 "software generation of the runs in the archives that digest.py reads"
 
@@ -106,7 +108,8 @@ def calibration_of(gpu: str | None, software: str = SOFTWARE_MEASURED) -> Calibr
     found = measured.get(SAME_CHIP[gpu], NOT_CALIBRATED)
     if found is NOT_CALIBRATED:
         return found
-    return dataclasses.replace(found, described=f"{found.described}, on a GPU with the same chip")
+    described = f"{found.described}, on a GPU with the same chip"
+    return dataclasses.replace(found, **dict.fromkeys(_OF_MACHINE), described=described)
 
 
 def is_calibrated(gpu: str) -> bool:

@@ -247,7 +247,7 @@ def _columns(plans: list[Plan]) -> list[Column]:
         texts("checkpointing", [row.gradient_checkpointing for row in rows], 6),
         texts("loss kernel", [row.loss_kernel for row in rows], 3),
         Column("tokens/s", [rate(plan.tokens_per_second) for plan in plans], 7),
-        Column("MFU", [percent(p.mfu) if p.evidence == "estimated" else DASH for p in plans], 2),
+        Column("MFU", [percent(p.estimate.mfu) if p.evidence == "estimated" else DASH for p in plans], 2),
         texts("bound by", [row.bottleneck.replace("_", " ") for row in rows], 5),
         Column("hours", [_hours(plan.hours) for plan in plans]),
         Column("$", [usd(plan.usd) for plan in plans]),
@@ -304,9 +304,14 @@ def _evidence_notes(listed: list[Plan]) -> list[str]:
         notes.append(f"* {names}: few published runs support the estimated speed")
     if names := gpus_with("none"):
         notes.append(f"never measured: no published run on {names}; the speed comes from its data sheet")
+    notes += dict.fromkeys(
+        f"{plan.estimate.gpu}: {plan.estimate.calibration}"
+        for plan in listed
+        if plan.estimate.calibration and plan.speed_evidence in ("compared", "none")
+    )
     if limited := dict.fromkeys(plan.estimate.gpu for plan in listed if plan.is_limited):
         highest = f"the highest published one, {HIGHEST_PUBLISHED_MFU:.0%}"
-        notes.append(f"{', '.join(limited)}: estimated at a higher MFU, but counted with {highest}")
+        notes.append(f"{', '.join(limited)}: estimated at a higher MFU, but all counted slower, to {highest}")
     if any(plan.estimate.torch_compile and plan.memory_evidence == "estimated" for plan in listed):
         notes.append("compiled: the memory that Inductor's kernels keep is assumed, never traced")
     return notes

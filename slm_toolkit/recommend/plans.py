@@ -76,8 +76,7 @@ class Plan:
     num_steps: int
     tokens_per_step: int
     tokens_per_second: float
-    """measured if there is a record of the configuration, else estimated: at HIGHEST_PUBLISHED_MFU at most on
-    a GPU type that no measurement or fit supports"""
+    "measured if there is a record of the configuration, else estimated"
     starts_from: str | None
     "folder or hub id of the weights that are trained further; None: random weights"
     evidence: str
@@ -97,21 +96,12 @@ class Plan:
     "by `law`, for its data and tokenizer; None for fine-tuning, which no law covers"
     loss_per_usd: float | None
     "the paper's equation 1: how much one dollar more would lower the loss"
+    is_limited: bool = False
+    "whether the estimate counts slower than it was: see `_limited`"
 
     @property
     def gpu_hours(self) -> float:
         return self.hours * self.estimate.num_gpus
-
-    @property
-    def mfu(self) -> float | None:
-        """At `tokens_per_second`, which may differ from the estimate's."""
-        row = self.estimate
-        return None if row.mfu is None else row.mfu * self.tokens_per_second / row.tokens_per_second
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether the estimated speed is above what this plan counts with."""
-        return self.evidence == "estimated" and self.tokens_per_second < self.estimate.tokens_per_second
 
 
 @dataclass(frozen=True)
@@ -206,7 +196,47 @@ def search(
     if without_network:
         result.left_out.append(_unknown_network(without_network))
     result.left_out[:] = dict.fromkeys(result.left_out)
-    return result
+    return PlanSearch(_limited(result.plans), result.left_out)
+
+
+def _limited(plans: list[Plan]) -> list[Plan]:
+    """Slow the estimated plans of a GPU type that nothing supports, if its fastest has an implausible MFU.
+
+    All by one factor, which brings the fastest to HIGHEST_PUBLISHED_MFU: their order stays.
+    """
+    highest: dict[str, float] = {}
+    for plan in plans:
+        if plan.speed_evidence in ("compared", "none"):
+            row = plan.estimate
+            highest[row.gpu] = max(highest.get(row.gpu, 0.0), row.mfu or 0.0)
+    factors = {
+        gpu: HIGHEST_PUBLISHED_MFU / mfu for gpu, mfu in highest.items() if mfu > HIGHEST_PUBLISHED_MFU
+    }
+    return [
+        _slowed(plan, factors[plan.estimate.gpu])
+        if plan.speed_evidence in ("compared", "none") and plan.estimate.gpu in factors
+        else plan
+        for plan in plans
+    ]
+
+
+def _slowed(plan: Plan, factor: float) -> Plan:
+    row = plan.estimate
+
+    def times(source: Any, by: float, *names: str) -> dict[str, Any]:
+        return {name: None if (value := getattr(source, name)) is None else value * by for name in names}
+
+    rates = times(row, factor, "tokens_per_second", "tokens_per_second_per_gpu", "mfu", "tokens_per_usd")
+    seconds = ("step_seconds", "step_low_seconds", "step_high_seconds", "misaligned_seconds")
+    slower = times(row, 1 / factor, *seconds, "usd_per_million_tokens")
+    parts = {name: value / factor for name, value in row.parts_seconds.items()}
+    return dataclasses.replace(
+        plan,
+        estimate=dataclasses.replace(row, **rates, **slower, parts_seconds=parts),
+        is_limited=True,
+        **times(plan, factor, "tokens_per_second", "loss_per_usd"),
+        **times(plan, 1 / factor, "hours", "usd"),
+    )
 
 
 @dataclass(frozen=True)
@@ -376,9 +406,6 @@ def _plan(
             verdict = "fits" if is_measured or headroom >= 0 else "does not fit"
     if verdict not in ("fits", "may fit") or tokens_per_second is None:
         return None
-    speed_evidence = _speed_evidence(evidence, row, offer.gpu)
-    if speed_evidence in ("compared", "none"):
-        tokens_per_second *= min(1.0, HIGHEST_PUBLISHED_MFU / (row.mfu or HIGHEST_PUBLISHED_MFU))
     tokens_per_step = (
         row.num_gpus * config.gradient_accumulation_steps * config.per_device_train_batch_size
     ) * config.seq_len
@@ -403,7 +430,7 @@ def _plan(
         memory_evidence=memory_evidence,
         verdict=verdict,
         headroom_bytes=headroom,
-        speed_evidence=speed_evidence,
+        speed_evidence=_speed_evidence(evidence, row, offer.gpu),
         hours=needed.hours,
         usd=needed.usd if price else None,
         law=workload.law.name,
@@ -427,7 +454,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
     for name in ("estimate", "spec", "config", "strategy", "deployment"):
         del fields[name]
-    return {**vars(plan.estimate), **fields, "mfu": plan.mfu, "gpu_hours": plan.gpu_hours}
+    return {**vars(plan.estimate), **fields, "gpu_hours": plan.gpu_hours}
 
 
 # Measurements in records, for the configurations that `slm recommend` considers.

@@ -18,7 +18,7 @@ NCCL_BYTES_OF_TWO = 544 * 2**20  # NVIDIA/nccl#964 of 2023-08: one all-reduce be
 NCCL_BYTES_OF_MORE = 688 * 2**20  # the same among 3 or 4 A100s; unverified on other GPUs and over a network
 # forward's and backward's threads have one cuBLAS workspace each; PyTorch's CUBLAS_WORKSPACE_CONFIG defaults
 WORKSPACE_BYTES = 2 * 8_519_680  # Ampere and Ada: :4096:2:16:8, 8.125 MiB (discuss.pytorch.org 178671)
-WORKSPACE_BYTES_FROM_HOPPER = 32 * 2**20  # :4096:8, as NVIDIA recommends (pytorch#120925); unverified
+WORKSPACE_BYTES_FROM_HOPPER = 2 * 32 * 2**20  # :4096:8 (pytorch#120925); seen on an H100 (results/h100-80gb)
 FROM_HOPPER = ("h100-80gb", "h100-80gb-pcie", "h200", "gh200", "b200", "b300")
 
 # fitted to replays of traced steps with `allocator.py` (results/memory/development.csv, 2026-11-25)

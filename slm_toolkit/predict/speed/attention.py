@@ -146,7 +146,7 @@ def pass_seconds(
     peak = gpu.dense_bf16_flops_per_second
     measured = software.calibration.attention(which, head_dim)
     if measured is not None and kernel == kernel_of("sdpa", gpu, software):  # the one that was timed
-        share, half = measured
+        share, half = measured[0] / _padding(head_dim), measured[1]
     elif software.attention_share is not None:
         share, half = software.attention_share.of(gpu.architecture), software.attention_half_length
     else:

@@ -10,10 +10,12 @@ were counted by hand from the code of peft 0.21 and bitsandbytes 0.50, never tim
 applies a slowdown.
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
 from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.hardware.calibration import NOT_CALIBRATED
 from slm_toolkit.hardware.gpus import Gpu
 from slm_toolkit.hardware.network import Cluster
 from slm_toolkit.model.model_spec import ModelSpec, active_matrices
@@ -355,7 +357,7 @@ def _attention(setup: Setup, rates: Rates, software: Software) -> tuple[float, f
 def _fp32_rates(rates: Rates, gpu: Gpu) -> Rates:
     """Return the rates of fp32. Alignment is ignored: it matters little without tensor cores."""
     rate = gpu.fp32_flops_per_second * _FP32_SHARE
-    return Rates(rate, 1.0, rates.memory_bytes, rates.num_sms)
+    return dataclasses.replace(rates, matmul_flops=rate, misaligned=1.0, calibration=NOT_CALIBRATED)
 
 
 PARTS = (
@@ -369,7 +371,7 @@ launch kernels; host time between two steps"""
 
 # x: time of norm, casts, clipping and copies over that of as many bytes of AdamW's kernel, on an H100
 OPTIMIZER_SLOWDOWN = 1.5
-_UNFUSED_ADAM = 1.8  # x: bytes moved by foreach AdamW over fused AdamW; hand count
+_UNFUSED_ADAM = 2.8  # x: time of foreach AdamW over fused AdamW, on an H100 (results/h100-80gb)
 _STEP_KERNELS = 30  # per step: sum the loss and the norm, copy and count tokens, ...
 _FSDP_KERNELS = 30  # per layer and pass: host time of FSDP's hooks, in kernel launches; unverified
 # per tensor: kernels by which DeepSpeed looks for infinities and takes the norm; counted in deepspeed 0.19.8
@@ -454,7 +456,7 @@ def step_time(
     if strategy.offloads:
         offload = offload_seconds(
             setup,
-            optimizer_bytes_per_parameter=optimizer_bytes(strategy, config),
+            optimizer_bytes_per_parameter=optimizer_bytes(strategy, config, on_host=True),
             compute_seconds=micro_steps * (device + launch),
         )
     if setup.num_gpus > 1:
@@ -522,16 +524,19 @@ def _communication(
     return exposed, total - exposed
 
 
-def optimizer_bytes(strategy: Strategy, config: RunConfig, *, slowdown: float = 1.0) -> float:
+def optimizer_bytes(
+    strategy: Strategy, config: RunConfig, *, slowdown: float = 1.0, on_host: bool = False
+) -> float:
     """Return the bytes per parameter that an optimizer step moves: with `aligned` 2 + 6 + 8 + 28 + 6 = 50.
 
-    `slowdown` is a factor on all of them but those of AdamW's kernel.
+    `slowdown` is a factor on all of them but those of AdamW's kernel. `on_host`: of an optimizer that is
+    offloaded; DeepSpeed still takes the norm on the GPU.
     The owner of the master weights rounds them to bf16: `run/engine/optimizer.py`, or DeepSpeed.
     """
     dtypes = dtypes_of(strategy, config)
     gradient, updated = dtypes.kept_gradient, dtypes.master or dtypes.parameter
     norm = gradient
-    if strategy.is_deepspeed:  # in fp64; ZeRO-1 and -2 also look for infinities and join their gradients
+    if strategy.is_deepspeed and not on_host:  # in fp64; ZeRO-1 and -2 look for infinities, too, and join all
         norm += 8 + 8 + (0 if strategy.is_zero_3 else 2 * gradient + 2 * gradient)
     if config.optim == "adamw_triton":  # run/kernels/adamw_kernel.py: 2 + 28 = 30
         return norm + gradient + 6 * updated + (dtypes.parameter if dtypes.master else 0)

@@ -93,7 +93,7 @@ def test_parts_add_up_to_what_is_allocated_and_slack_to_what_is_reserved() -> No
         allocated = sum(size for name, size in row["parts"].items() if name not in outside)
         assert allocated == row["peak_allocated_bytes"]
         assert row["peak_reserved_bytes"] == allocated + row["parts"]["allocator_slack"]
-        assert row["parts"]["workspace"] == 32 * 2**20
+        assert row["parts"]["workspace"] == 2 * 32 * 2**20
 
 
 def test_ddp_holds_all_state_and_zero_3_an_eighth() -> None:
