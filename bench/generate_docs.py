@@ -322,13 +322,13 @@ def _on_gpus() -> str:
             )
             cells.append(f"{median(errors):.1%}, {errors[-1]:.1%} of {len(errors)}")
         date = json.loads((file.parent / "about.json").read_text())["date"]
-        rows.append((f"[{file.parent.name}](../results/{file.parent.name}/README.md)", *cells, date))
+        rows.append((f"`results/{file.parent.name}/README.md`", *cells, date))
     head = ("GPU", "allocated: median error, worst", "reserved", "seconds of a step", "measured")
     return (
         "## Estimates against one GPU\n\n"
         + _table(head, rows)
         + "\n`bench/gpu/measure.py` on one GPU; memory also as rank 0 of 8, rehearsed. The estimates are"
-        " those of before, with constants fitted to published runs. The linked page has each figure, and the"
+        " those of before, with constants fitted to published runs. That page has each figure, and the"
         " errors after calibration"
         " ([Measure on a GPU of your own](speed_and_cost.md#measure-on-a-gpu-of-your-own))."
         " The worst peak is DDP's on one GPU: accelerate starts a single rank without DDP, and estimates know"
