@@ -7,6 +7,7 @@ process has one thread besides pyarrow's, which Arrow starts again in a fork. So
 It ends when its stdin does. Who asks is `sitecustomize.py`.
 """
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -14,8 +15,12 @@ import json
 import os
 import runpy
 import select
+import signal
 import socket
 import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -99,8 +104,7 @@ class Server:
         added = {name: os.environ[name] for name in self._added if name in os.environ}
         os.environ.clear()
         os.environ.update({**added, **asked["environment"]})
-        run(asked)
-        sys.exit()
+        _end(_exit_code_of(run, asked))
 
 
 def run(asked: dict[str, Any]) -> None:
@@ -131,6 +135,37 @@ def run(asked: dict[str, Any]) -> None:
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(option, run_name="__main__")
+
+
+def _exit_code_of(program: Callable[..., None], *arguments: Any) -> int:
+    """Run it, and return what Python would end with."""
+    try:
+        program(*arguments)
+    except SystemExit as end:
+        if end.code is not None and not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)
+            return 1
+        return end.code or 0
+    except KeyboardInterrupt:
+        sys.excepthook(*sys.exc_info())
+        return -signal.SIGINT
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
+def _end(code: int) -> NoReturn:
+    """End as Python does, but leave the modules: to free all that was imported takes half a second."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed, or nobody reads it
+            stream.flush()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code & 0xFF)
 
 
 def _go_where(pid: int) -> None:
