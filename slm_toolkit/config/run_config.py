@@ -663,7 +663,7 @@ class RunConfig:
         group="length",
         other_names=("target_loss",),
         above=0,
-        excludes=(*_LEARNS_NOTHING,),
+        excludes=_LEARNS_NOTHING,
         losses="same",
         column="until loss",
     )

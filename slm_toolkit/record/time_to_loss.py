@@ -31,7 +31,7 @@ def time_to_loss(record: RunRecord, limit: float) -> TimeToLoss | None:
     if record.first_step:
         return None
     for num_steps in range(MEAN_OF, len(record.losses) + 1):
-        if is_reached(record.losses[:num_steps], limit):
+        if is_reached(record.losses[num_steps - MEAN_OF : num_steps], limit):
             seconds = sum(record.slowest_rank_seconds[:num_steps])
             tokens = record.tokens_per_step and record.tokens_per_step * num_steps
             return TimeToLoss(num_steps, seconds, tokens)

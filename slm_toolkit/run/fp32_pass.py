@@ -93,6 +93,7 @@ _LEFT_OUT = (
     *("resume_from_checkpoint", "overwrite_output_dir", "merge_adapter", "lm_eval_tasks", "report_to"),
     *("push_to_hub", "hub_model_id", "hub_private_repo"),
     *("find_batch_size", "eval_strategy", "save_strategy", "logging_steps", "max_time"),
+    "until_loss",
 )
 
 

@@ -120,9 +120,9 @@ def replicated(
 ) -> Step:
     """Return the step of a single process or of DDP: every rank has the whole training state.
 
-    DDP adds buckets as large as all gradients. If gradients are kept in a wider dtype,
-    each is added to its sum and freed at once (`run/engine/fp32_gradients.py`); DDP makes empty gradients at
-    the end of backward. `keeps_gradients`: a step sets gradients to zero instead of freeing them.
+    DDP adds buckets as large as all gradients. If gradients are kept in a wider dtype, each is added to its
+    sum and freed at once (`run/engine/fp32_gradients.py`); DDP makes empty gradients at the end of backward.
+    `keeps_gradients`: a step sets gradients to zero instead of freeing them.
     """
     P, L, e = weights.total, spec.num_layers, dtypes.gradient
     G, g, D = weights.trained, weights.trained_layer, weights.trained_vocabulary

@@ -239,8 +239,8 @@ def _engine_step(setup: Setup) -> Step:
             spec,
             weights,
             dtypes,
-            has_buckets=not strategy.is_single
-            and setup.num_gpus > 1,  # accelerate starts one rank without DDP
+            # accelerate starts a single rank without DDP
+            has_buckets=not strategy.is_single and setup.num_gpus > 1,
             reduces_copies=config.reduces_in_fp32 and dtypes.kept_gradient == 2,
             accumulates=accumulates,
             keeps_gradients=config.keep_grads,

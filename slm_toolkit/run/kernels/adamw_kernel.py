@@ -60,14 +60,9 @@ class AdamWKernel:
         of_block, first_blocks, sizes_there = self._tables[sizes]
         steps = torch.stack(steps).double()
         corrections = torch.stack([1 - betas[0] ** steps, (1 - betas[1] ** steps).sqrt()], dim=1).float()
+        addresses_there = _on(device, torch.tensor(addresses, device="cpu"))
         _update[(len(of_block),)](
-            *(
-                _on(device, torch.tensor(addresses, device="cpu")),
-                of_block,
-                first_blocks,
-                sizes_there,
-                corrections,
-            ),
+            *(addresses_there, of_block, first_blocks, sizes_there, corrections),
             *(found_inf if clip is None else clip, found_inf),
             *(1 - betas[0], betas[1], 1 - betas[1], lr, 1 - lr * weight_decay, eps),  # rounded as by torch
             GRADIENT=_TYPES[gradients[0].dtype],
