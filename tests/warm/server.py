@@ -12,13 +12,13 @@ import ctypes
 import gc
 import importlib
 import json
+import logging
 import os
 import runpy
 import select
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from sitecustomize import MODULES, fixed, run_site
 
 _POLL_SECONDS = 0.01
+_ended_with: int | None = None  # of a fork whose program has ended
 _C = ctypes.CDLL(None, use_errno=True)
 WHEN_RUNNING = (  # modules that a launcher or rank imports after it has started
     *("transformers.models.llama.modeling_llama", "transformers.models.byt5.tokenization_byt5"),
@@ -104,7 +105,9 @@ class Server:
         added = {name: os.environ[name] for name in self._added if name in os.environ}
         os.environ.clear()
         os.environ.update({**added, **asked["environment"]})
-        _end(_exit_code_of(run, asked))
+        global _ended_with
+        _ended_with = _exit_code_of(run, asked)
+        sys.exit()
 
 
 def run(asked: dict[str, Any]) -> None:
@@ -155,17 +158,18 @@ def _exit_code_of(program: Callable[..., None], *arguments: Any) -> int:
     return 0
 
 
-def _end(code: int) -> NoReturn:
-    """End as Python does, but leave the modules: to free all that was imported takes half a second."""
-    threading._shutdown()
-    atexit._run_exitfuncs()
+def _leave() -> None:
+    """The last of a fork's exit handlers: to free all that was imported would take half a second."""
+    if _ended_with is None:  # the server itself
+        return
+    logging.shutdown()  # its own handler was registered before this one
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # closed, or nobody reads it
             stream.flush()
-    if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(code & 0xFF)
+    if _ended_with < 0:
+        signal.signal(-_ended_with, signal.SIG_DFL)
+        os.kill(os.getpid(), -_ended_with)
+    os._exit(_ended_with & 0xFF)
 
 
 def _go_where(pid: int) -> None:
@@ -201,6 +205,7 @@ def _say(client: socket.socket, number: int) -> None:
 
 
 if __name__ == "__main__":
+    atexit.register(_leave)  # before any other, as the last registered comes first
     found = dict(os.environ)
     setproctitle.setproctitle("the warm process of these tests")  # takes its room while it can
 
