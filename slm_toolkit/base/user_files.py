@@ -5,6 +5,7 @@ import math
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -152,16 +153,17 @@ def _each_value(
     root: Any, parts_of: Callable[[Any], Iterable[Any]], path: object, hint: str
 ) -> Iterator[Any]:
     """Yield `root` and every value inside it. Raises ValueError beyond MOST_VALUES or MOST_LEVELS."""
-    remaining, num_values = [(root, 0)], 0
-    while remaining:
-        value, level = remaining.pop()
-        num_values += 1
+    of_level, num_values = [root], 0
+    for _ in range(MOST_LEVELS + 1):
+        num_values += len(of_level)
         if num_values > MOST_VALUES:
             raise ValueError(_too_many(path, hint))
-        if level > MOST_LEVELS:
-            raise ValueError(_too_deep(path, hint))
-        yield value
-        remaining += [(part, level + 1) for part in parts_of(value)]
+        yield from of_level
+        below = (part for value in of_level for part in parts_of(value))
+        of_level = list(islice(below, MOST_VALUES + 1))
+        if not of_level:
+            return
+    raise ValueError(_too_deep(path, hint))
 
 
 def _check_events(text: str, path: object, hint: str) -> None:

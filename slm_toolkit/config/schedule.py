@@ -11,7 +11,7 @@ def learning_rate(config: RunConfig, step: int, num_steps: int) -> float:
     A function of the step alone, so that a run that resumes needs no state, and every engine gets the same
     rate. All types but cosine_to_tenth equal transformers' get_scheduler (transformers/optimization.py 5.23).
     """
-    return config.learning_rate * _share_of_peak(config, step, num_steps)
+    return config.learning_rate * share_of_peak(config, step, num_steps)
 
 
 def num_decay_steps(config: RunConfig, num_steps: int) -> int:
@@ -19,7 +19,8 @@ def num_decay_steps(config: RunConfig, num_steps: int) -> int:
     return config.lr_decay_steps or max(1, num_steps // 10)
 
 
-def _share_of_peak(config: RunConfig, step: int, num_steps: int) -> float:
+def share_of_peak(config: RunConfig, step: int, num_steps: int) -> float:
+    """The rate of a step, which counts from 0, by the peak rate."""
     kind, warmup_steps = config.lr_scheduler_type, config.warmup_steps
     if kind == "constant":
         return 1.0

@@ -12,7 +12,7 @@ from math import isfinite
 import msgspec
 
 from slm_toolkit.config.run_config import FLAGS
-from slm_toolkit.config.schedule import learning_rate
+from slm_toolkit.config.schedule import share_of_peak
 from slm_toolkit.record.measurement_warnings import rank_differences
 from slm_toolkit.record.numerics import (
     ALIGNMENTS,
@@ -52,7 +52,7 @@ def settings_not_as_asked(record: RunRecord) -> list[str]:
 
 def _wrong_optimizer_settings(record: RunRecord, numerics: Numerics) -> list[str]:
     config = record.config
-    scaled = replace(config, learning_rate=config.learning_rate_of(_sequences_per_step(record)))
+    peak = config.learning_rate_of(_sequences_per_step(record))
     num_steps = config.steps_asked or len(record.losses)
     problems = []
     clipping = config.max_grad_norm
@@ -62,7 +62,7 @@ def _wrong_optimizer_settings(record: RunRecord, numerics: Numerics) -> list[str
     if len(record.losses) == num_steps:
         steps += ((num_steps - 1, numerics.optimizer_settings_at_end, "at the last step"),)
     for step, line, when in steps:
-        rate = learning_rate(scaled, step, num_steps)
+        rate = peak * share_of_peak(config, step, num_steps)
         for group in line.split("; ") if line else ():
             ran = {name: float(value) for name, value in re.findall(r"(lr|eps|decay) ([-+.\de]+)", group)}
             betas = [float(beta) for beta in re.findall(r"betas (\S+) (\S+),", group)[0]]

@@ -216,7 +216,8 @@ def _sameness(group: list[Row]) -> str:
     measured = [row for row in group if _is_good(row) and not row.is_rehearsed]
     checked = [row for row in measured if row.parity_holds]
     references = {row.parity_reference for row in checked}
-    if len(measured) < 2 or any(row not in checked and row.strategy not in references for row in measured):
+    unchecked = [row for row in measured if not row.parity_holds]
+    if len(measured) < 2 or any(row.strategy not in references for row in unchecked):
         return ""
     largest = max(row.parity_max_loss_difference or 0.0 for row in checked)
     return f"{_capital(_all(len(measured)))} computed the same (largest loss difference {largest:.1g})."

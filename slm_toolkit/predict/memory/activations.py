@@ -14,7 +14,7 @@ save nothing.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -693,6 +693,7 @@ _ROLES = {
 "the matrices of Llama's layer that have their gradients at about the same time as a matrix of another layer"
 
 
+@cache
 def _sizes_of_roles(spec: ModelSpec) -> dict[str, float]:
     """Return the elements of a layer's matrices by the names of Llama's."""
     if spec.experts is None and spec.latent_attention is None:
