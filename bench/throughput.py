@@ -6,8 +6,9 @@
     python bench/throughput.py --arms plain fused_norm fused_mlp fused_loss compile --against plain
 
 Each round runs every arm once, a process each: A B C, A B C, ...; ratios are taken within a round, and their
-median and range printed. Losses that differ end it with exit code 1; times never do. LitGPT wants other
-packages than we do: give it an environment of its own, --python litgpt_compile=/path/to/venv/bin/python.
+median and range printed. Losses that differ end it with exit code 1; times never do. LitGPT and torchtitan
+want other packages than we do: --python litgpt_compile=/path/to/venv/bin/python gives an arm its environment.
+torchtitan 0.2.2 is the newest that takes a released torch: pip install torchtitan==0.2.2 triton.
 """
 
 import argparse
@@ -66,6 +67,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {  # the trainer of rivals/train
     "bare": ("bare", {}),
     "bare_compile": ("bare", {"torch_compile": True}),
     "litgpt_compile": ("litgpt", {"torch_compile": True}),
+    "torchtitan_compile": ("torchtitan", {"torch_compile": True}),
 }
 ALLOCATORS = {  # for every arm alike
     "glibc": {},

@@ -158,14 +158,43 @@ def hf_model(work: dict[str, Any]) -> torch.nn.Module:
 
 def bare(work: dict[str, Any]) -> Watch:
     """transformers' model in a bare PyTorch loop: autocast, AdamW, clipping; DDP for several ranks."""
-    watch = Watch(work)
     model = hf_model(work).to(DEVICE)
-    forward = torch.compile(model) if work["torch_compile"] else model
+    compiled = torch.compile(model) if work["torch_compile"] else model
+    return _plain_loop(work, compiled, lambda forward, tokens: forward(input_ids=tokens, labels=tokens).loss)
+
+
+def torchtitan(work: dict[str, Any]) -> Watch:
+    """torchtitan's Llama, each layer and the loss compiled as its trainer does, in the same bare loop."""
+    from torchtitan.components.loss import build_cross_entropy_loss
+    from torchtitan.config import JobConfig
+    from torchtitan.models.llama3.infra.parallelize import apply_compile
+
+    job = JobConfig()
+    job.compile.enable, job.compile.components = work["torch_compile"], ["model", "loss"]
+    model, sum_of_losses = torchtitan_model(work), build_cross_entropy_loss(job)
+    if work["torch_compile"]:
+        apply_compile(model, job.compile)
+
+    def mean_loss(forward: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        nothing = tokens.new_full((len(tokens), 1), -100)  # the last token has no next one
+        labels = torch.cat([tokens[:, 1:], nothing], dim=1)
+        return sum_of_losses(forward(tokens), labels) / tokens[:, 1:].numel()
+
+    return _plain_loop(work, model, mean_loss)
+
+
+def _plain_loop(
+    work: dict[str, Any],
+    forward: torch.nn.Module,
+    loss_of: Callable[[torch.nn.Module, torch.Tensor], torch.Tensor],
+) -> Watch:
+    """Train with PyTorch alone: `loss_of` returns the mean loss that a model has on a batch of tokens."""
+    watch, params = Watch(work), list(forward.parameters())
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group("nccl" if ON_GPU else "gloo")
         forward = torch.nn.parallel.DistributedDataParallel(forward)
         watch.engine = "ddp"
-    optimizer, own_batches = adamw(model, work), batches(work)
+    optimizer, own_batches = adamw(forward, work), batches(work)
     num_micro_steps = work["gradient_accumulation_steps"]
     watch.begin()
     for rate in work["learning_rates"]:
@@ -176,11 +205,11 @@ def bare(work: dict[str, Any]) -> Watch:
             if WORLD_SIZE > 1:
                 forward.require_backward_grad_sync = micro_step == num_micro_steps - 1
             with torch.autocast(DEVICE.type, torch.bfloat16, enabled=is_autocast(work)):
-                loss = forward(input_ids=tokens, labels=tokens).loss
+                loss = loss_of(forward, tokens)
             (loss / num_micro_steps).backward()
             watch.micro_step(tokens, loss)
         if work["max_grad_norm"]:
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), work["max_grad_norm"])
+            norm = torch.nn.utils.clip_grad_norm_(params, work["max_grad_norm"])
             watch.grad_norms.append(norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -303,18 +332,50 @@ def litgpt(work: dict[str, Any]) -> Watch:
     return watch
 
 
+def llama_config(work: dict[str, Any], trainer_name: str) -> dict[str, Any]:
+    """Return the work's config.json, for a trainer with a model of its own, which is plain Llama."""
+    llama = json.loads(Path(work["model"], "config.json").read_text())
+    if llama["model_type"] != "llama":
+        sys.exit(f"error: the {trainer_name} row trains Llama models only, not {llama['model_type']}")
+    if (rope := llama["rope_parameters"]["rope_type"]) != "default":
+        sys.exit(f"error: the {trainer_name} row has no RoPE of type {rope}")
+    return llama
+
+
+def torchtitan_model(work: dict[str, Any]) -> torch.nn.Module:
+    """Return torchtitan's own model with the work's first weights; of untied embeddings only."""
+    from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+    from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
+
+    llama = llama_config(work, "torchtitan")
+    if llama["tie_word_embeddings"]:
+        sys.exit("error: torchtitan's Llama 3 has an output head of its own, not the embedding's weights")
+    width, heads, ffn = (llama[key] for key in ("hidden_size", "num_attention_heads", "intermediate_size"))
+    args = TransformerModelArgs(
+        dim=width,
+        n_layers=llama["num_hidden_layers"],
+        n_heads=heads,
+        n_kv_heads=llama["num_key_value_heads"],
+        vocab_size=llama["vocab_size"],
+        multiple_of=ffn,  # it rounds up 8/3 of the width, by a factor that makes it less
+        ffn_dim_multiplier=0.5 * ffn / int(8 * width / 3),
+        norm_eps=llama["rms_norm_eps"],
+        rope_theta=llama["rope_parameters"]["rope_theta"],
+        max_seq_len=work["seq_len"],
+    )
+    model = Transformer(args)
+    weights = load_file(Path(work["model"], "model.safetensors"))
+    model.load_state_dict(Llama3StateDictAdapter(args, None).from_hf(weights))
+    return model.to(DEVICE)
+
+
 def litgpt_model(work: dict[str, Any]) -> torch.nn.Module:
     """Return LitGPT's own model with the work's first weights; of Llama's architecture only."""
     from litgpt.config import Config
     from litgpt.model import GPT
     from litgpt.scripts.convert_hf_checkpoint import copy_weights_hf_llama
-    from safetensors.torch import load_file
 
-    llama = json.loads(Path(work["model"], "config.json").read_text())
-    if llama["model_type"] != "llama":
-        sys.exit(f"error: the LitGPT row trains Llama models only, not {llama['model_type']}")
-    if llama["rope_parameters"]["rope_type"] != "default":
-        sys.exit(f"error: the LitGPT row has no RoPE of type {llama['rope_parameters']['rope_type']}")
+    llama = llama_config(work, "LitGPT")
     config = Config(
         name="slm",
         block_size=work["seq_len"],
@@ -345,7 +406,12 @@ def litgpt_model(work: dict[str, Any]) -> torch.nn.Module:
     return model.to(DEVICE)
 
 
-TRAINERS: dict[str, Callable[[dict[str, Any]], Watch]] = {"trainer": trainer, "bare": bare, "litgpt": litgpt}
+TRAINERS: dict[str, Callable[[dict[str, Any]], Watch]] = {
+    "trainer": trainer,
+    "bare": bare,
+    "litgpt": litgpt,
+    "torchtitan": torchtitan,
+}
 
 if __name__ == "__main__":
     if ON_GPU:
