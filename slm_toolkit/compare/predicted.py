@@ -14,7 +14,7 @@ from slm_toolkit.record.run_record import RunRecord
 def setup_of(run: PlannedRun) -> Setup | None:
     """Return the setup of a planned run; None if no closed form covers its GPU, flags or strategy."""
     gpu = find_gpu(run.gpu)
-    if gpu is None or unknown_to_estimates(run.config):
+    if gpu is None or unknown_to_estimates(run.config, gpu):
         return None
     try:
         placement_of(run.strategy)
@@ -41,9 +41,10 @@ def check_skippable(runs: list[PlannedRun]) -> None:
             "--skip_oom needs a GPU: the estimate does not cover host RAM\n"
             "hint: `slm estimate --gpu NAME` estimates which runs fit on a GPU"
         )
-    if unknown := [problem for run in runs for problem in unknown_to_estimates(run.config)]:
+    known = find_gpu(gpu)
+    if unknown := [problem for run in runs for problem in unknown_to_estimates(run.config, known)]:
         raise ValueError(f"--skip_oom: {unknown[0]}\nhint: leave --skip_oom out")
-    if find_gpu(gpu) is None:
+    if known is None:
         raise ValueError(f"--skip_oom: the memory of {gpu} is unknown\nhint: leave --skip_oom out")
 
 

@@ -25,7 +25,7 @@ OWN_SCHEDULE = "cosine_to_tenth"
 REHEARSED_RANKS_PER_NODE = 8
 "most ranks of a node; a rehearsal has no nodes to count them on"
 FP8_MULTIPLE = 16
-"cuBLAS multiplies float8 matrices if their widths are multiples of 16"
+"cuBLAS multiplies float8 matrices if their widths and numbers of tokens are multiples of it"
 MOST_DDP_TIMEOUT = 3600
 "seconds; torch's own timeout of a collective, see run/peers/machines.py"
 CHECKPOINTING_SYNONYMS = {"true": "full", "false": "none"}
@@ -165,7 +165,6 @@ class RunConfig:
         extra="liger",
         losses="rounded",
         estimate="counts",
-        no_closed_form="--norm_kernel fused --mlp_kernel fused keep as much",
         column="Liger",
         heading="Liger",
     )
@@ -346,7 +345,6 @@ class RunConfig:
         extra="fp8",
         losses="rounded",
         estimate="counts",
-        no_closed_form="a GPU measures it",
         heading="fp8 {}",
     )
     tf32: bool = Flag(
@@ -1157,6 +1155,16 @@ class RunConfig:
         return self.learning_rate * (sequences_per_step / base) ** power
 
     @property
+    def fuses_norms(self) -> bool:
+        """Whether a kernel of ours, or of Liger, computes a whole norm."""
+        return self.norm_kernel == "fused" or self.use_liger_kernel
+
+    @property
+    def fuses_mlp(self) -> bool:
+        """Whether backward computes silu(gate) again instead of keeping it."""
+        return self.mlp_kernel == "fused" or self.use_liger_kernel
+
+    @property
     def loss_chunks(self) -> LossChunks:
         """How the fused losses cut a micro-step's tokens."""
         return LossChunks(self.loss_chunk_tokens)
@@ -1220,6 +1228,11 @@ COLUMN_TITLES = {
 "titles of the flags that have a column in tables"
 FIRST_COLUMNS = ("numerics", "seq_len", "per_device_train_batch_size", "gradient_accumulation_steps")
 "flags whose columns come first"
+
+
+def fits_float8(*widths: int) -> bool:
+    """Return whether --fp8 multiplies a matrix of these widths in float8."""
+    return all(width % FP8_MULTIPLE == 0 for width in widths)
 
 
 def _size_problems(config: RunConfig) -> list[str]:

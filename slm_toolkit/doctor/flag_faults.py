@@ -57,7 +57,7 @@ def _attention(case: Case) -> Iterator[Finding]:
             why="its kernels need a Hopper or Blackwell GPU",
             change="--attn_implementation sdpa",
         )
-    old = _gpus_of(case, ("ampere",), "rtx-3090")
+    old = [name for name in case.gpu_names if not gpu_of_name(name).has_float8]
     if case.flags.fp8 != "none" and old:
         yield wrong(
             "fp8-emulated",

@@ -52,6 +52,11 @@ class Gpu:
     def memory_bytes(self) -> int:
         return round(self.memory_gib * 2**30)
 
+    @property
+    def has_float8(self) -> bool:
+        """Whether its tensor cores multiply float8: compute capability 8.9 and above."""
+        return self.architecture != "ampere" and self.name != "rtx-3090"
+
 
 @dataclass(frozen=True)
 class Machine:

@@ -89,7 +89,7 @@ def _has_estimate(setup: Setup) -> bool:
         *contradictions(strategy, setup.config),
         *(setup.like.problems([strategy]) if setup.like else []),
         *setup.config.problems(),
-        *unknown_to_estimates(setup.config),
+        *unknown_to_estimates(setup.config, setup.gpu),
     ]
     return not problems
 
@@ -120,7 +120,8 @@ def _described(before: Setup, after: Setup) -> str:
 def _kernels(setup: Setup) -> Iterator[_Option]:
     """Yield kernels that keep less for backward; each option includes those before it."""
     changes: dict[str, str] = {}
-    for name, value in (("loss_kernel", "fused_linear"), ("norm_kernel", "fused"), ("mlp_kernel", "fused")):
+    of_layers = () if setup.config.use_liger_kernel else (("norm_kernel", "fused"), ("mlp_kernel", "fused"))
+    for name, value in (("loss_kernel", "fused_linear"), *of_layers):
         if getattr(setup.config, name) == getattr(RunConfig, name):
             changes = {**changes, name: value}
             yield _with_flags(**changes)

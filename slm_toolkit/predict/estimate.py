@@ -21,7 +21,7 @@ from slm_toolkit.predict.memory.machine import (
     workspace_bytes,
 )
 from slm_toolkit.predict.memory.peak import MemoryEstimate, peak
-from slm_toolkit.predict.setup.setup import Setup, with_flags
+from slm_toolkit.predict.setup.setup import Setup, unknown_to_estimates, with_flags
 from slm_toolkit.predict.speed.traffic import Transfer, transfers
 from slm_toolkit.strategy.strategy import Strategy
 
@@ -75,7 +75,9 @@ class Estimate:
     triton_loss: bool
     norm_kernel: str
     mlp_kernel: str
+    use_liger_kernel: bool
     torch_compile: bool
+    fp8: str
     pad_widths: bool
     optim: str
     adam_dtype: str | None
@@ -168,6 +170,8 @@ def estimate(
     """
     spec, strategy, config, gpu = setup.spec, setup.strategy, setup.config, setup.gpu
     placement, adapters = setup.placement, setup.adapters
+    if unknown := unknown_to_estimates(config, gpu):
+        raise ValueError(f"{unknown[0]}\nhint: `slm estimate --help all` explains each flag")
     if memory is None:
         memory = peak(setup)
     parts = {**memory.parts, "workspace": workspace_bytes(gpu)}
@@ -213,7 +217,9 @@ def estimate(
         triton_loss=config.triton_loss,
         norm_kernel=config.norm_kernel,
         mlp_kernel=config.mlp_kernel,
+        use_liger_kernel=config.use_liger_kernel,
         torch_compile=config.torch_compile,
+        fp8=config.fp8,
         pad_widths=config.pad_widths,
         optim=config.optim,
         adam_dtype=config.adam_dtype,

@@ -231,11 +231,14 @@ def configs_of(given: dict[str, Any], *, gpus_per_node: int) -> list[RunConfig]:
     Of GRID's own combinations those without a closed form are left out, and compiled layers with a fused MLP,
     which Inductor fuses anyway.
     """
+    grid = GRID
+    if given.get("use_liger_kernel", [False]) != [False]:  # it has kernels of its own
+        grid = {name: values for name, values in GRID.items() if name not in ("norm_kernel", "mlp_kernel")}
     several = {
         name: list(dict.fromkeys(value)) if isinstance(value, list) else [value]
-        for name, value in {**GRID, **given}.items()
+        for name, value in {**grid, **given}.items()
     }
-    first_of_grid = {name: values[0] for name, values in GRID.items()}
+    first_of_grid = {name: values[0] for name, values in grid.items()}
     check_grid({**first_of_grid, **given}, num_gpus=[1], gpus_per_node=gpus_per_node)
     several.setdefault("model", [_DEFAULT_MODEL])
     found = [

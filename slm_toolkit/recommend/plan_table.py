@@ -20,7 +20,7 @@ from slm_toolkit.recommend.ranking import (
     score_of,
 )
 from slm_toolkit.recommend.scaling_laws import LAWS, loss, num_params_of
-from slm_toolkit.report.tables.estimate import NETWORK_SOURCES
+from slm_toolkit.report.tables.estimate import NETWORK_SOURCES, untimed_notes
 from slm_toolkit.report.tables.fitted import (
     DASH,
     Column,
@@ -314,7 +314,8 @@ def _evidence_notes(listed: list[Plan]) -> list[str]:
         notes.append(f"{', '.join(limited)}: estimated at a higher MFU, but all counted slower, to {highest}")
     if any(plan.estimate.torch_compile and plan.memory_evidence == "estimated" for plan in listed):
         notes.append("compiled: the memory that Inductor's kernels keep is assumed, never traced")
-    return notes
+    estimated = [plan.estimate for plan in listed if plan.memory_evidence == "estimated"]
+    return [*notes, *untimed_notes(estimated)]
 
 
 _NOTICED_LOSS = 0.005

@@ -18,7 +18,7 @@ from slm_toolkit.predict.cost import budget
 from slm_toolkit.predict.estimate import Estimate, estimate
 from slm_toolkit.predict.memory.peak import MemoryEstimate, peak
 from slm_toolkit.predict.setup.other_trainers import OtherTrainer
-from slm_toolkit.predict.setup.setup import Deployment, Setup, config_as_launched
+from slm_toolkit.predict.setup.setup import Deployment, Setup, config_as_launched, unknown_to_estimates
 from slm_toolkit.recommend.scaling_laws import Law, loss, loss_per_usd, num_params_of
 from slm_toolkit.record.files import find_records
 from slm_toolkit.record.run_record import RunRecord
@@ -321,6 +321,9 @@ def _search_strategy(
             continue
         if problems := contradictions(strategy, config):
             result.left_out.extend(problems)
+            continue
+        if unknown := unknown_to_estimates(config, offer.gpu):
+            result.left_out.extend(unknown)
             continue
         if number not in memories:
             memories[number] = peak(launched)

@@ -98,7 +98,6 @@ def check_fake(config: RunConfig, strategy: Strategy) -> None:
     on_host = "fake tensors are all on the CPU"
     cases = (
         (config.torch_compile, "with --torch_compile", "fake tensors can't be compiled", by_estimate),
-        (config.fp8 != "none", f"with --fp8 {config.fp8}", "emulated float8 takes more memory", on_gpu),
         (packs, f"with --packing {config.packing}", "fake tokens have no documents", on_gpu),
         (config.peft == "qlora", "with --peft qlora", "fake tensors can't be quantized", by_estimate),
         (strategy.offloads, f"with {name}, which offloads", on_host, by_estimate),

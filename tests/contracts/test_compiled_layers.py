@@ -111,6 +111,33 @@ def test_a_compiled_layer_saves_what_the_closed_form_counts(
     assert saved == closed_form(compute, targets, RANK, dropout, has_input_gradient=has_input_gradient)
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_a_compiled_layer_in_float8_saves_less(recipe: str) -> None:
+    float8 = pytest.importorskip("torchao.float8")
+    layer, model = compiled_layer(torch.bfloat16, (), kind="lora", dropout=0.0)
+    float8.convert_to_float8_training(
+        model.layers[1], config=float8.Float8LinearConfig.from_recipe_name(recipe)
+    )
+    hidden = torch.randn(BATCH, SEQ_LEN, SHAPE.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    positions = torch.arange(SEQ_LEN)[None].expand(BATCH, SEQ_LEN)
+    rotary = tuple(part.to(torch.bfloat16) for part in model.rotary_emb(hidden, positions))
+    out = layer(hidden, attention_mask=None, position_ids=positions, position_embeddings=rotary)
+    known = {tensor.data_ptr() for tensor in (*model.parameters(), *rotary)}
+    out = out[0] if isinstance(out, tuple) else out
+    saved = {tensor.data_ptr(): tensor for tensor in saved_tensors(out.grad_fn)}
+    num_bytes = sum(
+        tensor.untyped_storage().nbytes()
+        for address, tensor in saved.items()
+        if address not in known
+        and tensor.numel() >= BATCH * SEQ_LEN  # smaller: scales of tensors and columns
+    )
+    kernels = {"fused_norm": False, "fused_mlp": False, "compiled": True, "float8": True, "software": "2026"}
+    shape = {"seq_len": SEQ_LEN, "compute": BF16, "eager": False}
+    assert (
+        num_bytes / (BATCH * SEQ_LEN) == layer_memory(SHAPE, **shape, **kernels, checkpointing="none").saved
+    )
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("compute", [BF16, AUTOCAST])
 def test_a_compiled_layer_with_ia3_recomputes_what_it_scales(compute: str) -> None:

@@ -18,6 +18,7 @@ from functools import cache, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+from slm_toolkit.config.run_config import fits_float8
 from slm_toolkit.model.model_spec import ModelSpec, layer_tensors
 from slm_toolkit.predict.setup.adapters import (
     ATTENTION_INPUTS,
@@ -90,6 +91,8 @@ def layer_memory(
     fused_mlp: bool,
     checkpointing: str,
     compiled: bool,
+    in_place: bool = False,
+    float8: bool = False,
     software: str,
 ) -> LayerMemory:
     """Return the memory of a layer whose weights are all trained.
@@ -100,7 +103,8 @@ def layer_memory(
     and that selective_op does not save its last product, fits published runs
     (`bench/published_memory.py`).
     """
-    kernels = _LayerKernels(seq_len, compute, eager, fused_norm or compiled, fused_mlp, compiled)
+    fused = fused_norm or compiled
+    kernels = _LayerKernels(seq_len, compute, eager, fused, fused_mlp, compiled, in_place, float8)
     saved = _saved_by_layer(spec, kernels)
     moments, arrivals = _moments(spec, kernels, saved), _named_as_in(spec, _arrivals(spec, kernels, saved))
     h, residual = spec.hidden_size, 2 if compute == BF16 else 4
@@ -137,6 +141,10 @@ class _LayerKernels:
     "also if compiled"
     fused_mlp: bool
     compiled: bool
+    in_place: bool
+    "Liger's: backward writes gradients over what forward saved"
+    float8: bool
+    "torchao's matrix products, where widths fit them"
 
     @property
     def element_bytes(self) -> int:
@@ -175,7 +183,7 @@ def _sizes(spec: ModelSpec, kernels: _LayerKernels) -> tuple[int, int, int, int,
 
 
 def _saved_by_layer(spec: ModelSpec, kernels: _LayerKernels) -> _SavedByLayer:
-    h, i, _, _, _, e = _sizes(spec, kernels)
+    h, i, _, q, v, e = _sizes(spec, kernels)
     norms = saved_by_norms(spec, kernels.compute, fused=kernels.fused_norm)
     # Under autocast, each matrix product saves a bf16 copy of its input: three products in attention and two
     # in the FFN, or one each.
@@ -194,6 +202,13 @@ def _saved_by_layer(spec: ModelSpec, kernels: _LayerKernels) -> _SavedByLayer:
     if spec.experts is not None:  # each expert has its own copy of the token and its own output; never traced
         ffn += 2 * e * h * spec.experts.num_per_token
     attention = _saved_by_attention(spec, kernels) + norms.of_queries
+    if kernels.float8 and kernels.compiled:
+        # backward computes the inputs of float8 products again, where it casts them; only attention's output
+        # is saved a second time, in float8
+        if fits_float8(h, q, v):
+            attention += q - e * h
+        if fits_float8(h, i):
+            ffn -= e * (h + i)
     return _SavedByLayer(norm, norms.after, norms.of_queries, attention_inputs, attention, ffn_inputs, ffn)
 
 
@@ -250,6 +265,8 @@ def _saved_by_flash(spec: ModelSpec, element_bytes: int) -> int:
 def _norm_backward(spec: ModelSpec, kernels: _LayerKernels) -> int:
     """Return what a norm's backward uses: transformers' RMSNorm has six fp32 tensors at once."""
     h = spec.hidden_size
+    if kernels.in_place:  # the saved input, and its gradient in place of the output's
+        return 2 * kernels.element_bytes * h + 4
     if kernels.compute != BF16:
         return 20 * h + (8 if kernels.fused_norm else 4)
     return 16 * h + 8 if kernels.fused_norm else 24 * h
@@ -273,11 +290,18 @@ def _moments(spec: ModelSpec, kernels: _LayerKernels, saved: _SavedByLayer) -> l
         softmax = (4 * e * sum(_widths_in_flash(spec, e)) + 4 * a + saved.norms_of_queries,)
         if kernels.compute == AUTOCAST:  # RoPE's backward is in fp32
             softmax += (12 * q + 4 * v,)
+    # the product's gradient and that of one factor; Liger's is written over the factor, so that its largest
+    # moment is in down_proj, beside the output's gradient, which autocast rounds to bf16
+    at_product = e * i + (2 * h if kernels.compute == AUTOCAST else 0) if kernels.in_place else 2 * e * i
     projections = e * (3 * h + q) if kernels.compute != AUTOCAST else 8 * h + 2 * q
     above = saved.norm + saved.attention_inputs  # saved by the first norm
     at_second_norm = norm + saved.norm_behind + saved.attention_inputs + saved.attention + norm_backward
+    # an eager cast of down_proj's input: two copies in fp32 and the result, beside two casts of the gradient
+    in_cast = e * i + 9 * i + 2 * h
+    casts = kernels.float8 and not kernels.compiled and fits_float8(h, i)
     return [
-        Moment("mlp", below_ffn + ffn_inputs + saved.ffn + 2 * e * i, 1, 0, 0),
+        *([Moment("mlp", below_ffn + ffn_inputs + saved.ffn + in_cast, 0, 0, 0)] if casts else []),
+        Moment("mlp", below_ffn + ffn_inputs + saved.ffn + at_product, 1, 0, 0),
         Moment("mlp", below_ffn + ffn_inputs + e * (h + _in_ffn(spec, kernels) * i), 2, 0, 0),
         Moment("mlp", below_ffn + ffn_inputs * 2 + e * (2 * h + i), 3, 0, 0),
         Moment("post_attention_layernorm", at_second_norm, 3, 0, 0),
@@ -652,11 +676,16 @@ def layers_of(setup: Setup) -> list[LayerMemory]:
         "seq_len": config.seq_len,
         "compute": setup.compute,
         "eager": config.attn_implementation == "eager",
-        "fused_norm": config.norm_kernel == "fused",
-        "fused_mlp": config.mlp_kernel == "fused",
+        "fused_norm": config.fuses_norms,
+        "fused_mlp": config.fuses_mlp,
     }
     if adapters is None:
-        rest = {"compiled": config.torch_compile, "software": setup.software}
+        rest = {
+            "compiled": config.torch_compile,
+            "in_place": config.use_liger_kernel,
+            "float8": config.fp8 != "none",
+            "software": setup.software,
+        }
         pair = [layer_memory(spec, **shape, **rest, checkpointing=mode) for mode in modes]
         return [pair[number % 2] for number in range(spec.num_layers)]
     if config.torch_compile:

@@ -48,7 +48,7 @@ def _loss_memory(setup: Setup) -> LossMemory:
     config, compute, is_frozen = setup.config, setup.compute, setup.weights.is_frozen
     h, V, T = setup.spec.hidden_size, setup.spec.vocab_size, setup.num_tokens
     e = 4 if compute == FP32 else 2
-    fused_norm = config.norm_kernel == "fused"
+    fused_norm = config.fuses_norms
     # saved by the final norm; includes the residual stream's gradient, which is as wide as the norm's input
     if compute == BF16:
         kept = (4 if fused_norm else 10 if setup.spec.norm_scales_in_fp32 else 8) * h + 4
@@ -70,7 +70,8 @@ def _loss_memory(setup: Setup) -> LossMemory:
         chunk = config.loss_chunks.of_logits(T, vocab_size=V, hidden_size=h)
         wide = config.loss_chunks.of_probabilities(chunk, vocab_size=V) * V
         gradients = e * h * T + weight_gradient
-        cast = 2 * h * (compute == AUTOCAST and is_frozen)
+        # under autocast the norm's output in fp32 lives beside its bf16 copy
+        cast = (2 if is_frozen else 4) * h * (compute == AUTOCAST)
         buffers = chunk * V * e + (wide * 4 if stores_fp32_probabilities else 0)
         in_forward = (kept + output + cast) * T + gradients + buffers
         after = kept * T + gradients

@@ -104,7 +104,7 @@ def peak(setup: Setup) -> MemoryEstimate:
         consider("forward: the last layer", step.at_last_layer, saved + _not_saved(setup) + fixed, 0)
     if step.at_final_norm is not None:
         # the last layer's two summands; the norm's input and result in fp32, the result in bf16, the output
-        in_norm = 16 * spec.hidden_size * num_tokens if config.norm_kernel == "hf" else loss.final_norm
+        in_norm = loss.final_norm if config.fuses_norms else 16 * spec.hidden_size * num_tokens
         consider("forward: the final norm", step.at_final_norm, saved + fixed + in_norm, 0)
     if step.at_gather is not None:
         consider("forward: gathering the head", step.at_gather, saved + fixed + loss.final_norm, 0)

@@ -264,9 +264,11 @@ def placement_of(strategy: Strategy) -> Sharding:
     return strategy.sharding
 
 
-def unknown_to_estimates(config: RunConfig) -> list[str]:
-    """Return a sentence for each flag of `config` that has no closed form."""
+def unknown_to_estimates(config: RunConfig, gpu: Gpu | None = None) -> list[str]:
+    """Return a sentence for each flag of `config` that has no closed form, on `gpu` if it is given."""
     problems = []
+    if config.fp8 != "none" and gpu is not None and not gpu.has_float8:
+        problems.append(f"--fp8 {config.fp8} on {gpu.name}: no closed form, because this GPU emulates float8")
     for name in _uncovered(config):
         value = getattr(config, name)
         typed = f"--{name}" if value is True else f"--{name} {value}"
@@ -276,9 +278,28 @@ def unknown_to_estimates(config: RunConfig) -> list[str]:
             "--torch_compile with --peft qlora: no closed form for layers that 4-bit weights cut into "
             "several graphs; measure them on a GPU"
         )
+    if config.fp8 != "none" and config.numerics not in _FLOAT8_NUMERICS:
+        problems.append(f"--fp8 {config.fp8} with --numerics {config.numerics}: no closed form for it")
+    if problem := _of_liger(config):
+        problems.append(problem)
     if problem := unknown_targets(config):
         problems.append(problem)
     return problems
+
+
+_FLOAT8_NUMERICS = ("aligned", "pure_bf16")
+"with which --fp8 has closed forms"
+
+
+def _of_liger(config: RunConfig) -> str | None:
+    """Return what of --use_liger_kernel has no closed form."""
+    if not config.use_liger_kernel or (config.peft == "none" and not config.torch_compile):
+        return None
+    beside = "--torch_compile" if config.torch_compile else f"--peft {config.peft}"
+    return (
+        f"--use_liger_kernel with {beside}: no closed form for it; "
+        "--norm_kernel fused --mlp_kernel fused keep about as much"
+    )
 
 
 def _uncovered(config: RunConfig) -> list[str]:
@@ -292,8 +313,10 @@ _PARTLY_COVERED = [name for name, flag in FLAGS.items() if flag.no_closed_form]
 def known_to_estimates(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """Return the nearest config that has closed forms, and a sentence for each flag that it leaves out."""
     changes = {name: getattr(RunConfig, name) for name in _uncovered(config)}
-    if config.use_liger_kernel:  # these kernels keep the same activations for backward
-        changes |= {"norm_kernel": "fused", "mlp_kernel": "fused"}
+    if config.numerics not in _FLOAT8_NUMERICS:
+        changes |= {"fp8": "none"}
+    if config.use_liger_kernel and _of_liger(config):  # without adapters these keep the same for backward
+        changes |= {"use_liger_kernel": False, "norm_kernel": "fused", "mlp_kernel": "fused"}
     return dataclasses.replace(config, **changes), unknown_to_estimates(config)
 
 

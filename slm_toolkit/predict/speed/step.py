@@ -14,7 +14,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.config.run_config import RunConfig, fits_float8
 from slm_toolkit.hardware.calibration import NOT_CALIBRATED
 from slm_toolkit.hardware.gpus import Gpu
 from slm_toolkit.hardware.network import Cluster
@@ -47,6 +47,8 @@ _TWO_FUSED_NORMS = 20  # each reads and writes 2 + 2 in forward, 2 + 2 + 2 in ba
 _ROPE_AND_RESIDUAL = 188  # rotate, cos, sin, add on query and key: 132; transposed copies: 32; two adds: 24
 _EAGER_SWIGLU = 28  # x f: silu 4, product 6; their backward 10 + 8
 _RECOMPUTING_SWIGLU = 32  # silu 4, product 6; backward: silu again 4, then products of two: 6 each
+_LIGERS_ROPE_AND_RESIDUAL = 72  # query and key in place: 8, backward 8; transposed copies and adds as above
+_LIGERS_SWIGLU = 16  # x f: 6; backward reads three and writes two: 10
 _COMPILED_LLAMA = (84, 16)  # x h, x f: counted by Inductor itself, in bench/compiled_traffic.py
 _GPT = (86, 12)  # x h, x f: two fused LayerNorms 20, two adds 24, copies 32, biases' gradients 10; GELU 12
 _COMPILED_GPT = (66, 12)  # x h, x f: the same
@@ -56,11 +58,17 @@ _EAGER_GPT_KERNELS = (
     30  # two norms, projections 4 with biases, copies 8, attention, GELU, adds; casts of weights 8
 )
 _FUSED_NORM_SAVES = 10
+_LIGERS_ROPE_AND_SWIGLU_SAVE = 12  # one kernel each
 _EAGER_NORM_KERNELS = 6
 
 
 def layer_traffic(
-    spec: ModelSpec, *, compiled: bool, fused_norm: bool, fused_mlp: bool = False
+    spec: ModelSpec,
+    *,
+    compiled: bool,
+    fused_norm: bool,
+    fused_mlp: bool = False,
+    of_liger: bool = False,
 ) -> LayerTraffic:
     """Return the work of one decoder layer; compiling fuses its norms and its MLP in any case."""
     h, f = spec.hidden_size, spec.active_ffn_size
@@ -70,12 +78,16 @@ def layer_traffic(
     if not spec.gated_ffn:
         return LayerTraffic(_GPT[0] * h + _GPT[1] * f, _EAGER_GPT_KERNELS, is_compiled=False)
     norms = _TWO_FUSED_NORMS if fused_norm else _TWO_EAGER_RMS_NORMS
-    swiglu = _RECOMPUTING_SWIGLU if fused_mlp else _EAGER_SWIGLU
+    swiglu = _LIGERS_SWIGLU if of_liger else _RECOMPUTING_SWIGLU if fused_mlp else _EAGER_SWIGLU
+    rest = _LIGERS_ROPE_AND_RESIDUAL if of_liger else _ROPE_AND_RESIDUAL
     more_norms = 2 * (spec.norms == "both") + 2 * (spec.qk_norm != "none")
     kernels_of_norms = (1 if fused_norm else _EAGER_NORM_KERNELS) * more_norms
     return LayerTraffic(
-        norms * _norm_width(spec) + _ROPE_AND_RESIDUAL * h + swiglu * f,
-        _EAGER_LLAMA_KERNELS - _FUSED_NORM_SAVES * fused_norm + kernels_of_norms,
+        norms * _norm_width(spec) + rest * h + swiglu * f,
+        _EAGER_LLAMA_KERNELS
+        - _FUSED_NORM_SAVES * fused_norm
+        - _LIGERS_ROPE_AND_SWIGLU_SAVE * of_liger
+        + kernels_of_norms,
         is_compiled=False,
     )
 
@@ -191,6 +203,11 @@ _FP32_SHARE = 0.85  # fraction of the fp32 peak; unverified
 _SELECTIVE_RECOMPUTED = 0.5
 _LAYERS_AGAIN = {"none": 0.0, "full": 1.0, "selective_layer": 0.5, "selective_op": 1.0}
 "fraction of forward's kernels that checkpointing launches again"
+_FLOAT8_RATE = 2.0  # x: tensor cores' rate over bf16's, on Ada, Hopper and Blackwell (NVIDIA's datasheets)
+# per element: maximum of a row, or of the whole, and cast: 3 if a kernel holds the row, else 5
+_COMPILED_CAST_BYTES = 4
+# absolute value 4, maximum 2, to fp32 6, scale 8, clamp 8, to float8 5
+_EAGER_CAST_BYTES, _EAGER_CAST_KERNELS = 33, 6
 _SCORE_KERNELS = 6  # eager attention's, besides the fused one's: two products, scale, mask, softmax
 _HEAD_KERNELS = 40  # embedding, final norm, head and loss, forward and backward
 
@@ -224,8 +241,9 @@ def micro_step_work(setup: Setup, rates: Rates, software: Software, loss_kernel:
     if is_frozen:
         shape = {"tokens": tokens, "rates": rates, "element_bytes": element_bytes}
         of_adapters = adapter_work(spec, adapters, **shape, compiled=compiled)
+    float8 = config.fp8 != "none"
     products = _products(
-        spec, tokens, rates, padded=compiled, element_bytes=element_bytes, is_frozen=is_frozen
+        spec, tokens, rates, padded=compiled, element_bytes=element_bytes, is_frozen=is_frozen, float8=float8
     )
     forward, backward, aligned = (spec.num_layers * seconds for seconds in products)
     chunk = tokens
@@ -253,16 +271,18 @@ def micro_step_work(setup: Setup, rates: Rates, software: Software, loss_kernel:
     attention_forward, attention_backward = (
         spec.num_layers * seconds for seconds in _attention(setup, rates, software)
     )
+    float8_casts, float8_kernels = _float8_casts(spec, tokens, compiled) if float8 else (0.0, 0)
     traffic = layer_traffic(
         spec,
         compiled=compiled,
-        fused_norm=config.norm_kernel == "fused",
-        fused_mlp=config.mlp_kernel == "fused",
+        fused_norm=config.fuses_norms,
+        fused_mlp=config.fuses_mlp,
+        of_liger=config.use_liger_kernel,
     )
     slowdown = software.compiled_slowdown if traffic.is_compiled else software.eager_slowdown
     slowdown *= _slowdown_of(compute, compiled)
     per_token = traffic.bytes_per_token + of_adapters.bytes_per_token
-    elementwise = spec.num_layers * slowdown * per_token * tokens / rates.memory_bytes
+    elementwise = spec.num_layers * (slowdown * per_token * tokens + float8_casts) / rates.memory_bytes
     arithmetic = loss_kernel
     if loss_kernel.startswith("fused_l"):  # ours
         arithmetic = "triton" if config.triton_loss else "compiled" if compiled else "fused"
@@ -280,7 +300,9 @@ def micro_step_work(setup: Setup, rates: Rates, software: Software, loss_kernel:
         "selective_op": _SELECTIVE_RECOMPUTED * (forward + unpacking) + elementwise / 3,
     }[config.gradient_checkpointing]
     of_scores = _SCORE_KERNELS if config.attn_implementation == "eager" and not compiled else 0
-    forward_kernels = spec.num_layers * (traffic.num_kernels + of_adapters.num_kernels + of_scores)
+    forward_kernels = spec.num_layers * (
+        traffic.num_kernels + of_adapters.num_kernels + of_scores + float8_kernels
+    )
     kernels = 3 * forward_kernels + _HEAD_KERNELS
     return Work(
         matmul=forward + backward + head,
@@ -300,27 +322,55 @@ def _slowdown_of(compute: str, compiled: bool) -> float:
 
 
 def _products(
-    spec: ModelSpec, tokens: int, rates: Rates, *, padded: bool, element_bytes: int, is_frozen: bool
+    spec: ModelSpec,
+    tokens: int,
+    rates: Rates,
+    *,
+    padded: bool,
+    element_bytes: int,
+    is_frozen: bool,
+    float8: bool,
 ) -> tuple[float, float, float]:
     """Return one layer's seconds of matrix products: forward, backward, and both with aligned widths."""
-    h, f = spec.hidden_size, spec.ffn_size
-    query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    # query, key and value are one matrix in a GPT, three matrices in Llama
-    qkv = ((h, query, 1), (h, key, 2)) if spec.gated_ffn else ((h, query + 2 * key, 1),)
-    shapes = (*qkv, (query, h, 1), (h, f, spec.num_ffn_matrices - 1), (f, h, 1))
-    if spec.experts is not None or spec.latent_attention is not None:
-        shapes = tuple((*shape, 1) for shape in active_matrices(spec))
+    in_float8 = dataclasses.replace(rates, matmul_flops=_FLOAT8_RATE * rates.matmul_flops)
     forward = backward = aligned = 0.0
-    for inputs, outputs, count in shapes:
+    for inputs, outputs, count in _shapes(spec):
         size = {"rows": tokens, "element_bytes": element_bytes, "padded": padded}
+        of_shape = in_float8 if float8 and fits_float8(inputs, outputs) else rates
         of_forward, of_backward = _forward_and_backward(
-            rates, is_frozen, inputs=inputs, outputs=outputs, **size
+            of_shape, is_frozen, inputs=inputs, outputs=outputs, **size
         )
         ideal = {"inputs": next_aligned(inputs), "outputs": next_aligned(outputs)}
         forward += count * of_forward
         backward += count * of_backward
-        aligned += count * sum(_forward_and_backward(rates, is_frozen, **ideal, **size))
+        aligned += count * sum(_forward_and_backward(of_shape, is_frozen, **ideal, **size))
     return forward, backward, aligned
+
+
+def _float8_casts(spec: ModelSpec, tokens: int, compiled: bool) -> tuple[float, int]:
+    """Return the bytes that one layer's casts to float8 move, and forward's kernels for them.
+
+    From the code of torchao 0.18, never timed. Forward casts input and weight. Backward casts the output's
+    gradient twice, the input again and the weight again: products need two layouts.
+    """
+    each = _COMPILED_CAST_BYTES if compiled else _EAGER_CAST_BYTES
+    shapes = [shape for shape in _shapes(spec) if fits_float8(*shape[:2])]
+    elements = sum(
+        count * 2 * (tokens * (inputs + outputs) + inputs * outputs) for inputs, outputs, count in shapes
+    )
+    num_casts = 6 * sum(count for *_, count in shapes)
+    return each * elements, round(num_casts * (1 if compiled else _EAGER_CAST_KERNELS) / 3)
+
+
+def _shapes(spec: ModelSpec) -> tuple[tuple[int, int, int], ...]:
+    """Return inputs, outputs and number of one layer's matrices."""
+    h, f = spec.hidden_size, spec.ffn_size
+    query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    # query, key and value are one matrix in a GPT, three matrices in Llama
+    qkv = ((h, query, 1), (h, key, 2)) if spec.gated_ffn else ((h, query + 2 * key, 1),)
+    if spec.experts is not None or spec.latent_attention is not None:
+        return tuple((*shape, 1) for shape in active_matrices(spec))
+    return (*qkv, (query, h, 1), (h, f, spec.num_ffn_matrices - 1), (f, h, 1))
 
 
 def _forward_and_backward(

@@ -50,7 +50,7 @@ NETWORK_SOURCES = {
 }
 _DECIDES_BATCH = (
     *("seq_len", "gradient_checkpointing", "gradient_accumulation_steps", "loss_kernel", "norm_kernel"),
-    *("mlp_kernel", "torch_compile", "pad_widths"),
+    *("mlp_kernel", "use_liger_kernel", "torch_compile", "pad_widths"),
 )
 _OTHERS = ("communication", "temporary", "workspace")
 _MOST_RANGES = 3
@@ -233,6 +233,7 @@ def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> lis
             "compiled: layers keep what torch's partitioner saves; what their kernels use in backward was "
             "never traced"
         )
+    notes += untimed_notes(rows)
     notes += _adapter_notes(rows)
     if versions := {row.deepspeed_version for row in rows if row.deepspeed_version}:
         notes.append(f"DeepSpeed's estimate: by version {versions.pop()}; model states only, no activations")
@@ -246,7 +247,19 @@ def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> lis
 def _assumed(rows: list[Estimate]) -> str:
     """Return the flags, equal in all rows, that decide how many sequences fit."""
     values = {name: getattr(rows[0], name) for name in _DECIDES_BATCH if not _differs(rows, name)}
+    if not values.get("use_liger_kernel"):
+        values.pop("use_liger_kernel", None)
     return " ".join(f"--{name} {str(value).lower()}" for name, value in values.items())
+
+
+def untimed_notes(rows: list[Estimate]) -> list[str]:
+    """Return a note on each kernel of another package whose speed no run of ours has shown."""
+    notes = []
+    if any(row.fp8 != "none" for row in rows):
+        notes.append("fp8: traced memory agrees; the speed is counted from torchao's code, never measured")
+    if any(row.use_liger_kernel for row in rows):
+        notes.append("Liger: traced memory agrees; the speed is counted from its code, never measured")
+    return notes
 
 
 def _adapter_notes(rows: list[Estimate]) -> list[str]:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from slm_toolkit.base.errors import pip_install
-from slm_toolkit.config.run_config import FP8_MULTIPLE, RunConfig
+from slm_toolkit.config.run_config import FP8_MULTIPLE, RunConfig, fits_float8
 from slm_toolkit.run.kernels.loss_kernels import (
     Arithmetic,
     LossHead,
@@ -231,27 +231,32 @@ def use_liger(model: PreTrainedModel) -> None:
         raise ValueError(f"--use_liger_kernel: Liger does not support {name}\n{_WITHOUT_LIGER}")
 
 
-def use_fp8(model: PreTrainedModel, recipe: str) -> None:
+def use_fp8(model: PreTrainedModel, config: RunConfig) -> None:
     """Make the decoder layers' linear modules multiply in float8, in place; weights and names stay.
 
-    `recipe`: a torchao recipe, tensorwise or rowwise. Modules stay unchanged if a width is not a multiple of
-    16. On a CPU, and on a GPU without float8, the rounding is emulated: same losses, but no speedup.
+    `config.fp8`: a torchao recipe, tensorwise or rowwise. Modules stay unchanged if a width is not a multiple
+    of 16. On a CPU, and on a GPU without float8, the rounding is emulated: same losses, but no speedup. A
+    rehearsal without a GPU computes nothing, so it allocates what a GPU with float8 would.
     Raises ValueError if no module fits.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    has_fp8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= _FP8_CAPABILITY
-    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=not has_fp8)
+    has_fp8 = (
+        torch.cuda.get_device_capability() >= _FP8_CAPABILITY
+        if torch.cuda.is_available()
+        else config.rehearse is not None
+    )
+    recipe = dataclasses.replace(Float8LinearConfig.from_recipe_name(config.fp8), emulate=not has_fp8)
     layers = decoder_layers(model)
     if not any(fits_fp8(module) for module in layers.modules()):
         raise ValueError(
-            f"--fp8 {recipe}: no width of {type(model).__name__} is a multiple of {FP8_MULTIPLE}\n"
+            f"--fp8 {config.fp8}: no width of {type(model).__name__} is a multiple of {FP8_MULTIPLE}\n"
             "hint: add --pad_widths, or choose a preset that ends in -hw"
         )
-    convert_to_float8_training(layers, config=config, module_filter_fn=lambda module, _: fits_fp8(module))
+    convert_to_float8_training(layers, config=recipe, module_filter_fn=lambda module, _: fits_fp8(module))
 
 
 def fits_fp8(module: torch.nn.Module) -> bool:
     if not isinstance(module, torch.nn.Linear):
         return False
-    return module.in_features % FP8_MULTIPLE == 0 and module.out_features % FP8_MULTIPLE == 0
+    return fits_float8(module.in_features, module.out_features)

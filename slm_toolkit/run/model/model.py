@@ -85,7 +85,7 @@ def build_model(spec: ModelSpec, config: RunConfig, *, documents_apart: bool = F
     if config.use_liger_kernel:
         use_liger(model)
     if config.fp8 != "none":
-        use_fp8(model, config.fp8)
+        use_fp8(model, config)
     if config.peft == "qlora":
         quantize(model)
     if config.peft != "none":
