@@ -67,6 +67,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {  # the trainer of rivals/train
     "bare": ("bare", {}),
     "bare_compile": ("bare", {"torch_compile": True}),
     "litgpt_compile": ("litgpt", {"torch_compile": True}),
+    "torchtitan": ("torchtitan", {}),
     "torchtitan_compile": ("torchtitan", {"torch_compile": True}),
 }
 ALLOCATORS = {  # for every arm alike

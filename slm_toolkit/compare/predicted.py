@@ -14,7 +14,7 @@ from slm_toolkit.record.run_record import RunRecord
 def setup_of(run: PlannedRun) -> Setup | None:
     """Return the setup of a planned run; None if no closed form covers its GPU, flags or strategy."""
     gpu = find_gpu(run.gpu)
-    if gpu is None or unknown_to_estimates(run.config, gpu):
+    if gpu is None or unknown_to_estimates(run.config, gpu=gpu, spec=run.spec):
         return None
     try:
         placement_of(run.strategy)
@@ -42,7 +42,9 @@ def check_skippable(runs: list[PlannedRun]) -> None:
             "hint: `slm estimate --gpu NAME` estimates which runs fit on a GPU"
         )
     known = find_gpu(gpu)
-    if unknown := [problem for run in runs for problem in unknown_to_estimates(run.config, known)]:
+    if unknown := [
+        problem for run in runs for problem in unknown_to_estimates(run.config, gpu=known, spec=run.spec)
+    ]:
         raise ValueError(f"--skip_oom: {unknown[0]}\nhint: leave --skip_oom out")
     if known is None:
         raise ValueError(f"--skip_oom: the memory of {gpu} is unknown\nhint: leave --skip_oom out")

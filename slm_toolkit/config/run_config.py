@@ -337,7 +337,8 @@ class RunConfig:
     fp8: str = Flag(
         "none",
         "run matrix products of the decoder layers in float8, with a scale per tensor or per row. Emulated "
-        f"below compute capability 8.9 and on CPU. Needs torchao: `{pip_install('fp8')}`",
+        "below compute capability 8.9 and on CPU, except in a rehearsal. Needs torchao: "
+        f"`{pip_install('fp8')}`",
         group="model",
         choices=("none", "tensorwise", "rowwise"),
         grid=True,

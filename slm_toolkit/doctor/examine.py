@@ -142,11 +142,11 @@ def _setups(
     if examined.strategy is None:
         return []
     case, spec = examined.corrected, examined.corrected.spec
-    config, unknown = known_to_estimates(case.flags)
-    unknown += unlike_the_model(spec, config.seq_len)
-    notes += [f"note: {sentence}" for sentence in unknown]
+    sentences = unlike_the_model(spec, case.flags.seq_len)
     setups = []
     for gpu in map(gpu_of_name, case.gpu_names):
+        config, unknown = known_to_estimates(case.flags, gpu=gpu, spec=spec)
+        sentences += unknown
         setup = Setup(
             spec,
             examined.strategy,
@@ -160,7 +160,8 @@ def _setups(
         try:
             estimate(setup.launched)
         except ValueError as error:
-            notes.append(f"note: {str(error).splitlines()[0]}")
+            sentences.append(str(error).splitlines()[0])
             continue
         setups.append(setup)
+    notes += [f"note: {sentence}" for sentence in dict.fromkeys(sentences)]
     return setups

@@ -89,7 +89,7 @@ def _has_estimate(setup: Setup) -> bool:
         *contradictions(strategy, setup.config),
         *(setup.like.problems([strategy]) if setup.like else []),
         *setup.config.problems(),
-        *unknown_to_estimates(setup.config, setup.gpu),
+        *unknown_to_estimates(setup.config, gpu=setup.gpu, spec=setup.spec),
     ]
     return not problems
 

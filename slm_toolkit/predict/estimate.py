@@ -170,7 +170,7 @@ def estimate(
     """
     spec, strategy, config, gpu = setup.spec, setup.strategy, setup.config, setup.gpu
     placement, adapters = setup.placement, setup.adapters
-    if unknown := unknown_to_estimates(config, gpu):
+    if unknown := unknown_to_estimates(config, gpu=gpu, spec=spec):
         raise ValueError(f"{unknown[0]}\nhint: `slm estimate --help all` explains each flag")
     if memory is None:
         memory = peak(setup)

@@ -62,8 +62,7 @@ def all_of(problems: list[str], *, verb: str = "estimate") -> ValueError:
 def flag_problems(several: dict[str, list[Any]], num_gpus: list[int], gpus_per_node: int) -> list[str]:
     """Return the problems of each value, combined with the first value of every other flag.
 
-    Among the flags of estimates, RunConfig restricts only those of dtypes: all their combinations are
-    checked.
+    All combinations of the flags of dtypes are checked; who makes the grid checks the others.
     """
     first = {name: values[0] for name, values in several.items()}
     of_dtypes = ("numerics", "reduce_dtype", "grad_dtype")

@@ -57,7 +57,7 @@ def estimates(
     from slm_toolkit.predict.changes_that_fit import changes_that_fit
     from slm_toolkit.predict.deepspeed_estimator import BY_ARITHMETIC
     from slm_toolkit.predict.estimate import estimate, largest_batch
-    from slm_toolkit.predict.setup.setup import Deployment, Setup
+    from slm_toolkit.predict.setup.setup import Deployment, Setup, unknown_to_estimates
 
     several = {
         name: list(dict.fromkeys(value)) if isinstance(value, list) else [value]
@@ -88,6 +88,12 @@ def estimates(
     positions = [position_problem(specs[config.model], config.seq_len) for config in configs]
     problems += [problem for problem in positions if problem is not None]
     problems += [problem for config in configs for problem in kernel_problems(specs[config.model], config)]
+    problems += [problem for config in configs for problem in config.problems()]
+    problems += [
+        problem
+        for config, gpu in itertools.product(configs, found_gpus)
+        for problem in unknown_to_estimates(config, gpu=gpu, spec=specs[config.model])
+    ]
     if problems:
         raise all_of(problems)
 

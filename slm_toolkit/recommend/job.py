@@ -32,6 +32,7 @@ GRID: dict[str, list[Any]] = {
 }
 """values to try for flags that are not given; they change results only by rounding. transformers' own loss
 and norm take more memory and time than the fused kernels, so they are left out"""
+_REPLACED_BY_LIGER = ("norm_kernel", "mlp_kernel")
 _DEFAULT_MODEL = "slm-100m"
 _DEFAULT_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -231,20 +232,23 @@ def configs_of(given: dict[str, Any], *, gpus_per_node: int) -> list[RunConfig]:
     Of GRID's own combinations those without a closed form are left out, and compiled layers with a fused MLP,
     which Inductor fuses anyway.
     """
-    grid = GRID
-    if given.get("use_liger_kernel", [False]) != [False]:  # it has kernels of its own
-        grid = {name: values for name, values in GRID.items() if name not in ("norm_kernel", "mlp_kernel")}
     several = {
         name: list(dict.fromkeys(value)) if isinstance(value, list) else [value]
-        for name, value in {**grid, **given}.items()
+        for name, value in {**GRID, **given}.items()
     }
-    first_of_grid = {name: values[0] for name, values in grid.items()}
+    first_of_grid = {name: values[0] for name, values in GRID.items()}
+    if True in several.get("use_liger_kernel", []):
+        for name in _REPLACED_BY_LIGER:
+            del first_of_grid[name]
     check_grid({**first_of_grid, **given}, num_gpus=[1], gpus_per_node=gpus_per_node)
     several.setdefault("model", [_DEFAULT_MODEL])
-    found = [
-        RunConfig(**dict(zip(several, values, strict=True))).with_defaults(has_gpu=True)
-        for values in itertools.product(*several.values())
+    combinations = [
+        dict(zip(several, values, strict=True)) for values in itertools.product(*several.values())
     ]
+    for flags in combinations:
+        if flags.get("use_liger_kernel"):
+            flags |= {name: "hf" for name in _REPLACED_BY_LIGER if name not in given}
+    found = list(dict.fromkeys(RunConfig(**flags).with_defaults(has_gpu=True) for flags in combinations))
     if "torch_compile" not in given:
         found = [config for config in found if not config.torch_compile or not unknown_to_estimates(config)]
     if "mlp_kernel" not in given:

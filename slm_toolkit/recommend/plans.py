@@ -208,7 +208,8 @@ def _limited(plans: list[Plan]) -> list[Plan]:
     for plan in plans:
         if plan.speed_evidence in ("compared", "none"):
             row = plan.estimate
-            highest[row.gpu] = max(highest.get(row.gpu, 0.0), row.mfu or 0.0)
+            of_peak = (row.mfu or 0.0) / (1 if row.fp8 == "none" else 2)  # float8's peak is twice bf16's
+            highest[row.gpu] = max(highest.get(row.gpu, 0.0), of_peak)
     factors = {
         gpu: HIGHEST_PUBLISHED_MFU / mfu for gpu, mfu in highest.items() if mfu > HIGHEST_PUBLISHED_MFU
     }
@@ -319,11 +320,12 @@ def _search_strategy(
             num_fitting[candidate.with_any_batch] += 1
             savings_that_fit.setdefault(same_batch, []).append(candidate.savings)
             continue
-        if problems := contradictions(strategy, config):
+        if problems := [
+            *contradictions(strategy, config),
+            *config.problems(),
+            *unknown_to_estimates(config, gpu=offer.gpu, spec=workload.spec),
+        ]:
             result.left_out.extend(problems)
-            continue
-        if unknown := unknown_to_estimates(config, offer.gpu):
-            result.left_out.extend(unknown)
             continue
         if number not in memories:
             memories[number] = peak(launched)

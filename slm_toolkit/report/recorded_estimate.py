@@ -87,10 +87,13 @@ def _configuration_of(facts: bytes) -> _Configuration | None:
 
 @cache
 def _estimate_on(configuration: _Configuration, gpu: str | None) -> Estimate | None:
-    if configuration.setup.strategy.offloads and gpu is None:
+    setup, known = configuration.setup, find_gpu(gpu)
+    if gpu is None and setup.strategy.offloads:
+        return None
+    if known is None and setup.config.fp8 != "none" and setup.config.rehearse is None:  # it may be emulated
         return None
     try:
-        setup = dataclasses.replace(configuration.setup, gpu=find_gpu(gpu))
+        setup = dataclasses.replace(setup, gpu=known)
         result = estimate(setup, memory=configuration.memory)
     except ValueError:  # no closed form for its communication
         return None

@@ -169,6 +169,8 @@ def torchtitan(work: dict[str, Any]) -> Watch:
     from torchtitan.config import JobConfig
     from torchtitan.models.llama3.infra.parallelize import apply_compile
 
+    if work["gradient_checkpointing"] or work["attn_implementation"] != "sdpa":
+        sys.exit("error: the torchtitan row has sdpa attention, and no --gradient_checkpointing")
     job = JobConfig()
     job.compile.enable, job.compile.components = work["torch_compile"], ["model", "loss"]
     model, sum_of_losses = torchtitan_model(work), build_cross_entropy_loss(job)
@@ -345,6 +347,7 @@ def llama_config(work: dict[str, Any], trainer_name: str) -> dict[str, Any]:
 def torchtitan_model(work: dict[str, Any]) -> torch.nn.Module:
     """Return torchtitan's own model with the work's first weights; of untied embeddings only."""
     from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+    from torchtitan.models.llama3.model.args import RoPEScalingArgs
     from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 
     llama = llama_config(work, "torchtitan")
@@ -361,6 +364,7 @@ def torchtitan_model(work: dict[str, Any]) -> torch.nn.Module:
         ffn_dim_multiplier=0.5 * ffn / int(8 * width / 3),
         norm_eps=llama["rms_norm_eps"],
         rope_theta=llama["rope_parameters"]["rope_theta"],
+        rope_scaling_args=RoPEScalingArgs(scaling_factor=1.0),  # else those of Llama 3.1
         max_seq_len=work["seq_len"],
     )
     model = Transformer(args)

@@ -85,6 +85,20 @@ def test_every_strategy_rehearses_as_two_real_processes_run(folder: Path) -> Non
     assert_alike(folder, tuple(strategy for strategy in STUDIED_STRATEGIES if strategy not in FAST))
 
 
+def test_float8_is_rehearsed_as_a_gpu_has_it_not_as_it_is_emulated(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    shape = ("--model", "slm-10m", "--seq_len", "512", "--per_device_train_batch_size", "16")
+    flags = (*shape, "--fp8", "rowwise", "--loss_kernel", "fused_linear", "--gradient_checkpointing", "full")
+    done = slm(
+        *("compare", "--json", "--strategy", "ddp", "--rehearse", "2", "--output_dir", str(tmp_path), *flags)
+    )
+    (row,) = json.loads(done.out)
+    estimated = slm("estimate", "--json", "--strategy", "ddp", "--num_gpus", "2", *flags)
+    (expected,) = json.loads(estimated.out)
+    assert row["memory_at_peak"]["module"].endswith(".mlp")  # where it casts
+    assert row["memory_at_peak"]["num_bytes"] == pytest.approx(expected["peak_allocated_bytes"], rel=0.01)
+
+
 def test_rows_of_a_rehearsal_say_what_they_are(rehearsed: dict[tuple[str, int], dict]) -> None:
     assert list(rehearsed) == [("ddp", 2), ("fsdp_full_shard", 2), ("ddp", 8), ("fsdp_full_shard", 8)]
     for row in rehearsed.values():

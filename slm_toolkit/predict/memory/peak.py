@@ -64,7 +64,7 @@ def peak(setup: Setup) -> MemoryEstimate:
     closed form.
     """
     spec, config, compute = setup.spec, setup.config, setup.compute
-    unknown = unknown_to_estimates(config)
+    unknown = unknown_to_estimates(config, spec=spec)
     if config.peft != "none" and setup.software != "2026":
         unknown.append(f"--software {setup.software} with --peft {config.peft}: no closed form for it")
     if setup.strategy.is_fsdp1 and config.peft != "none":

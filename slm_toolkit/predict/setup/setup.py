@@ -264,11 +264,11 @@ def placement_of(strategy: Strategy) -> Sharding:
     return strategy.sharding
 
 
-def unknown_to_estimates(config: RunConfig, gpu: Gpu | None = None) -> list[str]:
-    """Return a sentence for each flag of `config` that has no closed form, on `gpu` if it is given."""
+def unknown_to_estimates(
+    config: RunConfig, *, gpu: Gpu | None = None, spec: ModelSpec | None = None
+) -> list[str]:
+    """Return a sentence for each flag without a closed form: by itself, on that GPU, and for that model."""
     problems = []
-    if config.fp8 != "none" and gpu is not None and not gpu.has_float8:
-        problems.append(f"--fp8 {config.fp8} on {gpu.name}: no closed form, because this GPU emulates float8")
     for name in _uncovered(config):
         value = getattr(config, name)
         typed = f"--{name}" if value is True else f"--{name} {value}"
@@ -278,27 +278,46 @@ def unknown_to_estimates(config: RunConfig, gpu: Gpu | None = None) -> list[str]
             "--torch_compile with --peft qlora: no closed form for layers that 4-bit weights cut into "
             "several graphs; measure them on a GPU"
         )
-    if config.fp8 != "none" and config.numerics not in _FLOAT8_NUMERICS:
-        problems.append(f"--fp8 {config.fp8} with --numerics {config.numerics}: no closed form for it")
-    if problem := _of_liger(config):
-        problems.append(problem)
-    if problem := unknown_targets(config):
-        problems.append(problem)
-    return problems
+    problems += [_float8_problem(config, gpu, spec), _liger_problem(config, spec), unknown_targets(config)]
+    return list(filter(None, problems))
 
 
-_FLOAT8_NUMERICS = ("aligned", "pure_bf16")
-"with which --fp8 has closed forms"
-
-
-def _of_liger(config: RunConfig) -> str | None:
-    """Return what of --use_liger_kernel has no closed form."""
-    if not config.use_liger_kernel or (config.peft == "none" and not config.torch_compile):
+def _float8_problem(config: RunConfig, gpu: Gpu | None, spec: ModelSpec | None) -> str | None:
+    """Return why --fp8 has no closed form; None if it has one."""
+    flag = f"--fp8 {config.fp8}"
+    if config.fp8 == "none":
         return None
-    beside = "--torch_compile" if config.torch_compile else f"--peft {config.peft}"
+    if config.numerics not in ("aligned", "pure_bf16"):
+        return f"{flag} with --numerics {config.numerics}: no closed form for it"
+    if gpu is not None and not gpu.has_float8:
+        return f"{flag} on {gpu.name}: no closed form, because this GPU emulates float8; leave --fp8 out"
+    if spec is not None and not _is_like_llama(spec):
+        return f"{flag} with {spec.name}: no closed form; there is one for layers like Llama's"
+    return None
+
+
+def _liger_problem(config: RunConfig, spec: ModelSpec | None) -> str | None:
+    """Return why --use_liger_kernel has no closed form; None if it has one."""
+    if not config.use_liger_kernel:
+        return None
+    if config.torch_compile or config.peft != "none":
+        beside = "--torch_compile" if config.torch_compile else f"--peft {config.peft}"
+        return (
+            f"--use_liger_kernel with {beside}: no closed form for it; "
+            "--norm_kernel fused --mlp_kernel fused keep about as much"
+        )
+    if spec is not None and not _is_like_llama(spec):
+        return f"--use_liger_kernel with {spec.name}: no closed form; there is one for layers like Llama's"
+    return None
+
+
+def _is_like_llama(spec: ModelSpec) -> bool:
+    """Return whether the layers have Llama's parts, like those with which Liger and torchao were traced."""
     return (
-        f"--use_liger_kernel with {beside}: no closed form for it; "
-        "--norm_kernel fused --mlp_kernel fused keep about as much"
+        spec.gated_ffn
+        and spec.norms == "before"
+        and spec.qk_norm == "none"
+        and not (spec.fused_projections or spec.experts or spec.latent_attention)
     )
 
 
@@ -310,14 +329,16 @@ def _uncovered(config: RunConfig) -> list[str]:
 _PARTLY_COVERED = [name for name, flag in FLAGS.items() if flag.no_closed_form]
 
 
-def known_to_estimates(config: RunConfig) -> tuple[RunConfig, list[str]]:
+def known_to_estimates(config: RunConfig, *, gpu: Gpu | None, spec: ModelSpec) -> tuple[RunConfig, list[str]]:
     """Return the nearest config that has closed forms, and a sentence for each flag that it leaves out."""
     changes = {name: getattr(RunConfig, name) for name in _uncovered(config)}
-    if config.numerics not in _FLOAT8_NUMERICS:
+    if _float8_problem(config, gpu, spec):
         changes |= {"fp8": "none"}
-    if config.use_liger_kernel and _of_liger(config):  # without adapters these keep the same for backward
-        changes |= {"use_liger_kernel": False, "norm_kernel": "fused", "mlp_kernel": "fused"}
-    return dataclasses.replace(config, **changes), unknown_to_estimates(config)
+    if _liger_problem(config, spec):
+        changes |= {"use_liger_kernel": False}
+        if _is_like_llama(spec):  # these keep about as much
+            changes |= {"norm_kernel": "fused", "mlp_kernel": "fused"}
+    return dataclasses.replace(config, **changes), unknown_to_estimates(config, gpu=gpu, spec=spec)
 
 
 def unlike_the_model(spec: ModelSpec, seq_len: int) -> list[str]:

@@ -58,7 +58,7 @@ _EAGER_GPT_KERNELS = (
     30  # two norms, projections 4 with biases, copies 8, attention, GELU, adds; casts of weights 8
 )
 _FUSED_NORM_SAVES = 10
-_LIGERS_ROPE_AND_SWIGLU_SAVE = 12  # one kernel each
+_LIGERS_ROPE_AND_SWIGLU_SAVE = 12  # 12 and 2 become one each
 _EAGER_NORM_KERNELS = 6
 
 
@@ -204,7 +204,7 @@ _SELECTIVE_RECOMPUTED = 0.5
 _LAYERS_AGAIN = {"none": 0.0, "full": 1.0, "selective_layer": 0.5, "selective_op": 1.0}
 "fraction of forward's kernels that checkpointing launches again"
 _FLOAT8_RATE = 2.0  # x: tensor cores' rate over bf16's, on Ada, Hopper and Blackwell (NVIDIA's datasheets)
-# per element: maximum of a row, or of the whole, and cast: 3 if a kernel holds the row, else 5
+# per element: a kernel that holds the row moves 3, for another maximum it takes two that move 5: half of each
 _COMPILED_CAST_BYTES = 4
 # absolute value 4, maximum 2, to fp32 6, scale 8, clamp 8, to float8 5
 _EAGER_CAST_BYTES, _EAGER_CAST_KERNELS = 33, 6

@@ -256,9 +256,9 @@ def untimed_notes(rows: list[Estimate]) -> list[str]:
     """Return a note on each kernel of another package whose speed no run of ours has shown."""
     notes = []
     if any(row.fp8 != "none" for row in rows):
-        notes.append("fp8: traced memory agrees; the speed is counted from torchao's code, never measured")
+        notes.append("fp8: its speed is counted from torchao's code, never measured")
     if any(row.use_liger_kernel for row in rows):
-        notes.append("Liger: traced memory agrees; the speed is counted from its code, never measured")
+        notes.append("Liger: its speed is counted from its code, never measured")
     return notes
 
 

@@ -168,6 +168,9 @@ def test_what_estimates_do_not_know_is_no_reason_to_stop() -> None:
     done = slm_here("doctor", *H100S, "--json", "--strategy", "ddp", "--attn_implementation", "sdpa_math")
     assert done.code == 0
     assert "note: --attn_implementation sdpa_math: no closed form for it" in done.err
+    asked = ("--gpu", "a100-40gb", "--num_gpus", "2", "--model", "slm-2b-hw", "--fp8", "rowwise")
+    asked += ("--strategy", "ddp", "--per_device_train_batch_size", "16")
+    assert {"does-not-fit", "fp8-emulated"} <= set(names(slm_here("doctor", *asked, "--json").out))
     adapter = slm_here("doctor", *H100S, "--json", "--strategy", "ds_zero3", "--peft", "qlora")
     assert "qlora-under-zero3" in names(adapter.out)
 
