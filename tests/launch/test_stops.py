@@ -111,7 +111,7 @@ def test_ctrl_c_in_a_terminal_saves_and_exits_with_130_and_the_run_goes_on(tmp_p
     said, _ = process.communicate(timeout=60)
     os.close(ours)
     os.close(terminal)
-    assert process.returncode == 128 + 2
+    assert process.returncode == 128 + 2, said
     step = int(re.search(r"error: Ctrl-C \(SIGINT\) after step (\d+) of 100000\n", said)[1])
     lines = [line for line in said.splitlines() if not line.startswith("checkpoint: ")]
     assert lines[-2:] == [
