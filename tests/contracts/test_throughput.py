@@ -49,18 +49,8 @@ def test_torchtitans_own_model_trains_on_the_same_work(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={os.environ.get("SLM_TRITON")} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    arms = (
-        "--arms",
-        "bare",
-        "torchtitan",
-        "--against",
-        "bare",
-        "--rounds",
-        "1",
-        "--numerics",
-        "fp32",
-    )
-    arms += ("--python", f"torchtitan={python}")
+    arms = ("--arms", "bare", "torchtitan", "--against", "bare", "--rounds", "1")
+    arms += ("--numerics", "fp32", "--python", f"torchtitan={python}")
     done = run(sys.executable, str(ROOT / "bench/throughput.py"), *SMALL, *arms, warm=True)
     assert done.code == 0, done.out + done.err
     assert "torchtitan" in done.out
