@@ -47,6 +47,7 @@ BEST = {
     "ours": ("--loss_kernel", "fused_linear", "--norm_kernel", "fused"),
     "ours_compile": ("--loss_kernel", "fused_linear", "--torch_compile"),
 }
+ON_GPU = {"ours_triton": (*BEST["ours_compile"], "--triton_loss", "--optim", "adamw_triton")}
 FEATURES = {  # ours, one thing at a time
     "plain": (),
     "eager_attention": ("--attn_implementation", "eager"),
@@ -58,7 +59,7 @@ FEATURES = {  # ours, one thing at a time
     "unfused_adamw": ("--optim", "adamw_torch"),
     "pure_bf16": ("--numerics", "pure_bf16"),
 }
-OURS = {**BEST, **FEATURES}
+OURS = {**BEST, **ON_GPU, **FEATURES}
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {  # the trainer of rivals/training.py, and its options
     "trainer": ("trainer", {}),
     "trainer_compile": ("trainer", {"torch_compile": True}),

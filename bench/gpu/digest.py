@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.hardware.calibration import FILE, Calibration, CalibrationRow, rows_of
+from slm_toolkit.hardware.calibration import FILE, Calibration, CalibrationRow, completed, rows_of
 from slm_toolkit.hardware.gpus import Gpu, find_gpu
 from slm_toolkit.model.names import find_model
-from slm_toolkit.predict.setup.setup import Setup
+from slm_toolkit.predict.setup.setup import Setup, unknown_to_estimates
 from slm_toolkit.predict.speed.attention import kernel_of
 from slm_toolkit.predict.speed.matmul import ALIGNMENT, product_seconds, rates_of
 from slm_toolkit.predict.speed.software import TODAY, calibrated
@@ -42,8 +42,9 @@ from slm_toolkit.strategy.strategy import find_strategy
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PARTS = ("canary", "micro", "ladder", "memory", "trainer", "flash", "extras", "rungs")
-STEP_PARTS = ("ladder", "memory", "rungs", "flash")
-"whose arms have a closed form"
+STEP_PARTS = ("ladder", "memory", "rungs", "flash", "extras")
+HELD_OUT = ("flash", "extras")
+"parts of which no arm is fitted to"
 SHAPES = {
     "matmul": ("rows", "inner", "width", "pass"),
     "attention": ("kernel", "head_dim", "num_heads", "seq_len", "batch", "pass"),
@@ -75,6 +76,8 @@ OF_MACHINE = ("kernel_seconds", "cuda_context_bytes")
 TO_STEPS = ("eager_slowdown", "compiled_slowdown", "kernel_seconds")
 LEAST_EFFECT = 0.02
 "of step times, per factor e of a term: a term with less is not fitted to them"
+LEAST_MODELS = 2
+"whose steps a term must change: one model's widths may be what is wrong with its steps"
 COMPUTED = ("matmul_share", "misaligned_share", "attention_forward_share", "attention_backward_share")
 MOST = 1.1
 "of the data sheet's peak: beyond it a time or its shape is wrong"
@@ -374,6 +377,7 @@ class Step:
     """The step of one arm."""
 
     arm: str
+    model: str
     measured_seconds: float
     predict: Callable[[Calibration], float]
     is_fitted: bool
@@ -381,30 +385,38 @@ class Step:
 
 
 def steps_of(archive: Archive, gpu: Gpu) -> list[Step]:
-    """Arms on one GPU that have a closed form; every second one is held out, and all of `flash`."""
+    """Arms on one GPU that have a closed form; every second one is held out, and all of HELD_OUT."""
     timed = [
-        arm
+        (arm, setup)
         for arm in archive.of(*STEP_PARTS)
         if _is_real(arm) and _is_positive(arm["result"].get("step_seconds")) and "asked" in arm["result"]
+        if (setup := _setup_of(arm["result"], gpu)) is not None
     ]
-    fitted_to = [arm for arm in timed if arm["part"] != "flash"][::2]
+    fitted_to = [arm for arm, _ in timed if arm["part"] not in HELD_OUT][::2]
     return [
         Step(
             f"{arm['part']} {arm['name']}",
+            setup.spec.name,
             arm["result"]["step_seconds"],
-            _predictor(arm["result"], gpu),
+            _predictor(setup),
             is_fitted=arm in fitted_to,
         )
-        for arm in timed
+        for arm, setup in timed
     ]
 
 
-def _predictor(result: dict[str, Any], gpu: Gpu) -> Callable[[Calibration], float]:
+def _setup_of(result: dict[str, Any], gpu: Gpu) -> Setup | None:
+    """None: without a closed form."""
     known = {each.name for each in dataclasses.fields(RunConfig) if each.init}
     asked = {name: value for name, value in result["asked"].items() if name in known}
     config = RunConfig(**asked).with_defaults(has_gpu=True)
-    strategy = find_strategy(result["strategy"])
-    setup = Setup(find_model(config.model), strategy, config, num_gpus=1, gpu=gpu).launched
+    spec = find_model(config.model)
+    if unknown_to_estimates(config, gpu=gpu, spec=spec):
+        return None
+    return Setup(spec, find_strategy(result["strategy"]), config, num_gpus=1, gpu=gpu).launched
+
+
+def _predictor(setup: Setup) -> Callable[[Calibration], float]:
     sent = transfers(setup)
 
     def predict(calibration: Calibration) -> float:
@@ -421,15 +433,17 @@ def _step_terms(archive: Archive, gpu: Gpu, terms: list[Term]) -> tuple[list[Ter
     measured = np.array([step.measured_seconds for step in steps])
 
     def predict(values: dict[str, float]) -> np.ndarray:
-        calibration = calibration_with({**of_micro, **values})
+        calibration = completed(gpu.name, calibration_with({**of_micro, **values}))
         return np.array([step.predict(calibration) for step in steps])
 
     start = {name: getattr(TODAY, name) for name in TO_STEPS}
     at_start, missing = predict(start), []
     for name in TO_STEPS:
-        effect = np.abs(np.log(predict({**start, name: start[name] * 1.1}) / at_start)).max() / np.log(1.1)
-        if effect < LEAST_EFFECT:
-            missing.append(f"{name}: changes no fitted arm's step by more than {LEAST_EFFECT:.0%}")
+        effects = np.abs(np.log(predict({**start, name: start[name] * 1.1}) / at_start)) / np.log(1.1)
+        models = {step.model for step, effect in zip(steps, effects, strict=True) if effect >= LEAST_EFFECT}
+        if len(models) < LEAST_MODELS:
+            changed = f"changes the fitted steps of {len(models)} models by more than {LEAST_EFFECT:.0%}"
+            missing.append(f"{name}: {changed}; a fit needs {LEAST_MODELS}")
             del start[name]
     if len(steps) < len(start) or not start:
         return [], [*missing, *[f"{', '.join(start)}: {len(steps)} arms, too few"] * bool(start)]
@@ -596,7 +610,8 @@ def term_table(terms: list[Term], missing: list[str]) -> list[str]:
     )
     lines = table("Calibration", columns, rows, note)
     if missing:
-        lines += ["", "Not calibrated, so as for other GPUs (predicted):", "", *(f"- {m}" for m in missing)]
+        heading = "Not calibrated, so the same chip's, if one is measured, or as for other GPUs (predicted):"
+        lines += ["", heading, "", *(f"- {m}" for m in missing)]
     return lines
 
 
@@ -616,7 +631,7 @@ def ended_badly(archive: Archive) -> list[str]:
 
 def page(archive: Archive, gpu: Gpu, terms: list[Term], missing: list[str]) -> str:
     about = archive.about
-    calibration = calibration_with({term.name: term.value for term in terms})
+    calibration = completed(gpu.name, calibration_with({term.name: term.value for term in terms}))
     lines = [f"# Measured on {about['gpu']}, {about.get('date', 'date unknown')}", ""]
     if about["pretended"]:
         lines += ["**PRETENDED: there was no GPU. No number here means anything.**", ""]

@@ -17,7 +17,7 @@ FILE = Path(__file__).parent / "calibration.csv"
 VARIABLE = "SLM_CALIBRATION"
 "environment variable: path of another calibration file"
 SAME_CHIP = {"h200": "h100-80gb", "gh200": "h100-80gb"}
-"GPUs that take the shares of another one, whose chip they have, until they have rows of their own"
+"GPUs that take each term that has no row of theirs from another GPU, whose chip they have"
 _OF_MACHINE = ("kernel_seconds", "cuda_context_bytes")
 "terms that are not the chip's"
 SOFTWARE_MEASURED = "2026"
@@ -96,20 +96,23 @@ class CalibrationRow:
 
 
 def calibration_of(gpu: str | None, software: str = SOFTWARE_MEASURED) -> Calibration:
-    """Return the Calibration of a GPU by its canonical name; without rows, of the GPU with the same chip.
+    """Return the Calibration of a GPU by its canonical name; a term without a row is the same chip's.
 
     Returns NOT_CALIBRATED if neither has a row, or if the software is older than the measurements.
     """
     if gpu is None or software != SOFTWARE_MEASURED:
         return NOT_CALIBRATED
-    measured = _calibrations(_file())
-    if gpu in measured or gpu not in SAME_CHIP:
-        return measured.get(gpu, NOT_CALIBRATED)
-    found = measured.get(SAME_CHIP[gpu], NOT_CALIBRATED)
-    if found is NOT_CALIBRATED:
-        return found
-    described = f"{found.described}, on a GPU with the same chip"
-    return dataclasses.replace(found, **dict.fromkeys(_OF_MACHINE), described=described)
+    return completed(gpu, _calibrations(_file()).get(gpu, NOT_CALIBRATED))
+
+
+def completed(gpu: str, own: Calibration) -> Calibration:
+    """Return a GPU's calibration with the same chip's terms where it has none."""
+    chips = _calibrations(_file()).get(SAME_CHIP.get(gpu), NOT_CALIBRATED)
+    if chips == NOT_CALIBRATED:
+        return own
+    missing = [term for term in TERMS if term not in _OF_MACHINE and getattr(own, term) is None]
+    described = own.described or f"{chips.described}, on a GPU with the same chip"
+    return dataclasses.replace(own, **{term: getattr(chips, term) for term in missing}, described=described)
 
 
 def is_calibrated(gpu: str) -> bool:

@@ -94,7 +94,7 @@ def arm(digest: ModuleType, part: str, name: str, model: str, batch: int, **flag
     asked = {"model": model, "per_device_train_batch_size": batch, "seq_len": 1024, **flags}
     result = {**asked, "asked": asked, "strategy": "single", "evidence": "measured", "world_size": 1}
     result["attn_implementation"] = flags.get("attn_implementation", "sdpa")
-    seconds = digest._predictor(result, H200)(TRUE)
+    seconds = digest._predictor(digest._setup_of(result, H200))(TRUE)
     rate = batch * 1024 / seconds
     result |= {"step_seconds": seconds, "tokens_per_second": rate, "mfu": 0.4, "estimated_mfu": 0.3}
     result |= {"peak_allocated_bytes": 20 * 2**30, "peak_reserved_bytes": 21 * 2**30, "losses": [3.0]}
@@ -179,6 +179,33 @@ def test_noise_shows_in_the_residual_and_held_out_arms_get_better(digest: Module
 
     assert len(steps) == 6  # every second of the eight, and both of flash
     assert worst(with_terms) < 0.06 < worst(NOT_CALIBRATED)
+
+
+@pytest.mark.quick
+def test_steps_of_one_model_are_no_fit(digest: ModuleType, tmp_path: Path) -> None:
+    lines = [line for line in arm_lines(digest) if line["part"] == "ladder" or "100m" in line["name"]]
+    terms, missing = digest.terms_of(read(digest, write(tmp_path / "a", micro_lines(), lines)), H200)
+    assert "compiled_slowdown" in {term.name for term in terms}
+    assert "eager_slowdown: changes the fitted steps of 1 models by more than 2%; a fit needs 2" in missing
+
+
+@pytest.mark.quick
+def test_a_term_without_a_row_is_that_of_the_same_chip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [
+        "gpu,term,value,residual,num_measurements,evidence,source,date",
+        "h100-80gb,eager_slowdown,1.5,0.01,9,step times of arms,results/h100-80gb,2026-11-26",
+        "h100-80gb,matmul_share,0.8,0.01,9,micro-benchmarks,results/h100-80gb,2026-11-26",
+        "h100-80gb,kernel_seconds,2e-5,0.01,9,step times of arms,results/h100-80gb,2026-11-26",
+        "h200,matmul_share,0.7,0.01,9,micro-benchmarks,results/h200,2026-11-26",
+    ]
+    (tmp_path / "rows.csv").write_text("\n".join(rows) + "\n")
+    monkeypatch.setenv("SLM_CALIBRATION", str(tmp_path / "rows.csv"))
+    own, chips = calibration_of("h200"), calibration_of("gh200")
+    assert (own.matmul_share, own.eager_slowdown, own.kernel_seconds) == (0.7, 1.5, None)
+    assert (chips.matmul_share, chips.eager_slowdown, chips.kernel_seconds) == (0.8, 1.5, None)
+    assert "results/h200" in own.described and "a GPU with the same chip" in chips.described
 
 
 @pytest.mark.quick
