@@ -9,6 +9,9 @@ _FULL_WAVES = 4096
 of the hidden states has 12 tiles of 256 x 128 for the 132 multiprocessors of an H200"""
 _MOST_LOGITS = 2**28
 "logits of a chunk of so many tokens, at most: 512 MiB in bf16"
+_LOGITS_ON_CPU = _ELEMENTS // 2
+"""16 MiB in bf16; a core's caches make few rows fast: slm-10m with 32,000 tokens takes 1.30 s per step with
+256 rows at a time, 1.48 with 512, 1.57 with 2048 (bench/throughput.py, 2026-11-26)"""
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,8 @@ class LossChunks:
 
     num_tokens_asked: int | None = None
     "of --loss_chunk_tokens; None: by the rules below"
+    on_cpu: bool = False
+    "computed on a CPU. A rehearsal has a GPU's chunks"
 
     def of_logits(self, num_tokens: int, *, vocab_size: int, hidden_size: int) -> int:
         """Return the tokens per chunk of `fused_linear`.
@@ -24,12 +29,13 @@ class LossChunks:
         Liger's chunks take little memory. But their matrix products may be too small for a GPU, and every
         chunk reads and writes matrices of V x h. So a chunk has at least _FULL_WAVES tokens, or fewer if
         their logits would be more than _MOST_LOGITS: V = 151936 gives 1766 tokens, so 1024, a power of two
-        for the GPU's tiles.
+        for the GPU's tiles. On a CPU it has at least the tokens of _LOGITS_ON_CPU: V = 32000 gives 256.
         """
         if self.num_tokens_asked is not None:
             return min(num_tokens, self.num_tokens_asked)
         as_in_liger = tokens_of_ligers_chunk(num_tokens, vocab_size=vocab_size, hidden_size=hidden_size)
-        at_least = max(1, min(_FULL_WAVES, _MOST_LOGITS // vocab_size))
+        full_waves = min(_FULL_WAVES, _MOST_LOGITS // vocab_size)
+        at_least = max(1, _LOGITS_ON_CPU // vocab_size if self.on_cpu else full_waves)
         return min(num_tokens, max(as_in_liger, 1 << (at_least.bit_length() - 1)))
 
     def of_probabilities(self, num_tokens: int, *, vocab_size: int) -> int:

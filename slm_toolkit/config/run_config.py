@@ -106,8 +106,9 @@ class RunConfig:
     )
     loss_chunk_tokens: int | None = Flag(
         None,
-        "tokens per chunk of a fused --loss_kernel. Fewer tokens take less memory and more time (default: "
-        "of fused_linear 4096 or more, but 512 MiB of bf16 logits at most; of fused_logits 64 MiB in fp32)",
+        "tokens per chunk of a fused --loss_kernel. Fewer tokens take less memory and more time on a GPU "
+        "(default: of fused_linear 4096 or more, but 512 MiB of bf16 logits at most, and on a CPU 16 MiB or "
+        "more; of fused_logits 64 MiB in fp32)",
         group="model",
         grid=True,
         least=1,

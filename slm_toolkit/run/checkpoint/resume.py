@@ -23,12 +23,14 @@ from slm_toolkit.run.checkpoint.checkpoint import (
 from slm_toolkit.run.checkpoint.files import (
     DATA,
     NUM_HELD_OUT,
+    WRITTEN_BY,
     Manifest,
     Reader,
     damage,
     file_of_rank,
     read_manifest,
 )
+from slm_toolkit.run.checkpoint.foreign import ForeignReader, is_foreign, open_foreign
 from slm_toolkit.run.engine.training_state import (
     Stretch,
     initial_weights,
@@ -46,6 +48,13 @@ class Checkpoint:
 
     path: Path
     manifest: Manifest
+    reader: Reader | ForeignReader
+    "of the tensors"
+
+    @property
+    def is_foreign(self) -> bool:
+        """True if another program wrote it: data, flags and random states are then unknown."""
+        return isinstance(self.reader, ForeignReader)
 
 
 def find_checkpoints(
@@ -75,9 +84,32 @@ def find_checkpoints(
             f"no such checkpoint: {resume}\n"
             "hint: give a folder like runs/<run>/checkpoints/step_<k>, or latest"
         )
+    if is_foreign(folder):
+        return [_foreign(folder, run)]
     manifest = read_manifest(folder)
     _check_settings(folder, manifest, run)
-    return [Checkpoint(folder, manifest)]
+    return [Checkpoint(folder, manifest, Reader(folder, manifest))]
+
+
+def _foreign(folder: Path, run: dict[str, Any]) -> Checkpoint:
+    """Return a checkpoint of accelerate or DeepSpeed, which says nothing of flags and data."""
+    reader = open_foreign(folder)
+    manifest = Manifest(
+        step=reader.num_steps,
+        optimizer_steps=reader.num_optimizer_steps,
+        order=0,
+        run={**run, DATA: []},
+        written_by={
+            **dict.fromkeys(WRITTEN_BY),
+            "strategy": reader.program,
+            "num_processes": reader.num_processes,
+        },
+        frozen=None,
+        scaler=None,
+        num_elements=reader.num_elements,
+        files=(),
+    )
+    return Checkpoint(folder, manifest, reader)
 
 
 def _newest(run_dir: Path, run: dict[str, Any], *, can_be_none: bool) -> list[Checkpoint]:
@@ -85,7 +117,8 @@ def _newest(run_dir: Path, run: dict[str, Any], *, can_be_none: bool) -> list[Ch
     manifests = readable_manifests(folder, warn=True)
     of_run = [(m.order, path) for path, m in manifests.items() if is_of(m, run)]
     if of_run:
-        return [Checkpoint(path, manifests[path]) for _, path in sorted(of_run, reverse=True)]
+        paths = [path for _, path in sorted(of_run, reverse=True)]
+        return [Checkpoint(path, manifests[path], Reader(path, manifests[path])) for path in paths]
     if manifests:
         newest = max(manifests, key=lambda path: manifests[path].order)
         _check_settings(newest, manifests[newest], run)
@@ -149,7 +182,7 @@ def num_held_out(checkpoint: Checkpoint | None) -> int | None:
 def check_data(checkpoint: Checkpoint, contents: list[dict[str, Any]]) -> None:
     """Raise ValueError if the data has changed since the checkpoint was written."""
     before = checkpoint.manifest.run[DATA]
-    if before != plain({DATA: contents})[DATA]:
+    if not checkpoint.is_foreign and before != plain({DATA: contents})[DATA]:
         sizes = [[content.get("num_sequences") for content in datasets] for datasets in (before, contents)]
         counts = f": {sizes[0]} sequences then, {sizes[1]} now" if sizes[0] != sizes[1] else ""
         raise ValueError(
@@ -192,7 +225,7 @@ def load_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
 
     Raises ValueError if the model's parameters or frozen weights differ from those of the checkpoint.
     """
-    reader, expected = Reader(checkpoint.path, checkpoint.manifest), checkpoint.manifest.num_elements
+    expected = checkpoint.manifest.num_elements
     sizes = {name: num_elements(param) for name, param in trained(model)}
     if sizes != expected:
         differing = sorted(name for name in {*sizes, *expected} if sizes.get(name) != expected.get(name))
@@ -208,18 +241,17 @@ def load_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
         )
     for part in initial_weights(model):
         if part.size:
-            part.tensor.copy_(_read(reader, part))
+            part.tensor.copy_(_read(checkpoint, part))
 
 
 def load_state(
     checkpoint: Checkpoint, model: torch.nn.Module, optimizer: Any, accelerator: Accelerator
 ) -> None:
     """Load master weights and moments into the prepared model and optimizer; every rank reads its share."""
-    reader = Reader(checkpoint.path, checkpoint.manifest)
     ranks = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
     for part in stretches(model, optimizer, **ranks):
         if part.size:
-            part.tensor.copy_(_read(reader, part))
+            part.tensor.copy_(_read(checkpoint, part))
     set_optimizer_steps(model, optimizer, checkpoint.manifest.optimizer_steps)
     if accelerator.scaler is not None and checkpoint.manifest.scaler is not None:
         accelerator.scaler.load_state_dict(checkpoint.manifest.scaler)
@@ -228,18 +260,19 @@ def load_state(
 def load_random_states(checkpoint: Checkpoint, accelerator: Accelerator) -> None:
     """Restore this rank's random states, so that dropout continues where it was.
 
-    On another number of processes nothing is restored: the random numbers start from the seed again.
+    On another number of processes, or from another program's checkpoint, nothing is restored: the random
+    numbers start from the seed again.
     Raises ValueError if torch refuses this rank's state.
     """
-    if checkpoint.manifest.written_by["num_processes"] != accelerator.num_processes:
+    is_same_launch = checkpoint.manifest.written_by["num_processes"] == accelerator.num_processes
+    if isinstance(checkpoint.reader, ForeignReader) or not is_same_launch:
         return
-    reader = Reader(checkpoint.path, checkpoint.manifest)
     rank = accelerator.process_index
     setters = {RANDOM_CPU: torch.set_rng_state}
     if torch.cuda.is_available():
         setters[RANDOM_CUDA] = torch.cuda.set_rng_state
     for name, set_state in setters.items():
-        state = reader.of_rank(rank, name)
+        state = checkpoint.reader.of_rank(rank, name)
         if state is None and name == RANDOM_CUDA:  # written on a CPU
             continue
         try:
@@ -274,7 +307,7 @@ def _conversion(manifest: Manifest, here: dict[str, Any]) -> str | None:
             f"{len(manifest.num_elements)} tensors are sharded again"
         )
     batch = ("per_device_train_batch_size", "gradient_accumulation_steps")
-    if any(before[key] != here[key] for key in batch):
+    if before["per_device_train_batch_size"] is not None and any(before[key] != here[key] for key in batch):
         then, now = (" x ".join(str(launch[key]) for key in batch) for launch in (before, here))
         changes.append(
             f"of a step's {manifest.run['sequences_per_step']} sequences, each process has {now}, not {then}"
@@ -282,8 +315,8 @@ def _conversion(manifest: Manifest, here: dict[str, Any]) -> str | None:
     return "; ".join(changes) or None
 
 
-def _read(reader: Reader, part: Stretch) -> torch.Tensor:
-    return reader.read(f"{part.kind}/{part.name}", part.start, part.size)
+def _read(checkpoint: Checkpoint, part: Stretch) -> torch.Tensor:
+    return checkpoint.reader.read(f"{part.kind}/{part.name}", part.start, part.size)
 
 
 def _check_settings(checkpoint: Path, manifest: Manifest, run: dict[str, Any]) -> None:

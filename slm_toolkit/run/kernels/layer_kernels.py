@@ -149,9 +149,11 @@ def use_kernels(model: PreTrainedModel, config: RunConfig) -> None:
             f"--mlp_kernel fused: the activation of {type(model).__name__} is {activation}, "
             "not silu\nhint: --mlp_kernel hf"
         )
+    on_cpu = not torch.cuda.is_available() and config.rehearse is None
+    chunks = dataclasses.replace(config.loss_chunks, on_cpu=on_cpu)
     if config.loss_kernel == "fused_logits":
         model.loss_function = functools.partial(
-            fused_logits_loss, arithmetic=_loss_arithmetic(config), chunks=config.loss_chunks
+            fused_logits_loss, arithmetic=_loss_arithmetic(config), chunks=chunks
         )
     elif config.loss_kernel == "fused_linear":
         head = model.get_output_embeddings()
@@ -161,7 +163,7 @@ def use_kernels(model: PreTrainedModel, config: RunConfig) -> None:
                 "not a plain matrix\nhint: --loss_kernel fused_logits works with every head"
             )
         head.__class__ = LossHead
-        head.arithmetic, head.chunks = _loss_arithmetic(config), config.loss_chunks
+        head.arithmetic, head.chunks = _loss_arithmetic(config), chunks
         model.register_forward_pre_hook(give_labels_to_head, with_kwargs=True)
         model.loss_function = loss_of_head
     for flag, kernel, model_class, fused in (

@@ -16,6 +16,13 @@ def test_chunks_of_logits_fill_a_gpu_or_are_as_large_as_the_hidden_states() -> N
     assert chunk_of(10, vocab_size=2**40, hidden_size=64) == 1
 
 
+def test_chunks_on_a_cpu_fit_its_caches() -> None:
+    chunk_of = LossChunks(on_cpu=True).of_logits
+    assert chunk_of(2048, vocab_size=32_000, hidden_size=256) == 256  # 2^23 / 32000 = 262, rounded down
+    assert chunk_of(2**18, vocab_size=32_000, hidden_size=768) == 8192  # as large as the hidden states
+    assert chunk_of(10, vocab_size=2**40, hidden_size=64) == 1
+
+
 def test_chunks_of_probabilities_take_64_mib_in_fp32() -> None:
     assert LossChunks().of_probabilities(10_000, vocab_size=32_000) == 524  # 2^24 / 32000 = 524.3
     assert LossChunks().of_probabilities(100, vocab_size=32_000) == 100

@@ -1,0 +1,72 @@
+"""Checkpoints of accelerate and DeepSpeed, written without this package, continue here under any engine."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import COMPILING_SECONDS, ROOT, Finished, launch, record_under, run
+
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.rivals.work import write_work
+
+SAVED_AT, NUM_STEPS = 5, 15
+WITHIN = 1e-5
+"of the losses in fp32: sums over ranks are rounded in another order"
+FLAGS = {
+    **{"model": "slm-1m", "seq_len": 32, "numerics": "fp32", "seed": 3, "max_steps": NUM_STEPS},
+    **{"learning_rate": 1e-3, "lr_scheduler_type": "constant", "warmup_steps": 0, "weight_decay": 0.0},
+    **{"adam_beta2": 0.999, "max_grad_norm": 1.0, "per_device_train_batch_size": 2},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Theirs:
+    """A training by accelerate alone: its checkpoint and the loss of every step."""
+
+    folder: Path
+    losses: list[float]
+
+
+def trained_by_accelerate(folder: Path, engine: str, **more: str) -> Theirs:
+    config = RunConfig(**FLAGS).with_defaults(has_gpu=False)
+    work = write_work(folder / "work", config, num_processes=2)
+    from safetensors.torch import load_file, save_file
+
+    tokens = load_file(work["tokens"])["tokens"].reshape(NUM_STEPS, -1, FLAGS["seq_len"])
+    save_file({"tokens": tokens}, folder / "tokens.safetensors")
+    asked = {
+        **{"engine": engine, "state_dict_type": "SHARDED_STATE_DICT", "numerics": "fp32", **more},
+        **{"model": work["model"], "tokens": str(folder / "tokens.safetensors"), "save_at": SAVED_AT},
+        **{"learning_rate": FLAGS["learning_rate"], "out": str(folder / "saved")},
+    }
+    (folder / "asked.json").write_text(json.dumps(asked))
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    done = run(*torchrun, str(ROOT / "tests" / "accelerate_alone.py"), str(folder / "asked.json"), cold=True)
+    assert done.code == 0, done.err
+    return Theirs(folder / "saved", json.loads((folder / "saved" / "losses.json").read_text()))
+
+
+def resumed(folder: Path, checkpoint: Path, strategy: str) -> tuple[Finished, dict]:
+    words = [word for name, value in FLAGS.items() for word in (f"--{name}", str(value))]
+    words += ["--output_dir", str(folder), "--run_name", "run", "--resume_from_checkpoint", str(checkpoint)]
+    done = launch(*words, config=f"accel_configs/{strategy}.yaml", timeout=COMPILING_SECONDS)
+    assert done.code == 0, done.err
+    return done, record_under(folder)
+
+
+@pytest.mark.parametrize(
+    ("engine", "strategy"),
+    [("fsdp2", "ddp"), ("zero3", "ddp"), ("zero2", "fsdp_full_shard"), ("zero1", "ds_zero3")],
+)
+def test_their_checkpoint_continues_here_with_their_losses(
+    engine: str, strategy: str, tmp_path: Path
+) -> None:
+    theirs = trained_by_accelerate(tmp_path, engine)
+    done, record = resumed(tmp_path / "runs", theirs.folder, strategy)
+    assert record["first_step"] == SAVED_AT
+    assert record["losses"] == pytest.approx(theirs.losses[SAVED_AT:], abs=WITHIN)
+    assert len(record["losses"]) == NUM_STEPS - SAVED_AT
+    # without the moments or the weights, the first loss or the ones after it would differ by far more
+    assert max(abs(loss - theirs.losses[0]) for loss in record["losses"]) > 100 * WITHIN
