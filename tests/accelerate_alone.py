@@ -3,8 +3,9 @@
     torchrun --nproc_per_node 2 tests/accelerate_alone.py work.json
 
 work.json: engine (fsdp2, zero1, zero2, zero3), state_dict_type of FSDP, numerics (fp32, bf16), model (a
-folder), tokens (safetensors: steps x sequences x length), save_at, learning_rate, out. Nothing of slm_toolkit
-is imported, so the checkpoint is what accelerate and DeepSpeed write. Losses go to out/losses.json.
+folder), tokens (safetensors: steps x sequences x length), first_step, save_at, learning_rate, num_groups (of
+AdamW: 2 has one for norms), load (a folder or null), out. Nothing of slm_toolkit is imported, so the
+checkpoint is what accelerate and DeepSpeed write. Losses go to out/losses.json.
 """
 
 import json
@@ -41,6 +42,8 @@ def accelerator_of(work: dict) -> Accelerator:
     if work["numerics"] == "bf16":
         config["bf16"] = {"enabled": True}
     os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu"}  # as accelerate launch does
+    if work["load"] is not None:
+        config["checkpoint"] = {"load_universal": True}
     plugin = DeepSpeedPlugin(hf_ds_config=config)
     handler = InitProcessGroupKwargs(backend="gloo")
     return Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[handler])
@@ -50,11 +53,19 @@ def main() -> None:
     work = json.loads(Path(sys.argv[1]).read_text())
     accelerator = accelerator_of(work)
     model = AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=work["learning_rate"], weight_decay=0.0)
+    groups: list[list[torch.Tensor]] = [[], []]
+    for param in model.parameters():
+        groups[param.dim() == 1 and work["num_groups"] == 2].append(param)
+    optimizer = torch.optim.AdamW(
+        [{"params": group} for group in groups if group], lr=work["learning_rate"], weight_decay=0.0
+    )
     model, optimizer = accelerator.prepare(model, optimizer)
     rank, ranks = accelerator.process_index, accelerator.num_processes
+    if work["load"] is not None:
+        accelerator.load_state(work["load"])
     losses = []
-    for step, batch in enumerate(load_file(work["tokens"])["tokens"]):
+    batches = load_file(work["tokens"])["tokens"][work["first_step"] :]
+    for step, batch in enumerate(batches, start=work["first_step"]):
         own = batch.tensor_split(ranks)[rank]
         loss = model(input_ids=own, labels=own).loss
         accelerator.backward(loss)
@@ -66,6 +77,7 @@ def main() -> None:
         if step + 1 == work["save_at"]:
             accelerator.save_state(work["out"])
     if accelerator.is_main_process:
+        Path(work["out"]).mkdir(parents=True, exist_ok=True)
         Path(work["out"], "losses.json").write_text(json.dumps(losses))
     accelerator.wait_for_everyone()
     torch.distributed.destroy_process_group()

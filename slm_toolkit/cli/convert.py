@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import os
 import shlex
 import sys
 import textwrap
@@ -12,6 +13,7 @@ from typing import Any
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.base.safe_files import write_beside
+from slm_toolkit.base.user_files import typed_path
 from slm_toolkit.config.parser import count
 from slm_toolkit.convert.engines import to_engine
 from slm_toolkit.convert.read import read_source
@@ -33,7 +35,15 @@ _FORMS = {  # name: (engine, or None for the source's; writer; description)
         "Hugging Face TrainingArguments, and the file of --fsdp_config or --deepspeed",
     ),
 }
+_CHECKPOINT_FORMS = {
+    "hf_model": "of a checkpoint: its weights as a Hugging Face model",
+    "fsdp_checkpoint": "of a checkpoint: a folder for Accelerator.load_state under FSDP2 (DCP)",
+    "ds_universal": "of a checkpoint: a folder for DeepSpeed's load_universal, any ZeRO stage",
+}
 _OTHER_NAMES = {
+    **dict.fromkeys(("hf", "huggingface", "safetensors"), "hf_model"),
+    **dict.fromkeys(("dcp", "distcp"), "fsdp_checkpoint"),
+    **dict.fromkeys(("universal", "zero_checkpoint", "deepspeed_universal"), "ds_universal"),
     **dict.fromkeys(("fsdp", "fsdp2", "accelerate_fsdp2"), "accelerate_fsdp"),
     **dict.fromkeys(("deepspeed", "zero", "accelerate_zero"), "accelerate_deepspeed"),
     **dict.fromkeys(("ddp", "multi_gpu"), "accelerate_ddp"),
@@ -43,7 +53,7 @@ _OTHER_NAMES = {
 _DESCRIPTION = """\
 Convert accelerate YAMLs (FSDP, DeepSpeed, DDP), DeepSpeed JSONs and transformers' TrainingArguments into
 one another. The files go to stdout, or into --output DIR, where nothing is overwritten. stderr lists what
-became of each key, and why."""
+became of each key, and why. Or rewrite a checkpoint of a run, of accelerate's FSDP or of DeepSpeed."""
 _EXAMPLES = """\
   slm convert fsdp_full_shard --to accelerate_deepspeed --output mine   the same sharding under ZeRO
   slm convert ds_zero3 --to training_arguments                          for a script with the Trainer
@@ -51,10 +61,12 @@ _EXAMPLES = """\
 """
 _EPILOG = """\
 SOURCE: a shipped strategy (`slm configs`), an accelerate YAML, a DeepSpeed JSON, TrainingArguments as JSON or
-YAML, a file for --fsdp_config, or a training command after --
+YAML, a file for --fsdp_config, or a training command after --; or the folder of a checkpoint, such as
+runs/RUN/checkpoints/step_N or what Accelerator.save_state or DeepSpeed wrote. No code in a folder is run
 forms:
 {forms}
 more examples:
+  slm convert zero3_folder --to hf_model --model slm-1b --output model   weights out of a ZeRO checkpoint
   slm convert my_ds.json --to accelerate_deepspeed                      a YAML that names the JSON
   slm convert --to accelerate_fsdp -- torchrun --nproc_per_node 8 train.py --fsdp "full_shard offload" --bf16
 exit codes:
@@ -69,7 +81,8 @@ _WIDTH = 110
 def fill(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `slm convert`."""
     parser.description, parser.examples = _DESCRIPTION, _EXAMPLES
-    forms = "\n".join(f"  {name:22}{what}" for name, (_, _, what) in _FORMS.items())
+    described = {name: what for name, (_, _, what) in _FORMS.items()} | _CHECKPOINT_FORMS
+    forms = "\n".join(f"  {name:22}{what}" for name, what in described.items())
     parser.epilog = _EPILOG.format(forms=forms)
     parser.add_argument("source", nargs="+", metavar="SOURCE", help="what to convert; see below")
     parser.add_argument(
@@ -86,6 +99,17 @@ def fill(parser: argparse.ArgumentParser) -> None:
         help='size of the groups of hpZ "auto" and HYBRID_SHARD (default: ranks / machines)',
     )
     parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="of a checkpoint: preset, folder or config.json (default: as in a run's)",
+    )
+    parser.add_argument(
+        "--learning_rate",
+        type=float,
+        metavar="LR",
+        help="of AdamW in a rewritten checkpoint (default: as of the run)",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print files, launch command and account as one JSON object"
     )
     parser.set_defaults(verb=_convert)
@@ -95,15 +119,15 @@ def _form(text: str) -> str:
     """Return the name in _FORMS of a form or its other name. Raises ArgumentTypeError for unknown names."""
     typed = text.lower().replace("-", "_")
     name = _OTHER_NAMES.get(typed, typed)
-    if name in _FORMS:
+    if name in _FORMS or name in _CHECKPOINT_FORMS:
         return name
-    hint = f"one of {', '.join(_FORMS)}"
+    hint = f"one of {', '.join([*_FORMS, *_CHECKPOINT_FORMS])}"
     if "zero" in typed:
         hint = (
             "--to accelerate_deepspeed or deepspeed_json; the source decides the ZeRO stage: FSDP full shard "
             "becomes ZeRO-3, shard grad-op ZeRO-2"
         )
-    elif close := get_close_matches(typed, [*_FORMS, *_OTHER_NAMES], n=1):
+    elif close := get_close_matches(typed, [*_FORMS, *_CHECKPOINT_FORMS, *_OTHER_NAMES], n=1):
         hint = f"did you mean {_OTHER_NAMES.get(close[0], close[0])}? {hint}"
     raise argparse.ArgumentTypeError(f"{text!r} is not a form\nhint: {hint}")
 
@@ -123,6 +147,8 @@ def convert(
 
 
 def _convert(args: argparse.Namespace) -> int:
+    if args.to in _CHECKPOINT_FORMS:
+        return _convert_checkpoint(args)
     with user_errors():
         written = convert(
             args.source,
@@ -147,6 +173,35 @@ def _convert(args: argparse.Namespace) -> int:
     sys.stdout.flush()
     print("\n".join(_account(written)), file=sys.stderr)
     return 1 if lost else 0
+
+
+def _convert_checkpoint(args: argparse.Namespace) -> int:
+    with user_errors():
+        if len(args.source) != 1 or args.output is None:
+            raise ValueError(
+                f"--to {args.to} takes the folder of one checkpoint, and a new folder as --output"
+            )
+        from slm_toolkit.convert.checkpoints import write_for_deepspeed, write_for_fsdp, write_model
+
+        folders = Path(os.path.realpath(typed_path(args.source[0]))), args.output
+        if args.to == "hf_model":
+            facts = write_model(*folders, model=args.model)
+        elif args.to == "fsdp_checkpoint":
+            facts = write_for_fsdp(*folders, model=args.model, learning_rate=args.learning_rate)
+        else:
+            rate, num_processes = args.learning_rate, args.num_processes
+            facts = write_for_deepspeed(
+                *folders, model=args.model, learning_rate=rate, num_processes=num_processes
+            )
+    if args.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        print(f"{facts['output']}: {facts['is']}")
+        print(
+            f"from {facts['source']}: step {facts['step']}, {facts['num_parameters']:,} parameters, "
+            f"written under {facts['written_by']} x {facts['num_processes']}"
+        )
+    return 0
 
 
 def _as_json(written: Converted, paths: list[Path]) -> dict[str, Any]:

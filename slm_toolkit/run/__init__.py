@@ -12,3 +12,4 @@ if not torch.cuda.is_available():
 for name in ("torchao", "torch.utils._pytree"):  # they warn about parts that float8 training does not use
     logging.getLogger(name).setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", message=".*torch.distributed.*is deprecated", category=FutureWarning)
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable", category=UserWarning)

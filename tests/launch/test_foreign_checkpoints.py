@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import COMPILING_SECONDS, ROOT, Finished, launch, record_under, run
+from conftest import COMPILING_SECONDS, ROOT, Finished, launch, record_under, run, slm
+from safetensors.torch import load_file, save_file
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.rivals.work import write_work
@@ -29,17 +30,17 @@ class Theirs:
     losses: list[float]
 
 
-def trained_by_accelerate(folder: Path, engine: str, **more: str) -> Theirs:
+def trained_by_accelerate(folder: Path, engine: str, **more: object) -> Theirs:
     config = RunConfig(**FLAGS).with_defaults(has_gpu=False)
     work = write_work(folder / "work", config, num_processes=2)
-    from safetensors.torch import load_file, save_file
-
     tokens = load_file(work["tokens"])["tokens"].reshape(NUM_STEPS, -1, FLAGS["seq_len"])
     save_file({"tokens": tokens}, folder / "tokens.safetensors")
     asked = {
-        **{"engine": engine, "state_dict_type": "SHARDED_STATE_DICT", "numerics": "fp32", **more},
-        **{"model": work["model"], "tokens": str(folder / "tokens.safetensors"), "save_at": SAVED_AT},
-        **{"learning_rate": FLAGS["learning_rate"], "out": str(folder / "saved")},
+        **{"engine": engine, "state_dict_type": "SHARDED_STATE_DICT", "numerics": "fp32"},
+        **{"model": work["model"], "tokens": str(folder / "tokens.safetensors"), "first_step": 0},
+        **{"save_at": SAVED_AT, "learning_rate": FLAGS["learning_rate"], "load": None},
+        "num_groups": 1,
+        **{"out": str(folder / "saved"), **more},
     }
     (folder / "asked.json").write_text(json.dumps(asked))
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
@@ -48,25 +49,54 @@ def trained_by_accelerate(folder: Path, engine: str, **more: str) -> Theirs:
     return Theirs(folder / "saved", json.loads((folder / "saved" / "losses.json").read_text()))
 
 
-def resumed(folder: Path, checkpoint: Path, strategy: str) -> tuple[Finished, dict]:
+def trained_here(folder: Path, strategy: str, *more: str) -> tuple[Finished, dict]:
     words = [word for name, value in FLAGS.items() for word in (f"--{name}", str(value))]
-    words += ["--output_dir", str(folder), "--run_name", "run", "--resume_from_checkpoint", str(checkpoint)]
+    words += ["--output_dir", str(folder), "--run_name", "run", *more]
     done = launch(*words, config=f"accel_configs/{strategy}.yaml", timeout=COMPILING_SECONDS)
     assert done.code == 0, done.err
     return done, record_under(folder)
 
 
 @pytest.mark.parametrize(
-    ("engine", "strategy"),
-    [("fsdp2", "ddp"), ("zero3", "ddp"), ("zero2", "fsdp_full_shard"), ("zero1", "ds_zero3")],
+    ("engine", "num_groups", "strategy"),
+    [
+        ("fsdp2", 2, "ddp"),
+        ("zero3", 2, "ddp"),
+        pytest.param("zero2", 2, "fsdp_full_shard", marks=pytest.mark.slow),
+        pytest.param("zero1", 1, "ds_zero3", marks=pytest.mark.slow),
+        pytest.param("zero3", 1, "ds_zero2", marks=pytest.mark.slow),
+    ],
 )
 def test_their_checkpoint_continues_here_with_their_losses(
-    engine: str, strategy: str, tmp_path: Path
+    engine: str, num_groups: int, strategy: str, tmp_path: Path
 ) -> None:
-    theirs = trained_by_accelerate(tmp_path, engine)
-    done, record = resumed(tmp_path / "runs", theirs.folder, strategy)
+    theirs = trained_by_accelerate(tmp_path, engine, num_groups=num_groups)
+    resume = ("--resume_from_checkpoint", str(theirs.folder))
+    done, record = trained_here(tmp_path / "runs", strategy, *resume)
     assert record["first_step"] == SAVED_AT
     assert record["losses"] == pytest.approx(theirs.losses[SAVED_AT:], abs=WITHIN)
     assert len(record["losses"]) == NUM_STEPS - SAVED_AT
     # without the moments or the weights, the first loss or the ones after it would differ by far more
     assert max(abs(loss - theirs.losses[0]) for loss in record["losses"]) > 100 * WITHIN
+
+
+@pytest.mark.parametrize(
+    ("strategy", "form", "engine"),
+    [
+        ("ds_zero2", "dcp", "fsdp2"),
+        ("fsdp_full_shard", "universal", "zero3"),
+        pytest.param("ddp", "universal", "zero2", marks=pytest.mark.slow),
+    ],
+)
+def test_our_checkpoint_continues_with_accelerate_alone(
+    strategy: str, form: str, engine: str, tmp_path: Path
+) -> None:
+    _, record = trained_here(
+        tmp_path / "runs", strategy, "--save_steps", str(SAVED_AT), "--save_total_limit", "9"
+    )
+    ours = tmp_path / "runs" / "run" / "checkpoints" / f"step_{SAVED_AT}"
+    done = slm("convert", str(ours), "--to", form, "--output", str(tmp_path / "theirs"))
+    assert done.code == 0, done.err
+    assert f"step {SAVED_AT}, 951,424 parameters, written under {strategy} x 2" in done.out
+    theirs = trained_by_accelerate(tmp_path, engine, load=str(tmp_path / "theirs"), first_step=SAVED_AT)
+    assert theirs.losses == pytest.approx(record["losses"][SAVED_AT:], abs=WITHIN)

@@ -1,6 +1,7 @@
 """Checkpoints that accelerate and DeepSpeed write, read tensor by tensor; nothing in them can run code.
 
     pytorch_model_fsdp_0/, optimizer_0/           accelerate under FSDP: torch.distributed.checkpoint (DCP)
+    pytorch_model_fsdp.bin, optimizer.bin         the same with FULL_STATE_DICT
     latest, pytorch_model/*_optim_states.pt       accelerate or DeepSpeed under ZeRO-1, 2 or 3
     latest_universal, universal/zero/<parameter>  DeepSpeed's ds_to_universal
 
@@ -13,10 +14,11 @@ import math
 import pickle
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -55,6 +57,8 @@ class ForeignReader(ABC):
     num_optimizer_steps: int
     num_elements: dict[str, int]
     "elements of each trained parameter, by its name in the Hugging Face model"
+    adamw: Mapping[str, Any] = MappingProxyType({})
+    "options of torch's AdamW, if they are known"
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -82,7 +86,7 @@ class ForeignReader(ABC):
 
 def is_foreign(folder: Path) -> bool:
     """Return whether the folder may be a checkpoint of accelerate or DeepSpeed."""
-    return any(find(folder) for find in (_index_files, _rank_files, _universal_folders))
+    return any(find(folder) for find in (_index_files, _whole_files, _rank_files, _universal_folders))
 
 
 def open_foreign(folder: Path) -> ForeignReader:
@@ -90,6 +94,8 @@ def open_foreign(folder: Path) -> ForeignReader:
     try:
         if _index_files(folder):
             return DcpReader(folder)
+        if _whole_files(folder):
+            return WholeReader(folder)
         return ZeroReader(folder) if _rank_files(folder) else UniversalReader(folder)
     except OSError as error:
         raise ValueError(f"{folder} can't be read: {error}\n{_ANOTHER}") from None
@@ -188,6 +194,32 @@ class _IndexUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+class WholeReader(ForeignReader):
+    """A folder of accelerate's FSDP with FULL_STATE_DICT: two files with whole tensors, keyed by parameter."""
+
+    program = "FSDP (FULL_STATE_DICT)"
+    num_processes = 1
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        weights, optimizer = (_load(file) for file in _whole_files(folder))
+        with _all_kinds_of_harm(folder):
+            self._weights = {parameter_name(name): tensor for name, tensor in weights.items()}
+            self._state = {parameter_name(name): state for name, state in optimizer["state"].items()}
+            self.num_elements = {name: state["exp_avg"].numel() for name, state in self._state.items()}
+            self.num_steps = max(int(state["step"]) for state in self._state.values())
+            self.adamw = _adamw_of(optimizer["param_groups"])
+        self.num_optimizer_steps = self.num_steps
+
+    def _whole(self, kind: str, parameter: str) -> torch.Tensor:
+        tensor = self._weights.get(parameter)
+        if kind != WEIGHTS:
+            tensor = self._state.get(parameter, {}).get(kind)
+        if tensor is None:
+            raise ValueError(f"{self.folder} lacks {kind} of {parameter}\n{_ANOTHER}")
+        return tensor.detach().reshape(-1).float()
+
+
 # ---- DeepSpeed
 
 
@@ -197,7 +229,7 @@ class ZeroReader(ForeignReader):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         files = _rank_files(folder)
-        self._ranks = [_load(files[rank])["optimizer_state_dict"] for rank in sorted(files)]
+        self._ranks = [_load_pt(files[rank])["optimizer_state_dict"] for rank in sorted(files)]
         stage = int(self._ranks[0]["zero_stage"])
         count = self._ranks[0]["partition_count"]
         self.num_processes = max(count) if isinstance(count, list) else count
@@ -206,22 +238,22 @@ class ZeroReader(ForeignReader):
                 f"{folder} has files of ranks {', '.join(map(str, sorted(files)))}, not of all "
                 f"{self.num_processes}\nhint: copy the files of all machines into one folder"
             )
-        states = _load(_model_states(files[0].parent))
+        states = _load_pt(_model_states(files[0].parent))
         if states["mp_world_size"] != 1:
             raise ValueError(f"{folder} was written with tensor parallelism, which can't be read\n{_ANOTHER}")
         self.program = f"DeepSpeed ZeRO-{stage}"
+        self.adamw = _adamw_of(self._inner(self._ranks[0])["param_groups"])
         self.num_steps = int(states["global_steps"])
         self._shapes = {name: shape for group in states["param_shapes"] for name, shape in group.items()}
         self.num_elements = {name: math.prod(shape) for name, shape in self._shapes.items()}
         self._flat = self._flat_3 if stage == 3 else self._flat_1_2
-        group = self._inner(self._ranks[0])["state"][0]
-        self.num_optimizer_steps = int(group["step"])
+        self.num_optimizer_steps = self.num_steps - int(states["skipped_steps"])
 
     def _whole(self, kind: str, parameter: str) -> torch.Tensor:
         if parameter not in self.num_elements:
             raise ValueError(f"{self.folder} lacks {kind} of {parameter}\n{_ANOTHER}")
         whole = torch.cat([part for rank in self._ranks for part in self._flat(rank, kind, parameter)])
-        return whole[: self.num_elements[parameter]].float()
+        return whole.detach()[: self.num_elements[parameter]].float()
 
     def _inner(self, rank: dict[str, Any]) -> dict[str, Any]:
         """Return torch's state dict of the optimizer inside ZeRO."""
@@ -270,29 +302,37 @@ class UniversalReader(ForeignReader):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         (self._zero,) = _universal_folders(folder)
-        states = _load(_model_states(self._zero.parent))
+        states = _load_pt(_model_states(self._zero.parent))
         self.num_processes, self.num_steps = int(states["dp_world_size"]), int(states["global_steps"])
         shapes = {name: shape for group in states["param_shapes"] for name, shape in group.items()}
         self.num_elements = {name: math.prod(shape) for name, shape in shapes.items()}
-        first = next(iter(self.num_elements))
-        self.num_optimizer_steps = int(_load(self._zero / first / "step.pt"))
+        self.num_optimizer_steps = self.num_steps - int(states["skipped_steps"])
 
     def _whole(self, kind: str, parameter: str) -> torch.Tensor:
         file = self._zero / parameter / ("fp32.pt" if kind == WEIGHTS else f"{kind}.pt")
-        content = _load(file)
+        content = _load_pt(file)
         tensor = content["param"] if isinstance(content, dict) else content
-        return tensor.reshape(-1)[: self.num_elements[parameter]].float()
+        return tensor.detach().reshape(-1)[: self.num_elements[parameter]].float()
 
 
-def _load(file: Path) -> Any:
+def _load_pt(file: Path) -> Any:
     """Return the content of a .pt file of DeepSpeed. Raises ValueError if it may be more than data."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    classes = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
-    with torch.serialization.safe_globals(classes), _all_kinds_of_harm(file):
+    with torch.serialization.safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]):
+        return _load(file)
+
+
+def _load(file: Path) -> Any:
+    with _all_kinds_of_harm(file):
         return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+
+
+def _adamw_of(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the options of AdamW's first group."""
+    return {name: groups[0][name] for name in ("lr", "betas", "eps", "weight_decay") if name in groups[0]}
 
 
 # ---- files
@@ -302,6 +342,11 @@ def _index_files(folder: Path) -> list[Path]:
     """Return the indices of DCP: the folder's own, or those of its subfolders."""
     own = folder / ".metadata"
     return [own] if own.is_file() else sorted(folder.glob("*/.metadata"))
+
+
+def _whole_files(folder: Path) -> list[Path]:
+    files = [folder / "pytorch_model_fsdp.bin", folder / "optimizer.bin"]
+    return files if all(file.is_file() for file in files) else []
 
 
 def _rank_files(folder: Path) -> dict[int, Path]:

@@ -91,6 +91,16 @@ def find_checkpoints(
     return [Checkpoint(folder, manifest, Reader(folder, manifest))]
 
 
+def opened(folder: Path) -> Checkpoint:
+    """Return the checkpoint in a folder, ours or another program's. Raises ValueError if it is damaged."""
+    if is_foreign(folder):
+        return _foreign(folder, {})
+    manifest = read_manifest(folder)
+    if problem := damage(folder, manifest.files):
+        raise ValueError(f"{problem}\nhint: convert another checkpoint")
+    return Checkpoint(folder, manifest, Reader(folder, manifest))
+
+
 def _foreign(folder: Path, run: dict[str, Any]) -> Checkpoint:
     """Return a checkpoint of accelerate or DeepSpeed, which says nothing of flags and data."""
     reader = open_foreign(folder)
@@ -208,6 +218,13 @@ def choose(candidates: list[Checkpoint], accelerator: Accelerator) -> Checkpoint
         share = checkpoint.manifest.files[accelerator.process_index :: accelerator.num_processes]
         problems = [problem for problem in gather_to_all(damage(checkpoint.path, share)) if problem]
         if not problems:
+            if checkpoint.is_foreign and accelerator.is_main_process:
+                line = (
+                    f"note: {checkpoint.path} is a checkpoint of {checkpoint.manifest.written_by['strategy']} "
+                    f"after {checkpoint.manifest.step} steps. It does not say its data and flags: give those it "
+                    "was trained with"
+                )
+                print(line, file=sys.stderr)
             return checkpoint
         if accelerator.is_main_process:
             line = f"warning: skipped the damaged checkpoint {checkpoint.path}: {problems[0]}"
