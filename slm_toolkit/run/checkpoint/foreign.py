@@ -195,7 +195,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 class WholeReader(ForeignReader):
-    """A folder of accelerate's FSDP with FULL_STATE_DICT: two files with whole tensors, keyed by parameter."""
+    """A folder of accelerate's FSDP with FULL_STATE_DICT: two files with whole tensors, by parameter."""
 
     program = "FSDP (FULL_STATE_DICT)"
     num_processes = 1

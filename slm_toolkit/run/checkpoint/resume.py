@@ -219,10 +219,10 @@ def choose(candidates: list[Checkpoint], accelerator: Accelerator) -> Checkpoint
         problems = [problem for problem in gather_to_all(damage(checkpoint.path, share)) if problem]
         if not problems:
             if checkpoint.is_foreign and accelerator.is_main_process:
+                program, step = checkpoint.manifest.written_by["strategy"], checkpoint.manifest.step
                 line = (
-                    f"note: {checkpoint.path} is a checkpoint of {checkpoint.manifest.written_by['strategy']} "
-                    f"after {checkpoint.manifest.step} steps. It does not say its data and flags: give those it "
-                    "was trained with"
+                    f"note: {checkpoint.path} is of {program}, after {step} steps. It does not say its data "
+                    "and flags: give those it was trained with"
                 )
                 print(line, file=sys.stderr)
             return checkpoint
