@@ -990,7 +990,7 @@ class RunConfig:
         None,
         "folder of a checkpoint, or of a run for its newest one. latest: the newest of this run. auto: "
         "the same, or start from the beginning if there is none. Strategy and number of processes may "
-        "differ",
+        "differ. Also a folder of accelerate's FSDP or of DeepSpeed",
         group="saving",
         one_run_only=True,
         basic=True,

@@ -1,7 +1,9 @@
 """What we lean on in torch's tensors, modules and process groups."""
 
 import inspect
+import tempfile
 import weakref
+from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -50,6 +52,20 @@ def _storages() -> None:
     del view
     assert ended, "a storage's Python object outlives its last tensor"
     assert watched() is None
+
+
+def _checkpoint_index() -> None:
+    import torch.distributed.checkpoint as dcp
+
+    from slm_toolkit.run.checkpoint.foreign import open_foreign
+
+    moments = {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2), "step": torch.tensor(3.0)}
+    state = {"model": {"a": torch.ones(2)}, "optimizer": {"state": {"a": moments}, "groups": ["a"]}}
+    with tempfile.TemporaryDirectory() as folder:
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+        reader = open_foreign(Path(folder))
+        assert torch.equal(reader.read("weights/a", 0, 2), torch.ones(2))
+        assert reader.num_steps == 3
 
 
 def _fake_tensors() -> None:
@@ -180,6 +196,17 @@ TORCH = (
         "run engines on tensors without memory in a rehearsal",
         "run/rehearse.py: make the mode, and give fake tensors addresses, as this torch has it",
         _fake_tensors,
+    ),
+    Leaning(
+        "torch: what the index of a distributed checkpoint consists of",
+        (
+            "torch.distributed.checkpoint.metadata",
+            "torch.distributed.checkpoint.filesystem",
+            "torch.serialization",
+        ),
+        "read it with an unpickler that knows no other class",
+        "run/checkpoint/foreign.py: _OF_INDEX has the classes that torch pickles into .metadata",
+        _checkpoint_index,
     ),
     Leaning(
         "torch: Inductor's scheduler and the bytes of its kernels",
