@@ -277,6 +277,7 @@ def accuracy_page() -> str:
             _new_published_rows(),
             _rehearsed(),
             _speed(),
+            _strategies(),
             _planted_faults(),
             _parity(),
             _throughput(),
@@ -334,6 +335,37 @@ def _on_gpus() -> str:
         " The worst peak is DDP's on one GPU: accelerate starts a single rank without DDP, and estimates know"
         " that since. Reserved memory was estimated for an allocator without expandable segments, which these"
         " runs had.\n"
+    )
+
+
+def _strategies() -> str:
+    matrix = json.loads((RESULTS / "strategies" / "matrix.json").read_text())
+    on_gpus: dict[str, list[str]] = {}
+    for file in sorted(RESULTS.glob("*/arms.jsonl")):
+        arms = [json.loads(line) for line in file.read_text().splitlines()]
+        for name in {arm["result"]["strategy"] for arm in arms if arm["part"] == "memory" and arm["result"]}:
+            on_gpus.setdefault(name, []).append(file.parent.name)
+    rows = []
+    for row in matrix["rows"]:
+        cells = [f"`{row['strategy']}`", row.get("problem", str(row["num_processes"]))]
+        distance = row.get("farthest_loss")
+        cells.append("-" if distance is None else f"{distance:.1e}")
+        traced, predicted = (row.get(f"{kind}_peak_bytes") for kind in ("traced", "predicted"))
+        if traced is None:
+            cells += ["-", "-"]
+        else:
+            cells += [f"{traced / 2**30:.3f}", f"{predicted / traced - 1:+.2%}"]
+        rows.append((*cells, ", ".join(on_gpus.get(row["strategy"], ["-"]))))
+    head = ("strategy", "CPU processes", "losses, fp32", "peak GiB, rank 0 of 8", "estimate", "GPU")
+    return (
+        "## Every shipped strategy\n\n"
+        "```bash\npython bench/strategy_matrix.py --out results/strategies\n```\n\n"
+        + _table(head, rows)
+        + f"\nOf {matrix['date']}. CPU processes: the real engine trained slm-1m for {matrix['steps']} steps."
+        " Losses, fp32: the farthest from those of one process. Peak: traced while one process played"
+        f" rank 0 of {matrix['ranks']} with slm-100m, 4 sequences of 1,024 tokens. GPU: where both were"
+        " measured. Only the quantized communication of ZeRO++ (`zero_quantized_weights`,"
+        " `zero_quantized_gradients`) needs a GPU; `ds_zeropp` leaves it off.\n"
     )
 
 

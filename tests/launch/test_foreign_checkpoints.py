@@ -83,7 +83,7 @@ def test_their_checkpoint_continues_here_with_their_losses(
 @pytest.mark.parametrize(
     ("strategy", "form", "engine"),
     [
-        ("ds_zero2", "dcp", "fsdp2"),
+        pytest.param("ds_zero2", "dcp", "fsdp2", marks=pytest.mark.slow),
         ("fsdp_full_shard", "universal", "zero3"),
         pytest.param("ddp", "universal", "zero2", marks=pytest.mark.slow),
     ],

@@ -15,6 +15,7 @@ from slm_toolkit.record.saved_files import CHECKPOINTS_DIR, finished, saved_mode
 from slm_toolkit.run.checkpoint.checkpoint import (
     RANDOM_CPU,
     RANDOM_CUDA,
+    by_order,
     fingerprint_of_frozen,
     is_of,
     plain,
@@ -22,6 +23,7 @@ from slm_toolkit.run.checkpoint.checkpoint import (
 )
 from slm_toolkit.run.checkpoint.files import (
     DATA,
+    MANIFEST_FILE,
     NUM_HELD_OUT,
     WRITTEN_BY,
     Manifest,
@@ -86,19 +88,35 @@ def find_checkpoints(
         )
     if is_foreign(folder):
         return [_foreign(folder, run)]
-    manifest = read_manifest(folder)
+    manifest = _manifest_of(folder)
     _check_settings(folder, manifest, run)
     return [Checkpoint(folder, manifest, Reader(folder, manifest))]
 
 
 def opened(folder: Path) -> Checkpoint:
-    """Return the checkpoint in a folder, ours or another program's. Raises ValueError if it is damaged."""
+    """Return the checkpoint in a folder, ours or another program's; of a run's folder, the newest.
+
+    Raises ValueError if there is none, or if it is damaged.
+    """
     if is_foreign(folder):
         return _foreign(folder, {})
-    manifest = read_manifest(folder)
+    of_run = folder.parent if folder.name == CHECKPOINTS_DIR else folder
+    if newest := by_order(of_run / CHECKPOINTS_DIR):
+        folder = newest[-1]
+    manifest = _manifest_of(folder)
     if problem := damage(folder, manifest.files):
         raise ValueError(f"{problem}\nhint: convert another checkpoint")
     return Checkpoint(folder, manifest, Reader(folder, manifest))
+
+
+def _manifest_of(folder: Path) -> Manifest:
+    if not (folder / MANIFEST_FILE).exists():
+        raise ValueError(
+            f"{folder} contains no checkpoint of ours, of accelerate's FSDP or of DeepSpeed\n"
+            "hint: give a folder like runs/<run>/checkpoints/step_<k>, or one that Accelerator.save_state "
+            "wrote under FSDP or DeepSpeed; under DDP it names no parameters"
+        )
+    return read_manifest(folder)
 
 
 def _foreign(folder: Path, run: dict[str, Any]) -> Checkpoint:

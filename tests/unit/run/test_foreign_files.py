@@ -1,6 +1,7 @@
 """Folders of accelerate and DeepSpeed are read as tensors; what runs code, or is incomplete, is refused."""
 
 import io
+import json
 import pickle
 import shutil
 from collections import OrderedDict
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from conftest import slm_here
 
 from slm_toolkit.run.checkpoint.foreign import ForeignReader, is_foreign, open_foreign
 
@@ -220,3 +222,62 @@ def test_other_folders_are_not_foreign_checkpoints(tmp_path: Path) -> None:
     torch.save({}, buffer)
     (tmp_path / "optimizer.pt").write_bytes(buffer.getvalue())
     assert not is_foreign(tmp_path)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> tuple[Path, Path]:
+    """A model's folder, and a checkpoint of it as FSDP with FULL_STATE_DICT writes it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(**shape, num_key_value_heads=2, vocab_size=16, tie_word_embeddings=True)
+    model = LlamaForCausalLM(config)
+    config.save_pretrained(tmp_path / "model")
+    folder = tmp_path / "their"
+    folder.mkdir()
+    weights = {name: param.detach().bfloat16() for name, param in model.named_parameters()}
+    state = {
+        name: {"exp_avg": value + 1, "exp_avg_sq": value + 2, "step": torch.tensor(3.0)}
+        for name, value in weights.items()
+    }
+    torch.save(weights, folder / "pytorch_model_fsdp.bin")
+    torch.save(
+        {"state": state, "param_groups": [{"lr": 0.5, "betas": (0.9, 0.99)}]}, folder / "optimizer.bin"
+    )
+    return tmp_path / "model", folder
+
+
+@pytest.mark.parametrize("form", ["fsdp_checkpoint", "ds_universal"])
+def test_a_rewritten_checkpoint_has_the_same_tensors(
+    form: str, tiny: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model, folder = tiny
+    words = ("convert", str(folder), "--to", form, "--model", str(model), "--output", str(tmp_path / "made"))
+    assert slm_here(*words).code == 0
+    theirs, made = open_foreign(folder), open_foreign(tmp_path / "made")
+    assert made.num_elements == theirs.num_elements
+    assert made.num_optimizer_steps == theirs.num_optimizer_steps == 3
+    for name, size in theirs.num_elements.items():
+        for kind in KINDS:
+            ours = made.read(f"{kind}/{name}", 0, size)
+            assert torch.equal(ours, theirs.read(f"{kind}/{name}", 0, size)), (kind, name)
+    again = slm_here(*words)
+    assert (again.code, "nothing is overwritten" in again.err) == (2, True)
+
+
+def test_a_model_comes_out_of_a_checkpoint(tiny: tuple[Path, Path], tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    model, folder = tiny
+    to = ("--to", "hf", "--output", str(tmp_path / "made"))
+    done = slm_here("convert", str(folder), *to, "--model", str(model), "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["step"] == 3
+    weights, theirs = load_file(tmp_path / "made" / "model.safetensors"), open_foreign(folder)
+    for name, size in theirs.num_elements.items():
+        assert torch.equal(weights[name].flatten(), theirs.read(f"weights/{name}", 0, size))
+    assert "lm_head.weight" not in weights  # tied
+    other = slm_here("convert", str(folder), *to, "--model", "slm-1m")
+    assert (other.code, "is not of slm-1m" in other.err) == (2, True)
+    unnamed = slm_here("convert", str(folder), *to)
+    assert (unnamed.code, "does not say which model it is of" in unnamed.err) == (2, True)
