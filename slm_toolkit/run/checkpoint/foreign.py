@@ -1,21 +1,24 @@
-"""Checkpoints that accelerate and DeepSpeed write, read tensor by tensor; nothing in them can run code.
+"""Checkpoints that accelerate and DeepSpeed write, read tensor by tensor; no code in them is run.
 
     pytorch_model_fsdp_0/, optimizer_0/           accelerate under FSDP: torch.distributed.checkpoint (DCP)
     pytorch_model_fsdp.bin, optimizer.bin         the same with FULL_STATE_DICT
     latest, pytorch_model/*_optim_states.pt       accelerate or DeepSpeed under ZeRO-1, 2 or 3
     latest_universal, universal/zero/<parameter>  DeepSpeed's ds_to_universal
 
-Both formats are pickles around tensors. A DCP index may name only classes that describe tensors (_OF_INDEX),
-and `torch.load` reads everything else with weights_only=True and the classes of _OF_DEEPSPEED. A file with
-another class is refused before anything of it is created.
+All are pickles around tensors. The index of a DCP folder is unpickled into stand-ins: classes of ours, made
+anew for each index, that only keep what they are given. So nothing of torch is called or changed, and the
+shards are read here, not by DCP. Every other file is read by `torch.load` with weights_only=True, DeepSpeed's
+with the classes of `_load_pt`. Tensors are as large as their parameters, whatever a file claims.
 """
 
+import io
 import math
 import pickle
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -23,10 +26,14 @@ from typing import Any
 
 import torch
 
+from slm_toolkit.base.user_files import read_bytes
 from slm_toolkit.run.engine.training_state import WEIGHTS, parameter_name
 
 _ANOTHER = "hint: give the folder that Accelerator.save_state or DeepSpeed's save_checkpoint wrote"
+_INDEX_BYTES = 2**28
+_MOST_RANKS = 2**16
 _METADATA = "torch.distributed.checkpoint.metadata"
+_DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 _OF_INDEX = frozenset(
     {
         *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
@@ -35,15 +42,16 @@ _OF_INDEX = frozenset(
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
         ("torch.serialization", "_get_layout"),
         ("torch", "Size"),
-        *(("torch", name) for name in ("float64", "float32", "float16", "bfloat16")),
-        *(("torch", name) for name in ("int64", "int32", "int16", "int8", "uint8", "bool")),
+        *(("torch", name) for name in _DTYPES),
         *(("pathlib", name) for name in ("Path", "PosixPath", "PurePosixPath")),
         ("collections", "OrderedDict"),
     }
 )
-"what the index of a DCP folder consists of: module and name of each class or function"
-_MOMENT = re.compile(r"(?:optim(?:izer)?\.)?state\.(.+)\.exp_avg")
-_RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
+"what the index of a DCP folder names: module and name of each class or function"
+_MOMENT = re.compile(r"((?:optim(?:izer)?\.)?state\.(.+))\.exp_avg")
+_RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_00_optim_states\.pt")
+_OPTIONS = ("lr", "betas", "eps", "weight_decay")
+"of AdamW"
 
 
 class ForeignReader(ABC):
@@ -58,7 +66,7 @@ class ForeignReader(ABC):
     num_elements: dict[str, int]
     "elements of each trained parameter, by its name in the Hugging Face model"
     adamw: Mapping[str, Any] = MappingProxyType({})
-    "options of torch's AdamW, if they are known"
+    "options of the first group of torch's AdamW, if they are known"
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -66,22 +74,28 @@ class ForeignReader(ABC):
         "the tensor that was read last: a rank may read it in several stretches"
 
     def read(self, name: str, start: int, size: int) -> torch.Tensor:
-        """Return elements `start` to `start + size` of the flattened tensor `kind/parameter`.
+        """Return elements `start` to `start + size` of the flattened tensor `kind/parameter`, in fp32.
 
         Raises ValueError if elements are missing or can't be read.
         """
         if self._last is None or self._last[0] != name:
             kind, _, parameter = name.partition("/")
-            self._last = name, self._whole(kind, parameter)
-        tensor = self._last[1]
-        if tensor.numel() < start + size:
-            missing = f"{start + size - tensor.numel():,} elements of {name}"
+            with _as_value_error(self.folder):
+                if parameter not in self.num_elements:
+                    raise ValueError(f"it lacks {kind} of {parameter}")
+                parts = list(self._parts(kind, parameter))
+                found, expected = sum(len(part) for part in parts), self.num_elements[parameter]
+                if found < expected:
+                    raise ValueError(f"it lacks {expected - found:,} elements of {name}")
+                self._last = name, torch.cat(parts)[:expected].float()
+        if start + size > len(self._last[1]):
+            missing = f"{start + size - len(self._last[1]):,} elements of {name}"
             raise ValueError(f"{self.folder} lacks {missing}\n{_ANOTHER}")
-        return tensor[start : start + size]
+        return self._last[1][start : start + size]
 
     @abstractmethod
-    def _whole(self, kind: str, parameter: str) -> torch.Tensor:
-        """Return a whole tensor, flattened."""
+    def _parts(self, kind: str, parameter: str) -> Iterator[torch.Tensor]:
+        """Yield a tensor in parts: 1-D, checked by `_flat`, one after the other; the end may be padding."""
 
 
 def is_foreign(folder: Path) -> bool:
@@ -91,14 +105,12 @@ def is_foreign(folder: Path) -> bool:
 
 def open_foreign(folder: Path) -> ForeignReader:
     """Return a reader of the folder. Raises ValueError if it is incomplete, or may run code."""
-    try:
+    with _as_value_error(folder):
         if _index_files(folder):
             return DcpReader(folder)
         if _whole_files(folder):
             return WholeReader(folder)
         return ZeroReader(folder) if _rank_files(folder) else UniversalReader(folder)
-    except OSError as error:
-        raise ValueError(f"{folder} can't be read: {error}\n{_ANOTHER}") from None
 
 
 # ---- torch.distributed.checkpoint
@@ -111,87 +123,148 @@ class DcpReader(ForeignReader):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._sizes: dict[str, torch.Size] = {}
-        self._folders: dict[str, Path] = {}
-        shard_names: set[str] = set()
+        self._tensors: dict[str, tuple[int, ...]] = {}
+        self._shards: dict[str, list[_Shard]] = {}
         for file in _index_files(folder):
-            index = _index(file)
-            for key, entry in index.state_dict_metadata.items():
-                if hasattr(entry, "size"):
-                    self._sizes[key], self._folders[key] = entry.size, file.parent
-            shard_names |= {info.relative_path for info in index.storage_data.values()}
-        keys = {match[1]: match for key in self._sizes if (match := _MOMENT.fullmatch(key))}
-        if not keys:
-            raise ValueError(
-                f"{folder} contains no moments of AdamW (…state.<parameter>.exp_avg)\n{_ANOTHER}"
-            )
-        self._state_keys = {
-            parameter_name(name): match[0].removesuffix(".exp_avg") for name, match in keys.items()
-        }
-        self._weight_keys = {
-            parameter_name(name): f"model.{name}" if f"model.{name}" in self._sizes else name for name in keys
-        }
+            tensors, shards = _index(file)
+            self._tensors |= tensors
+            self._shards |= shards
+        self._keys: dict[str, tuple[str, str]] = {}  # by parameter: of its weights, of its state
+        for match in filter(None, map(_MOMENT.fullmatch, self._tensors)):
+            raw = match[2]
+            weights = f"model.{raw}" if f"model.{raw}" in self._tensors else raw
+            self._keys[parameter_name(raw)] = weights, match[1]
+        if not self._keys:
+            raise ValueError("it contains no moments of AdamW (state.<parameter>.exp_avg)")
         self.num_elements = {
-            name: math.prod(self._sizes[f"{key}.exp_avg"]) for name, key in self._state_keys.items()
+            name: math.prod(self._tensors[f"{state}.exp_avg"]) for name, (_, state) in self._keys.items()
         }
-        self.num_processes = max(1, len({name.split("_")[2] for name in shard_names if name.count("_") > 2}))
-        steps = {int(self._load(f"{key}.step")) for key in list(self._state_keys.values())[:1]}
-        self.num_steps = self.num_optimizer_steps = max(steps)
+        self.num_processes = len({shard.writer for shards in self._shards.values() for shard in shards})
+        (first, *_) = self._keys.values()
+        self.num_steps = self.num_optimizer_steps = int(self._read(f"{first[1]}.step", 1))
 
-    def _whole(self, kind: str, parameter: str) -> torch.Tensor:
-        key = self._weight_keys if kind == WEIGHTS else self._state_keys
-        if parameter not in key:
-            raise ValueError(f"{self.folder} lacks {kind} of {parameter}\n{_ANOTHER}")
-        return self._load(key[parameter] if kind == WEIGHTS else f"{key[parameter]}.{kind}")
+    def _parts(self, kind: str, parameter: str) -> Iterator[torch.Tensor]:
+        weights, state = self._keys[parameter]
+        key = weights if kind == WEIGHTS else f"{state}.{kind}"
+        yield self._read(key, self.num_elements[parameter])
 
-    def _load(self, key: str) -> torch.Tensor:
-        import torch.distributed.checkpoint as dcp
-
-        if key not in self._sizes:
-            raise ValueError(f"{self.folder} lacks {key}\n{_ANOTHER}")
-        tensor = torch.zeros(self._sizes[key], dtype=torch.float32)
-        try:
-            with _all_kinds_of_harm(self.folder):
-                dcp.load({key: tensor}, storage_reader=_reader_of(self._folders[key]), no_dist=True)
-        except dcp.CheckpointException as error:
-            raise ValueError(
-                f"{self.folder}: {key} can't be read: {_first_line(error)}\n{_ANOTHER}"
-            ) from None
-        return tensor.view(-1)
-
-
-def _reader_of(folder: Path) -> Any:
-    """Return DCP's own reader of a folder, with the restricted index."""
-    from torch.distributed.checkpoint import FileSystemReader
-
-    class Reader(FileSystemReader):
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            return _index(folder / ".metadata")
-
-    return Reader(folder)
+    def _read(self, key: str, num_elements: int) -> torch.Tensor:
+        """Return a whole tensor, flattened. Raises ValueError if it has another number of elements."""
+        if key not in self._tensors:
+            raise ValueError(f"it lacks {key}")
+        shape, shards = self._tensors[key], self._shards.get(key, [])
+        if math.prod(shape) != num_elements:
+            raise ValueError(f"{key} has {math.prod(shape):,} elements, not {num_elements:,}")
+        # an element takes two bytes or more, so a small file can't claim a large tensor
+        if 2 * num_elements > sum(shard.length for shard in shards) or len(shape) > 8:
+            raise ValueError(f"the files are too small for {key}")
+        whole, num_read = torch.zeros(shape, dtype=torch.float32), 0
+        for shard in shards:
+            part = shard.load()
+            if len(shard.offsets) != len(shape) or part.dim() != len(shape):
+                raise ValueError(f"a part of {key} has {part.dim()} dimensions, not {len(shape)}")
+            ends = [start + size for start, size in zip(shard.offsets, part.shape, strict=True)]
+            if any(end > size for end, size in zip(ends, shape, strict=True)):
+                raise ValueError(f"a part of {key} is larger than the tensor")
+            whole[tuple(map(slice, shard.offsets, ends))] = part
+            num_read += part.numel()
+        if num_read != num_elements:
+            raise ValueError(f"it has {num_read:,} of the {num_elements:,} elements of {key}")
+        return whole.view(-1)
 
 
-def _index(file: Path) -> Any:
-    """Return the Metadata of a DCP folder. Raises ValueError if the file does more than describe tensors."""
-    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+@dataclass(frozen=True)
+class _Shard:
+    """Where a rectangular part of a tensor is."""
 
-    with file.open("rb") as content, _all_kinds_of_harm(file):
-        index = _IndexUnpickler(content).load()
-        if not isinstance(index, Metadata):
-            raise TypeError(f"it contains {type(index).__name__}, not an index")
-        if index.storage_meta is None:
-            index.storage_meta = StorageMeta()
-        for info in index.storage_data.values():
-            if Path(info.relative_path).name != info.relative_path:
-                raise TypeError(f"it names a file outside its folder: {info.relative_path}")
-    return index
+    file: Path
+    start: int
+    length: int
+    offsets: tuple[int, ...]
+    "the part's first element in the whole tensor"
+
+    @property
+    def writer(self) -> str:
+        """The rank that wrote it: files are named __<rank>_<number>.distcp."""
+        return self.file.name.removeprefix("__").partition("_")[0]
+
+    def load(self) -> torch.Tensor:
+        with self.file.open("rb") as content:
+            content.seek(self.start)
+            data = io.BytesIO(content.read(self.length))
+        with _as_value_error(self.file):
+            part = torch.load(data, map_location="cpu", weights_only=True)
+            return _checked(part)
+
+
+def _index(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, list[_Shard]]]:
+    """Return the shape of each tensor in a DCP folder, and where its parts are.
+
+    Raises ValueError if the index names anything but what describes tensors, or a file outside its folder.
+    """
+    data = read_bytes(file, what="", hint=_ANOTHER.removeprefix("hint: "), limit_bytes=_INDEX_BYTES)
+    with _as_value_error(file):
+        index = _IndexUnpickler(io.BytesIO(data)).load()
+        tensors, shards = {}, {}
+        for key, entry in _field(index, "state_dict_metadata", dict).items():
+            if _name(entry) == "TensorStorageMetadata":
+                tensors[str(key)] = _numbers(_field(entry, "size", tuple))
+        for place, info in _field(index, "storage_data", dict).items():
+            key, offset = _field(place, "fqn", str), place.fields.get("offset")
+            if key not in tensors:
+                continue
+            path, start, length = (_field(info, n, k) for n, k in _STORAGE)
+            if Path(path).name != path or path in ("", ".", "..") or not (file.parent / path).is_file():
+                raise ValueError(f"it names the file {path!r}, which is not in its folder")
+            if info.fields.get("transform_descriptors"):
+                raise ValueError("its shards are compressed, which can't be read")
+            if not 0 <= start <= start + length <= (file.parent / path).stat().st_size:
+                raise ValueError(f"{path} is shorter than it says")
+            offsets = _numbers(offset) if isinstance(offset, tuple) else (0,) * len(tensors[key])
+            shards.setdefault(key, []).append(_Shard(file.parent / path, start, length, offsets))
+    return tensors, shards
+
+
+_STORAGE = (("relative_path", str), ("offset", int), ("length", int))
+"fields of where a part is"
+
+
+class _StandIn:
+    """Keeps what a pickle gives it, in place of a class of torch."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments, self.fields = arguments, {}
+
+    def __setstate__(self, state: Any) -> None:
+        self.fields = dict(state) if isinstance(state, dict) else {}
 
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        """Return a new class of ours for each name. It has __setstate__, so a pickle can't change it."""
         if (module, name) not in _OF_INDEX:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which describes no tensor")
-        return super().find_class(module, name)
+            raise ValueError(f"it names {module}.{name}, which has no place in an index")
+        if module == "torch" and name in _DTYPES:
+            return name
+        base = {"Size": tuple, "OrderedDict": dict}.get(name, _StandIn)
+        return type(name, (base,), {})
+
+
+def _name(entry: Any) -> str:
+    return type(entry).__name__ if isinstance(entry, _StandIn) else ""
+
+
+def _field(entry: Any, name: str, kind: type) -> Any:
+    found = entry.fields.get(name) if isinstance(entry, _StandIn) else None
+    if not isinstance(found, kind) or isinstance(found, bool):
+        raise ValueError(f"its entry {name} is no {kind.__name__}")
+    return found
+
+
+def _numbers(shape: tuple[Any, ...]) -> tuple[int, ...]:
+    if not all(type(number) is int and 0 <= number < 2**48 for number in shape):
+        raise ValueError("a shape in it is not of whole numbers")
+    return tuple(shape)
 
 
 class WholeReader(ForeignReader):
@@ -203,21 +276,15 @@ class WholeReader(ForeignReader):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         weights, optimizer = (_load(file) for file in _whole_files(folder))
-        with _all_kinds_of_harm(folder):
-            self._weights = {parameter_name(name): tensor for name, tensor in weights.items()}
-            self._state = {parameter_name(name): state for name, state in optimizer["state"].items()}
-            self.num_elements = {name: state["exp_avg"].numel() for name, state in self._state.items()}
-            self.num_steps = max(int(state["step"]) for state in self._state.values())
-            self.adamw = _adamw_of(optimizer["param_groups"])
-        self.num_optimizer_steps = self.num_steps
+        self._weights = {parameter_name(name): tensor for name, tensor in weights.items()}
+        self._state = {parameter_name(name): state for name, state in optimizer["state"].items()}
+        self.num_elements = {name: _checked(state["exp_avg"]).numel() for name, state in self._state.items()}
+        (first, *_) = self._state.values()
+        self.num_steps = self.num_optimizer_steps = int(first["step"])
+        self.adamw = _adamw_of(optimizer["param_groups"])
 
-    def _whole(self, kind: str, parameter: str) -> torch.Tensor:
-        tensor = self._weights.get(parameter)
-        if kind != WEIGHTS:
-            tensor = self._state.get(parameter, {}).get(kind)
-        if tensor is None:
-            raise ValueError(f"{self.folder} lacks {kind} of {parameter}\n{_ANOTHER}")
-        return tensor.detach().reshape(-1).float()
+    def _parts(self, kind: str, parameter: str) -> Iterator[torch.Tensor]:
+        yield _flat(self._weights[parameter] if kind == WEIGHTS else self._state[parameter][kind])
 
 
 # ---- DeepSpeed
@@ -229,56 +296,48 @@ class ZeroReader(ForeignReader):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         files = _rank_files(folder)
+        first = _load_pt(files[min(files)])["optimizer_state_dict"]
+        stage = int(first.get("zero_stage", 1))  # DeepSpeed's BF16_Optimizer does not say it
+        count = first["partition_count"]
+        self.num_processes = int(max(count) if isinstance(count, list) else count)
+        if self.num_processes != len(files) or max(files) != len(files) - 1:
+            found = f"{len(files)} files, the last of rank {max(files)}"
+            raise ValueError(f"{self.num_processes} ranks wrote it, but it has {found}")
         self._ranks = [_load_pt(files[rank])["optimizer_state_dict"] for rank in sorted(files)]
-        stage = int(self._ranks[0]["zero_stage"])
-        count = self._ranks[0]["partition_count"]
-        self.num_processes = max(count) if isinstance(count, list) else count
-        if sorted(files) != list(range(self.num_processes)):
-            raise ValueError(
-                f"{folder} has files of ranks {', '.join(map(str, sorted(files)))}, not of all "
-                f"{self.num_processes}\nhint: copy the files of all machines into one folder"
-            )
         states = _load_pt(_model_states(files[0].parent))
-        if states["mp_world_size"] != 1:
-            raise ValueError(f"{folder} was written with tensor parallelism, which can't be read\n{_ANOTHER}")
+        self.num_elements, self._raw = _parameters(states)
+        self.num_steps, self.num_optimizer_steps = _steps(states)
         self.program = f"DeepSpeed ZeRO-{stage}"
-        self.adamw = _adamw_of(self._inner(self._ranks[0])["param_groups"])
-        self.num_steps = int(states["global_steps"])
-        self._shapes = {name: shape for group in states["param_shapes"] for name, shape in group.items()}
-        self.num_elements = {name: math.prod(shape) for name, shape in self._shapes.items()}
-        self._flat = self._flat_3 if stage == 3 else self._flat_1_2
-        self.num_optimizer_steps = self.num_steps - int(states["skipped_steps"])
+        self.adamw = _adamw_of(self._inner(first)["param_groups"])
+        self._is_stage_3 = stage == 3
 
-    def _whole(self, kind: str, parameter: str) -> torch.Tensor:
-        if parameter not in self.num_elements:
-            raise ValueError(f"{self.folder} lacks {kind} of {parameter}\n{_ANOTHER}")
-        whole = torch.cat([part for rank in self._ranks for part in self._flat(rank, kind, parameter)])
-        return whole.detach()[: self.num_elements[parameter]].float()
+    def _parts(self, kind: str, parameter: str) -> Iterator[torch.Tensor]:
+        for rank in self._ranks:
+            yield from (self._of_3 if self._is_stage_3 else self._of_1_2)(rank, kind, parameter)
 
     def _inner(self, rank: dict[str, Any]) -> dict[str, Any]:
         """Return torch's state dict of the optimizer inside ZeRO."""
         inner = rank.get("base_optimizer_state", rank.get("optimizer_state_dict"))
         if not isinstance(inner, dict):
-            raise ValueError(f"{self.folder} is an elastic checkpoint, which can't be read\n{_ANOTHER}")
+            raise ValueError("it is an elastic checkpoint, which can't be read")
         return inner
 
-    def _flat_1_2(self, rank: dict[str, Any], kind: str, parameter: str) -> Iterator[torch.Tensor]:
+    def _of_1_2(self, rank: dict[str, Any], kind: str, parameter: str) -> Iterator[torch.Tensor]:
         """Yield a rank's part of a parameter: ranks have consecutive parts of one flat buffer per group."""
         for group, slices in enumerate(rank["param_slice_mappings"]):
-            if parameter in slices:
+            if (place := slices.get(self._raw[parameter])) is not None:
                 if kind == WEIGHTS:
                     flat = rank["single_partition_of_fp32_groups"][group]
                 else:
                     flat = self._inner(rank)["state"][group][kind]
-                place = slices[parameter]
-                yield flat[place.start : place.start + place.numel]
+                yield _flat(flat)[place.start : place.start + place.numel]
 
-    def _flat_3(self, rank: dict[str, Any], kind: str, parameter: str) -> Iterator[torch.Tensor]:
+    def _of_3(self, rank: dict[str, Any], kind: str, parameter: str) -> Iterator[torch.Tensor]:
         """Yield a rank's shard of a parameter: all shards are equal, and the last one is padded."""
         start, size = self._shards[parameter]
         first = 0
         for group, weights in enumerate(rank["fp32_flat_groups"]):
-            flat = weights if kind == WEIGHTS else self._inner(rank)["state"][group][kind]
+            flat = _flat(weights if kind == WEIGHTS else self._inner(rank)["state"][group][kind])
             if start < first + len(flat) and start + size > first:
                 yield flat[max(0, start - first) : start + size - first]
             first += len(flat)
@@ -303,16 +362,37 @@ class UniversalReader(ForeignReader):
         super().__init__(folder)
         (self._zero,) = _universal_folders(folder)
         states = _load_pt(_model_states(self._zero.parent))
-        self.num_processes, self.num_steps = int(states["dp_world_size"]), int(states["global_steps"])
-        shapes = {name: shape for group in states["param_shapes"] for name, shape in group.items()}
-        self.num_elements = {name: math.prod(shape) for name, shape in shapes.items()}
-        self.num_optimizer_steps = self.num_steps - int(states["skipped_steps"])
+        self.num_elements, self._raw = _parameters(states)
+        self.num_steps, self.num_optimizer_steps = _steps(states)
+        self.num_processes = int(states["dp_world_size"])
+        if not 0 < self.num_processes <= _MOST_RANKS:
+            raise ValueError(f"it says that {self.num_processes} ranks wrote it")
 
-    def _whole(self, kind: str, parameter: str) -> torch.Tensor:
-        file = self._zero / parameter / ("fp32.pt" if kind == WEIGHTS else f"{kind}.pt")
-        content = _load_pt(file)
-        tensor = content["param"] if isinstance(content, dict) else content
-        return tensor.detach().reshape(-1)[: self.num_elements[parameter]].float()
+    def _parts(self, kind: str, parameter: str) -> Iterator[torch.Tensor]:
+        raw = self._raw[parameter]
+        if Path(raw).name != raw or raw in ("", ".", ".."):
+            raise ValueError(f"its parameter {raw!r} is no name of a folder")
+        content = _load_pt(self._zero / raw / ("fp32.pt" if kind == WEIGHTS else f"{kind}.pt"))
+        yield _flat(content["param"] if isinstance(content, dict) else content)
+
+
+def _parameters(states: dict[str, Any]) -> tuple[dict[str, int], dict[str, str]]:
+    """Return the elements of each parameter, and its name in DeepSpeed's files, both by its own name."""
+    if states["mp_world_size"] != 1:
+        raise ValueError("it was written with tensor parallelism, which can't be read")
+    if states.get("frozen_param_shapes"):
+        raise ValueError("some of its parameters are frozen, which can't be read")
+    sizes, raw_names = {}, {}
+    for group in states["param_shapes"]:
+        for raw, shape in group.items():
+            sizes[parameter_name(raw)] = math.prod(_numbers(tuple(shape)))
+            raw_names[parameter_name(raw)] = raw
+    return sizes, raw_names
+
+
+def _steps(states: dict[str, Any]) -> tuple[int, int]:
+    """Return finished steps, and those that changed the weights."""
+    return int(states["global_steps"]), int(states["global_steps"]) - int(states["skipped_steps"])
 
 
 def _load_pt(file: Path) -> Any:
@@ -325,23 +405,42 @@ def _load_pt(file: Path) -> Any:
         return _load(file)
 
 
+# ---- files and tensors
+
+
 def _load(file: Path) -> Any:
-    with _all_kinds_of_harm(file):
+    with _as_value_error(file):
+        if not file.is_file():
+            raise ValueError("it is no file")
         return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+
+
+def _checked(tensor: Any) -> torch.Tensor:
+    """Return a tensor of floats whose elements are all there. Raises ValueError for everything else."""
+    if (
+        not isinstance(tensor, torch.Tensor)
+        or not tensor.is_floating_point()
+        or tensor.layout != torch.strided
+    ):
+        raise ValueError("an entry is no tensor of floating-point numbers")
+    if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
+        raise ValueError("a tensor claims more elements than it has")
+    return tensor.detach()
+
+
+def _flat(tensor: Any) -> torch.Tensor:
+    return _checked(tensor).reshape(-1)
 
 
 def _adamw_of(groups: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the options of AdamW's first group."""
-    return {name: groups[0][name] for name in ("lr", "betas", "eps", "weight_decay") if name in groups[0]}
-
-
-# ---- files
+    return {name: groups[0][name] for name in _OPTIONS if name in groups[0]}
 
 
 def _index_files(folder: Path) -> list[Path]:
     """Return the indices of DCP: the folder's own, or those of its subfolders."""
     own = folder / ".metadata"
-    return [own] if own.is_file() else sorted(folder.glob("*/.metadata"))
+    return [own] if own.is_file() else sorted(file for file in folder.glob("*/.metadata") if file.is_file())
 
 
 def _whole_files(folder: Path) -> list[Path]:
@@ -350,11 +449,15 @@ def _whole_files(folder: Path) -> list[Path]:
 
 
 def _rank_files(folder: Path) -> dict[int, Path]:
-    """Return the optimizer states of each rank under ZeRO."""
-    found = {}
+    """Return the optimizer states of each rank under ZeRO. Raises ValueError for two files of one rank."""
+    found: dict[int, Path] = {}
     for path in sorted(_tagged(folder, "latest").glob("*_optim_states.pt")):
-        if match := _RANK.fullmatch(path.name):
-            found[int(match[1])] = path
+        match = _RANK.fullmatch(path.name)
+        if match and (other := found.setdefault(int(match[1]), path)) != path:
+            raise ValueError(
+                f"{path.parent} has two files of rank {match[1]}: {other.name} and {path.name}\n"
+                "hint: delete those of the older run"
+            )
     return found
 
 
@@ -365,11 +468,11 @@ def _universal_folders(folder: Path) -> list[Path]:
 
 def _tagged(folder: Path, file: str) -> Path:
     """Return the subfolder that DeepSpeed's file `latest` names; without it, the folder itself."""
-    try:
-        tag = (folder / file).read_text().strip()
-    except (OSError, UnicodeDecodeError):
+    if not (folder / file).is_file():
         return folder
-    return folder / tag if tag and Path(tag).name == tag else folder
+    tag = read_bytes(folder / file, what="", hint=_ANOTHER.removeprefix("hint: ")).decode(errors="replace")
+    tag = tag.strip()
+    return folder / tag if tag not in ("", ".", "..") and Path(tag).name == tag else folder
 
 
 def _model_states(folder: Path) -> Path:
@@ -379,17 +482,18 @@ def _model_states(folder: Path) -> Path:
 
 
 @contextmanager
-def _all_kinds_of_harm(file: Path) -> Iterator[None]:
-    """Turn whatever a damaged or malicious file raises into ValueError."""
+def _as_value_error(path: Path) -> Iterator[None]:
+    """Turn any error of reading a damaged or malicious file into a ValueError that names the path."""
     try:
         yield
-    except (OSError, MemoryError):
-        raise
     except Exception as error:  # a pickle may raise anything
-        if type(error) is ValueError and "hint: " in str(error):
+        if isinstance(error, ValueError) and "hint: " in str(error):
             raise
-        raise ValueError(f"{file} is refused: {_first_line(error)}\n{_ANOTHER}") from None
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+        said = next(iter(str(error).strip().splitlines()), "")
+        if isinstance(error, pickle.UnpicklingError):
+            said = "it contains more than tensors and numbers, or is damaged"
+        elif isinstance(error, KeyError):
+            said = f"it lacks the entry {said}"
+        elif "_use_new_zipfile_serialization" in said:
+            said = "it is no file of torch.save"
+        raise ValueError(f"{path} is refused: {said or type(error).__name__}\n{_ANOTHER}") from None
