@@ -14,7 +14,7 @@ from typing import Any
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.base.safe_files import write_beside
 from slm_toolkit.base.user_files import typed_path
-from slm_toolkit.config.parser import count
+from slm_toolkit.config.parser import count, positive_number
 from slm_toolkit.convert.engines import to_engine
 from slm_toolkit.convert.read import read_source
 from slm_toolkit.convert.settings import FATES, KeyAccount
@@ -105,7 +105,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--learning_rate",
-        type=float,
+        type=positive_number,
         metavar="LR",
         help="of AdamW in a rewritten checkpoint (default: as of the run)",
     )
@@ -150,6 +150,9 @@ def _convert(args: argparse.Namespace) -> int:
     if args.to in _CHECKPOINT_FORMS:
         return _convert_checkpoint(args)
     with user_errors():
+        for name in ("model", "learning_rate"):
+            if getattr(args, name) is not None:
+                raise ValueError(f"--{name} is for checkpoints, not for --to {args.to}\nhint: leave it out")
         written = convert(
             args.source,
             args.to,
@@ -179,8 +182,13 @@ def _convert_checkpoint(args: argparse.Namespace) -> int:
     with user_errors():
         if len(args.source) != 1 or args.output is None:
             raise ValueError(
-                f"--to {args.to} takes the folder of one checkpoint, and a new folder as --output"
+                f"--to {args.to} takes the folder of one checkpoint, and a new folder as --output\n"
+                f"hint: slm convert runs/RUN/checkpoints/step_N --to {args.to} --output DIR"
             )
+        unused = {"learning_rate": args.to == "hf_model", "num_processes": args.to != "ds_universal"}
+        for name, is_unused in {**unused, "gpus_per_node": True}.items():
+            if is_unused and getattr(args, name) is not None:
+                raise ValueError(f"--{name} has no meaning with --to {args.to}\nhint: leave it out")
         from slm_toolkit.convert.checkpoints import write_for_deepspeed, write_for_fsdp, write_model
 
         folders = Path(os.path.realpath(typed_path(args.source[0]))), args.output
@@ -200,6 +208,12 @@ def _convert_checkpoint(args: argparse.Namespace) -> int:
         print(
             f"from {facts['source']}: step {facts['step']}, {facts['num_parameters']:,} parameters, "
             f"written under {facts['written_by']} x {facts['num_processes']}"
+        )
+    if args.to != "hf_model":
+        print(
+            "note: AdamW is written as one group of parameters. A script with several groups sets their "
+            "options again after it has loaded",
+            file=sys.stderr,
         )
     return 0
 

@@ -1,14 +1,18 @@
 """Rewrite a checkpoint, of any strategy or by others: as a model, or for FSDP or DeepSpeed to load."""
 
-import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from torch.distributed.checkpoint import CheckpointException
 
 from slm_toolkit.model.names import find_model
 from slm_toolkit.record.files import read_record
 from slm_toolkit.record.run_record import RECORD_FILE
+from slm_toolkit.record.saved_files import delete
 from slm_toolkit.run.checkpoint.foreign import ForeignReader
 from slm_toolkit.run.checkpoint.resume import Checkpoint, opened
 from slm_toolkit.run.engine.training_state import MOMENTS, WEIGHTS
@@ -23,14 +27,14 @@ def write_model(checkpoint: Path, output: Path, *, model: str | None) -> dict[st
     """
     from transformers.utils import logging
 
-    source = opened(checkpoint)
-    empty = _empty_model(source, model)
-    empty.load_state_dict(_whole(source, empty, WEIGHTS), assign=True, strict=False)
-    empty.tie_weights()
-    empty.config.dtype = torch.float32
-    _new_folder(output)
-    logging.disable_progress_bar()
-    empty.save_pretrained(output)
+    with _new_folder(output) as folder:
+        source = opened(checkpoint)
+        empty = _empty_model(source, model)
+        empty.load_state_dict(_whole(source, empty, WEIGHTS), assign=True, strict=False)
+        empty.tie_weights()
+        empty.config.dtype = torch.float32
+        logging.disable_progress_bar()
+        empty.save_pretrained(folder)
     return _facts(source, output, "a Hugging Face model in fp32, without a tokenizer")
 
 
@@ -39,25 +43,28 @@ def write_for_fsdp(
 ) -> dict[str, Any]:
     """Write weights and AdamW's state as accelerate's FSDP does, so that `Accelerator.load_state` reads them.
 
-    The optimizer that loads it must be a torch AdamW with one group of parameters; it takes its options from
-    the folder. `learning_rate`: None: the run's or DeepSpeed's own. Other parameters and errors as of
-    `write_model`.
+    The optimizer that loads it must be a torch AdamW with one group of parameters. It takes its options from
+    the folder: of several groups, those of the first. `learning_rate`: None: the run's or DeepSpeed's own.
+    Other parameters and errors as of `write_model`.
     """
     import torch.distributed.checkpoint as dcp
 
-    source = opened(checkpoint)
-    state, group = _state_and_group(source, model, learning_rate)
-    moments = {
-        name: {"step": _steps(source), **{kind: state[kind][name] for kind in MOMENTS}}
-        for name in state[WEIGHTS]
-    }
-    optimizer = {"state": moments, "param_groups": [{**group, "params": list(moments)}]}
-    _new_folder(output)
-    for folder, content in (
-        ("pytorch_model_fsdp_0", {"model": state[WEIGHTS]}),
-        ("optimizer_0", {"optimizer": optimizer}),
-    ):
-        dcp.save(content, storage_writer=dcp.FileSystemWriter(output / folder), no_dist=True)
+    with _new_folder(output) as folder:
+        source = opened(checkpoint)
+        empty = _empty_model(source, model)
+        group = _group(source, learning_rate)
+        state = {kind: _whole(source, empty, kind) for kind in (WEIGHTS, *MOMENTS)}
+        moments = {
+            name: {"step": _steps(source), **{kind: state[kind][name] for kind in MOMENTS}}
+            for name in state[WEIGHTS]
+        }
+        optimizer = {"state": moments, "param_groups": [{**group, "params": list(moments)}]}
+        weights = {name: state[WEIGHTS][first] for name, first in _names_with_tied(empty).items()}
+        for part, content in (
+            ("pytorch_model_fsdp_0", {"model": weights}),
+            ("optimizer_0", {"optimizer": optimizer}),
+        ):
+            dcp.save(content, storage_writer=dcp.FileSystemWriter(folder / part), no_dist=True)
     return _facts(source, output, "for Accelerator.load_state under FSDP2, SHARDED_STATE_DICT")
 
 
@@ -78,49 +85,47 @@ def write_for_deepspeed(
     """
     import deepspeed
 
-    source = opened(checkpoint)
-    state, group = _state_and_group(source, model, learning_rate)
-    manifest = source.manifest
-    num_ranks = num_processes or manifest.written_by["num_processes"]
-    _new_folder(output)
-    folder = output / "pytorch_model"
-    for name in state[WEIGHTS]:
-        (folder / "zero" / name).mkdir(parents=True)
-        for kind, file in ((WEIGHTS, "fp32"), *((kind, kind) for kind in MOMENTS)):
-            torch.save({"param": state[kind][name]}, folder / "zero" / name / f"{file}.pt")
-        torch.save(_steps(source), folder / "zero" / name / "step.pt")
-    of_zero3 = {"state": {0: {"step": _steps(source)}}, "param_groups": [group]}
-    of_all = {"ds_version": deepspeed.__version__, "param_groups": [group]}
-    torch.save({**of_all, "optimizer_state_dict": of_zero3}, folder / "zero" / "optimizer_state.pt")
-    described = {
-        **dict.fromkeys(("optimizer", "lr_scheduler", "data_sampler", "random_ltd", "frozen_param_shapes")),
-        **{"module": {}, "buffer_names": [], "shared_params": {}, "frozen_param_fragments": None},
-        "param_shapes": [{name: tensor.shape for name, tensor in state[WEIGHTS].items()}],
-        **{"global_steps": manifest.step, "skipped_steps": manifest.step - manifest.optimizer_steps},
-        **{"dp_world_size": num_ranks, "mp_world_size": 1, "ds_config": {}},
-        "ds_version": deepspeed.__version__,
-    }
-    for name in ("mp_rank_00", *(f"zero_pp_rank_{rank}_mp_rank_00" for rank in range(num_ranks))):
-        torch.save(described, folder / f"{name}_model_states.pt")
-    (output / "latest_universal").write_text(folder.name)
+    with _new_folder(output) as new:
+        source = opened(checkpoint)
+        empty, manifest = _empty_model(source, model), source.manifest
+        group = _group(source, learning_rate)
+        num_ranks = num_processes or manifest.written_by["num_processes"]
+        folder, shapes = new / "pytorch_model", {}
+        for name, param in empty.named_parameters():
+            shapes[name] = param.shape
+            (folder / "zero" / name).mkdir(parents=True)
+            for kind, file in ((WEIGHTS, "fp32"), *((kind, kind) for kind in MOMENTS)):
+                tensor = _tensor(source, kind, name, param)
+                torch.save({"param": tensor}, folder / "zero" / name / f"{file}.pt")
+            torch.save(_steps(source), folder / "zero" / name / "step.pt")
+        of_zero3 = {"state": {0: {"step": _steps(source)}}, "param_groups": [group]}
+        of_all = {"ds_version": deepspeed.__version__, "param_groups": [group]}
+        torch.save({**of_all, "optimizer_state_dict": of_zero3}, folder / "zero" / "optimizer_state.pt")
+        described = {
+            **dict.fromkeys(("optimizer", "lr_scheduler", "data_sampler", "random_ltd")),
+            **{"module": {}, "buffer_names": [], "shared_params": {}, "frozen_param_shapes": None},
+            **{"frozen_param_fragments": None, "param_shapes": [shapes]},
+            **{"global_steps": manifest.step, "skipped_steps": manifest.step - manifest.optimizer_steps},
+            **{"dp_world_size": num_ranks, "mp_world_size": 1, "ds_config": {}},
+            "ds_version": deepspeed.__version__,
+        }
+        for name in ("mp_rank_00", *(f"zero_pp_rank_{rank}_mp_rank_00" for rank in range(num_ranks))):
+            torch.save(described, folder / f"{name}_model_states.pt")
+        (new / "latest_universal").write_text(folder.name)
     return _facts(source, output, "for DeepSpeed with checkpoint: {load_universal: true}")
 
 
-def _state_and_group(
-    source: Checkpoint, model: str | None, learning_rate: float | None
-) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
-    """Return all tensors by kind and parameter, and the options of a torch AdamW as a group of its state."""
+def _group(source: Checkpoint, learning_rate: float | None) -> dict[str, Any]:
+    """Return AdamW's options as a group of torch's state."""
     options = _adamw_options(source)
     if learning_rate is not None:
         options["lr"] = learning_rate
     if "lr" not in options:
         raise ValueError(
-            f"{source.path} does not say the learning rate, with which its next reader goes on\n"
+            f"{source.path} does not contain the learning rate, which the rewritten checkpoint needs\n"
             "hint: give it as --learning_rate"
         )
-    empty = _empty_model(source, model)
-    adamw = torch.optim.AdamW([torch.zeros(1)], **options).state_dict()["param_groups"][0]
-    return {kind: _whole(source, empty, kind) for kind in (WEIGHTS, *MOMENTS)}, adamw
+    return torch.optim.AdamW([torch.zeros(1)], **options).state_dict()["param_groups"][0]
 
 
 def _steps(source: Checkpoint) -> torch.Tensor:
@@ -159,34 +164,50 @@ def _empty_model(source: Checkpoint, name: str | None) -> torch.nn.Module:
     spec = find_model(name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config(spec, seq_len=spec.max_position_embeddings))
-    sizes, found = _sizes(model), source.manifest.num_elements
-    if differing := sorted(name for name, size in sizes.items() if found.get(name) != size):
-        more = (
-            f", {differing[0]} and {len(differing) - 1} more differ" if differing[1:] else f", {differing[0]}"
+    sizes = {name: param.numel() for name, param in model.named_parameters()}
+    found = source.manifest.num_elements
+    if differing := sorted(each for each in {*sizes, *found} if sizes.get(each) != found.get(each)):
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise ValueError(
+            f"{path} is not of {name}; these parameters differ: {', '.join(differing[:3])}{more}\n"
+            "hint: give its own model as --model"
         )
-        raise ValueError(f"{path} is not of {name}{more}\nhint: give its own model as --model")
     return model
-
-
-def _sizes(model: torch.nn.Module) -> dict[str, int]:
-    return {name: math.prod(param.shape) for name, param in model.named_parameters()}
 
 
 def _whole(source: Checkpoint, model: torch.nn.Module, kind: str) -> dict[str, torch.Tensor]:
     """Return all tensors of one kind in fp32, by parameter."""
-    return {
-        name: source.reader.read(f"{kind}/{name}", 0, param.numel()).float().reshape(param.shape)
-        for name, param in model.named_parameters()
-    }
+    return {name: _tensor(source, kind, name, param) for name, param in model.named_parameters()}
 
 
-def _new_folder(output: Path) -> None:
+def _tensor(source: Checkpoint, kind: str, name: str, param: torch.Tensor) -> torch.Tensor:
+    return source.reader.read(f"{kind}/{name}", 0, param.numel()).float().reshape(param.shape)
+
+
+def _names_with_tied(model: torch.nn.Module) -> dict[str, str]:
+    """Return for each name of a parameter its first one: a tied head has that of the embedding."""
+    firsts = {id(param): name for name, param in model.named_parameters()}
+    return {name: firsts[id(param)] for name, param in model.named_parameters(remove_duplicate=False)}
+
+
+@contextmanager
+def _new_folder(output: Path) -> Iterator[Path]:
+    """Yield a folder beside `output`, which gets its name at the end. It is deleted if anything fails."""
+    if output.exists():
+        raise ValueError(f"{output} exists, and nothing is overwritten\nhint: give another --output")
+    unfinished = output.parent / f".{output.name}.unfinished"
+    delete(unfinished)
+    unfinished.mkdir(parents=True)
     try:
-        output.mkdir(parents=True)
-    except FileExistsError:
+        yield unfinished
+        unfinished.rename(output)
+    except (RuntimeError, SafetensorError, CheckpointException) as error:  # these hide an error of the disk
+        said = str(error).strip().splitlines()
         raise ValueError(
-            f"{output} exists, and nothing is overwritten\nhint: give another --output"
+            f"can't write {output}: {said[0] if said else type(error).__name__}\nhint: check its disk"
         ) from None
+    finally:
+        delete(unfinished)
 
 
 def _facts(source: Checkpoint, output: Path, what: str) -> dict[str, Any]:

@@ -76,8 +76,6 @@ def test_their_checkpoint_continues_here_with_their_losses(
     assert record["first_step"] == SAVED_AT
     assert record["losses"] == pytest.approx(theirs.losses[SAVED_AT:], abs=WITHIN)
     assert len(record["losses"]) == NUM_STEPS - SAVED_AT
-    # without the moments or the weights, the first loss or the ones after it would differ by far more
-    assert max(abs(loss - theirs.losses[0]) for loss in record["losses"]) > 100 * WITHIN
 
 
 @pytest.mark.parametrize(

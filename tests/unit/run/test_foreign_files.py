@@ -327,6 +327,11 @@ def test_a_rewritten_checkpoint_has_the_same_tensors(
     assert slm_here(*words).code == 0
     theirs, made = open_foreign(folder), open_foreign(tmp_path / "made")
     assert made.num_elements == theirs.num_elements
+    if form == "fsdp_checkpoint":  # FSDP2 asks for tied weights by both names
+        index = (tmp_path / "made" / "pytorch_model_fsdp_0" / ".metadata").read_bytes()
+        assert {"model.lm_head.weight", "model.model.embed_tokens.weight"} <= pickle.loads(
+            index
+        ).state_dict_metadata.keys()
     assert made.num_optimizer_steps == theirs.num_optimizer_steps == 3
     for name, size in theirs.num_elements.items():
         for kind in KINDS:
@@ -348,7 +353,30 @@ def test_a_model_comes_out_of_a_checkpoint(tiny: tuple[Path, Path], tmp_path: Pa
     for name, size in theirs.num_elements.items():
         assert torch.equal(weights[name].flatten(), theirs.read(f"weights/{name}", 0, size))
     assert "lm_head.weight" not in weights  # tied
+    to = ("--to", "hf", "--output", str(tmp_path / "b"))
     other = slm_here("convert", str(folder), *to, "--model", "slm-1m")
     assert (other.code, "is not of slm-1m" in other.err) == (2, True)
-    unnamed = slm_here("convert", str(folder), *to)
+    smaller = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**smaller, "num_hidden_layers": 2}))
+    lacks = slm_here(
+        "convert", str(folder), "--to", "hf", "--output", str(tmp_path / "b"), "--model", str(model)
+    )
+    assert (lacks.code, "model.layers.1.input_layernorm.weight" in lacks.err) == (2, True)
+    (model / "config.json").write_text(json.dumps({**smaller, "tie_word_embeddings": False}))
+    untied = slm_here(
+        "convert", str(folder), "--to", "hf", "--output", str(tmp_path / "b"), "--model", str(model)
+    )
+    assert (untied.code, "lm_head.weight" in untied.err) == (2, True)
+    unnamed = slm_here("convert", str(folder), "--to", "hf", "--output", str(tmp_path / "b"))
     assert (unnamed.code, "does not say which model it is of" in unnamed.err) == (2, True)
+
+
+def test_a_failed_write_leaves_nothing(tiny: tuple[Path, Path], tmp_path: Path) -> None:
+    model, folder = tiny
+    state = torch.load(folder / "optimizer.bin", weights_only=True)
+    del state["state"]["model.norm.weight"]["exp_avg_sq"]
+    torch.save(state, folder / "optimizer.bin")
+    words = ("convert", str(folder), "--to", "universal", "--model", str(model))
+    done = slm_here(*words, "--output", str(tmp_path / "made"))
+    assert (done.code, "it lacks the entry 'exp_avg_sq'" in done.err) == (2, True), done.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "their"]
