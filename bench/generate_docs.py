@@ -365,8 +365,16 @@ def _strategies() -> str:
         " Losses, fp32: the farthest from those of one process. Peak: traced while one process played"
         f" rank 0 of {matrix['ranks']} with slm-100m, 4 sequences of 1,024 tokens. GPU: where both were"
         " measured. Only the quantized communication of ZeRO++ (`zero_quantized_weights`,"
-        " `zero_quantized_gradients`) needs a GPU; `ds_zeropp` leaves it off.\n"
+        " `zero_quantized_gradients`) needs a GPU; `ds_zeropp` leaves it off. No peak: "
+        + "; ".join(why for row in matrix["rows"] if (why := _no_peak(row)))
+        + ".\n"
     )
+
+
+def _no_peak(row: dict[str, Any]) -> str | None:
+    if (problem := row.get("rehearsal_problem")) is None:
+        return None
+    return f"`{row['strategy']}` {problem.partition('.yaml, which ')[2] or problem.removeprefix('error: ')}"
 
 
 def _replayed_memory() -> str:

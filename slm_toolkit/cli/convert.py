@@ -189,7 +189,7 @@ def _convert_checkpoint(args: argparse.Namespace) -> int:
         for name, is_unused in {**unused, "gpus_per_node": True}.items():
             if is_unused and getattr(args, name) is not None:
                 raise ValueError(f"--{name} has no meaning with --to {args.to}\nhint: leave it out")
-        from slm_toolkit.convert.checkpoints import write_for_deepspeed, write_for_fsdp, write_model
+        from slm_toolkit.run.checkpoint.rewrite import write_for_deepspeed, write_for_fsdp, write_model
 
         folders = Path(os.path.realpath(typed_path(args.source[0]))), args.output
         if args.to == "hf_model":
