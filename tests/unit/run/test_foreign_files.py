@@ -202,7 +202,6 @@ def test_an_index_can_change_no_class(name: bytes, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is refused"):
         open_foreign(whole)
     assert Path("/a/b").parent == Path("/a")
-    assert not hasattr(torch.serialization._get_layout, "parent")
     changed = pickle.loads(evil)  # it would have changed the class of the whole process
     assert changed.parent == "evil"
     if changed is type(Path()):
