@@ -76,6 +76,9 @@ def test_their_checkpoint_continues_here_with_their_losses(
     assert record["first_step"] == SAVED_AT
     assert record["losses"] == pytest.approx(theirs.losses[SAVED_AT:], abs=WITHIN)
     assert len(record["losses"]) == NUM_STEPS - SAVED_AT
+    (row,) = json.loads(slm("report", str(tmp_path / "runs"), "--json").out)
+    assert (row["status"], row["first_step"]) == ("ok", SAVED_AT)
+    assert f"note: {theirs.folder} is of " in done.err
 
 
 @pytest.mark.parametrize(

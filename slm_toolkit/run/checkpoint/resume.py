@@ -326,7 +326,7 @@ def described(checkpoint: Checkpoint, here: dict[str, Any]) -> dict[str, Any]:
     return {
         "path": str(checkpoint.path),
         "step": manifest.step,
-        **manifest.written_by,
+        **{name: value for name, value in manifest.written_by.items() if value is not None},
         "conversion": conversion,
     }
 
