@@ -351,7 +351,8 @@ def _choose_start(request: _Request, folder: _ClaimedFolder) -> _Start:
     candidates = (
         find_checkpoints(resume, run_dir, description, num_steps=config.steps_asked) if resume else []
     )
-    starts = resume is None
+    # another program's checkpoint begins a run of ours, which must not replace an earlier one
+    starts = resume is None or any(candidate.is_foreign for candidate in candidates)
     if not config.overwrite_output_dir and config.rehearse is None and (starts or config.save_steps):
         check_place(run_dir, description, starts=starts, has_ended=folder.has_ended)
     if _is_rank_0():

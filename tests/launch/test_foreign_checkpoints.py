@@ -6,11 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import COMPILING_SECONDS, ROOT, Finished, launch, record_under, run, slm
 from safetensors.torch import load_file, save_file
 
 from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.model.names import find_model
 from slm_toolkit.rivals.work import write_work
+from slm_toolkit.run.model.model import build_model
 
 SAVED_AT, NUM_STEPS = 5, 15
 WITHIN = 1e-5
@@ -104,3 +107,35 @@ def test_our_checkpoint_continues_with_accelerate_alone(
     assert f"step {SAVED_AT}, 951,424 parameters, written under {strategy} x 2" in done.out
     theirs = trained_by_accelerate(tmp_path, engine, load=str(tmp_path / "theirs"), first_step=SAVED_AT)
     assert theirs.losses == pytest.approx(record["losses"][SAVED_AT:], abs=WITHIN)
+
+
+def test_the_same_command_again_replaces_no_checkpoint(tmp_path: Path) -> None:
+    """A folder as FSDP with FULL_STATE_DICT writes it, of the model that `--model slm-1m` is."""
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    config = RunConfig(**FLAGS).with_defaults(has_gpu=False)
+    params = dict(build_model(find_model("slm-1m"), config).named_parameters())
+    weights = {name: param.detach().clone() for name, param in params.items()}
+    state = {
+        name: {
+            "exp_avg": torch.zeros_like(value),
+            "exp_avg_sq": torch.ones_like(value),
+            "step": torch.tensor(9.0),
+        }
+        for name, value in weights.items()
+    }
+    torch.save(weights, folder / "pytorch_model_fsdp.bin")
+    torch.save({"state": state, "param_groups": [{"lr": 1e-3}]}, folder / "optimizer.bin")
+    more = ("--save_steps", "2", "--resume_from_checkpoint", str(folder))
+    _, record = trained_here(tmp_path / "runs", "single", *more)
+    assert record["first_step"] == 9
+    saved = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+    words = [word for name, value in FLAGS.items() for word in (f"--{name}", str(value))]
+    words += ["--output_dir", str(tmp_path / "runs"), "--run_name", "run", *more]
+    again = launch(*words, config="accel_configs/single.yaml")
+    assert again.code != 0
+    assert "a new start would replace them" in again.err
+    assert "--resume_from_checkpoint latest" in again.err
+    newest = [path for path in saved if "checkpoints" in path.parts]
+    assert newest
+    assert all(path.stat().st_mtime_ns == saved[path] for path in newest)

@@ -78,8 +78,8 @@ class LossHead(torch.nn.Linear):
 
     The matrix product itself adds each chunk's gradient of the weight to the sum, in the weight's dtype. So
     the sum is rounded once per chunk. In bf16 the error of 16,384 tokens in one chunk is 0.21 %, in chunks of
-    4,096 tokens 0.29 %, of 1,024 0.49 %; all gradients have an error of 1 % in bf16 anyway. A sum in fp32
-    would take V x h x 4 bytes more.
+    4,096 tokens 0.29 %, of 1,024 0.49 %, of 256 (a CPU's) 0.94 %; all gradients have an error of 1 % in bf16
+    anyway. A sum in fp32 would take V x h x 4 bytes more.
     """
 
     labels: torch.Tensor | None = None
