@@ -31,7 +31,7 @@ from slm_toolkit.run.engine.training_state import WEIGHTS, parameter_name
 
 _ANOTHER = "hint: give the folder that Accelerator.save_state or DeepSpeed's save_checkpoint wrote"
 _INDEX_BYTES = 2**28
-_MOST_RANKS = 2**16
+_MOST_RANKS, _MOST_STEPS = 2**16, 10**12
 _METADATA = "torch.distributed.checkpoint.metadata"
 _DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 _OF_INDEX = frozenset(
@@ -106,11 +106,12 @@ def is_foreign(folder: Path) -> bool:
 def open_foreign(folder: Path) -> ForeignReader:
     """Return a reader of the folder. Raises ValueError if it is incomplete, or may run code."""
     with _as_value_error(folder):
-        if _index_files(folder):
-            return DcpReader(folder)
-        if _whole_files(folder):
-            return WholeReader(folder)
-        return ZeroReader(folder) if _rank_files(folder) else UniversalReader(folder)
+        readers = {DcpReader: _index_files, WholeReader: _whole_files, ZeroReader: _rank_files}
+        kind = next((reader for reader, find in readers.items() if find(folder)), UniversalReader)
+        reader = kind(folder)
+        if not 0 <= reader.num_optimizer_steps <= reader.num_steps <= _MOST_STEPS:
+            raise ValueError(f"it says that {reader.num_steps} steps are done")
+        return reader
 
 
 # ---- torch.distributed.checkpoint
@@ -241,7 +242,7 @@ class _StandIn:
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Return a new class of ours for each name. It has __setstate__, so a pickle can't change it."""
+        """Return a new class of ours for each name: whatever a pickle does to it, no other class changes."""
         if (module, name) not in _OF_INDEX:
             raise ValueError(f"it names {module}.{name}, which has no place in an index")
         if module == "torch" and name in _DTYPES:

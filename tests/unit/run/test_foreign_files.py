@@ -243,6 +243,14 @@ def test_a_pipe_or_a_parent_folder_is_no_tag(tmp_path: Path) -> None:
     assert not is_foreign(tmp_path / "a")
 
 
+def test_steps_that_nobody_does_are_refused(tmp_path: Path) -> None:
+    folder = write_zero3(tmp_path / "a") / "global_step7"
+    file = folder / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    torch.save({**torch.load(file, weights_only=True), "global_steps": -5}, file)
+    with pytest.raises(ValueError, match="it says that -5 steps are done"):
+        open_foreign(tmp_path / "a")
+
+
 def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
     folder = write_zero3(tmp_path / "a") / "global_step7"
     old = folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
