@@ -42,6 +42,7 @@ class Meeting:
 
     def __init__(self, num_machines: int, patience: Patience = SOON) -> None:
         self.num_machines, self.threads = num_machines, ThreadPoolExecutor()
+        self.patience = patience
         self.store = open_store(HERE, 0)
         self.port = self.store.underlying_store.port
         self.at = f"{HERE}:{self.port}"
@@ -52,7 +53,7 @@ class Meeting:
 
     def come(self, rank: int, problem: str | None = None, **said: object) -> "Future[socket.socket]":
         me = self.machine(rank, problem, **said)
-        return self.threads.submit(attend, me, HERE, self.port, patience=SOON)
+        return self.threads.submit(attend, me, HERE, self.port, patience=self.patience)
 
 
 def said_within(capsys: pytest.CaptureFixture[str], pattern: str) -> str:
@@ -146,10 +147,12 @@ def test_a_rank_that_no_machine_can_have_is_refused_and_the_others_go_on(rank: i
 
 
 @pytest.mark.quick
-def test_of_two_machines_with_one_rank_the_earlier_ends_and_the_others_go_on() -> None:
-    meeting = Meeting(3)
+def test_of_two_machines_with_one_rank_the_earlier_ends_and_the_others_go_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    meeting = Meeting(3, LATER)
     earlier = meeting.come(1)
-    time.sleep(1.0)
+    said_within(capsys, "machine 1 is here")
     later = meeting.come(1)
     with pytest.raises(ValueError, match=f"--machine_rank 1 of {HERE} is taken by {HERE}\nhint: every"):
         earlier.result()
