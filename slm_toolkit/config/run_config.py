@@ -724,9 +724,10 @@ class RunConfig:
         "adamw_torch_fused",
         "adamw_torch_fused: one kernel for all parameters. adamw_torch: takes a temporary as large as the "
         "parameters. adamw_triton: a Triton kernel that also clips gradients and rounds weights, and so "
-        "moves 30 instead of 50 bytes per parameter; on a CPU the same as adamw_torch_fused",
+        "moves 30 instead of 50 bytes per parameter; on a CPU the same as adamw_torch_fused. muon: Muon for "
+        "the matrices of the layers (4 bytes less per parameter), fused AdamW for the rest",
         group="optimizer",
-        choices=("adamw_torch", "adamw_torch_fused", "adamw_triton"),
+        choices=("adamw_torch", "adamw_torch_fused", "adamw_triton", "muon"),
         other_names=("optimizer",),
         grid=True,
         excludes=(
@@ -736,7 +737,9 @@ class RunConfig:
                 values=("stock", "pure_bf16"),
                 own=("adamw_triton",),
             ),
-            Excludes("adam_dtype", "its moments are fp32", values=("bf16",), own=("adamw_triton",)),
+            Excludes("adam_dtype", "its moments are fp32", values=("bf16",), own=("adamw_triton", "muon")),
+            Excludes("numerics", "it has its own master weights", values=("stock",), own=("muon",)),
+            Excludes("peft", "Muon is for whole matrices, not for adapters", own=("muon",)),
         ),
         excludes_strategies=(
             ExcludesStrategy(
@@ -745,8 +748,16 @@ class RunConfig:
                 own=("adamw_triton",),
             ),
             ExcludesStrategy(
-                "offloads", "{flag} with offload, whose optimizer runs on the CPU", own=("adamw_triton",)
+                "offloads",
+                "{flag} with offload, whose optimizer runs on the CPU",
+                own=("adamw_triton", "muon"),
             ),
+            ExcludesStrategy(
+                "is_fsdp1",
+                "{flag} under FSDP1, whose parameters are flat: use fsdp_version: 2",
+                own=("muon",),
+            ),
+            ExcludesStrategy("is_zero_0", "{flag} under ZeRO-0: use DDP", own=("muon",)),
         ),
         may_change_on_resume=False,
         losses="same",

@@ -216,6 +216,13 @@ def layer_tensors(spec: ModelSpec) -> tuple[LayerTensor, ...]:
     return tuple(tensors)
 
 
+def hidden_matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """Return inputs and outputs of a layer's 2-D weights. Experts are one 3-D weight, and so no matrix."""
+    matrices = _attention_matrices(spec) | _ffn_matrices(spec)
+    of_experts = ("gate_up_proj", "down_proj") if spec.experts is not None else ()
+    return {name: shape for name, shape in matrices.items() if name not in of_experts}
+
+
 def active_matrices(spec: ModelSpec) -> list[tuple[int, int]]:
     """Return the inputs and outputs of a layer's matrices for one token, its experts as one feed-forward."""
     ffn = {"gate": (spec.hidden_size, spec.active_ffn_size), "up": (spec.hidden_size, spec.active_ffn_size)}

@@ -73,7 +73,11 @@ def _changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
         yield changed(triton_loss=True)
     if config.optim == "adamw_torch":
         yield changed(optim="adamw_torch_fused")
-    if config.optim != "adamw_triton" and not setup.strategy.is_deepspeed and not setup.strategy.offloads:
+    if (
+        config.optim not in ("adamw_triton", "muon")
+        and not setup.strategy.is_deepspeed
+        and not setup.strategy.offloads
+    ):
         yield changed(optim="adamw_triton")
     if config.gradient_checkpointing != "none":
         yield changed(gradient_checkpointing="none")

@@ -86,6 +86,7 @@ _OF_OPTIMIZER = (
         "adam_beta1",
         "adam_beta2",
         "adam_epsilon",
+        "optim",
         "lr_scheduler_type",
         "lr_decay_steps",
         "warmup_steps",
@@ -167,7 +168,9 @@ class Numerics:
     attention: str | None = _probed(
         "attention kernel that ran", settings=("attn_implementation", "torch_compile", "seq_len")
     )
-    optimizer_kernel: str | None = _probed("fused, triton, foreach or for-loop, as run", settings=("optim",))
+    optimizer_kernel: str | None = _probed(
+        "fused, triton, foreach, for-loop or muon, as run", settings=("optim",)
+    )
     compiled: bool | None = _probed("whether a graph of torch.compile ran", settings=("torch_compile",))
     recomputed: bool | None = _probed(
         "whether backward recomputed activations; None if torch.compile hides it",
@@ -202,7 +205,7 @@ class Numerics:
         "trained parameters without a gradient in this step", settings=("peft", "model", "dataset")
     )
     optimizer_settings: str | None = _probed(
-        "each group's number of elements, learning rate, betas, eps and weight decay",
+        "each group's number of elements, learning rate, betas, eps (or Muon's momentum) and weight decay",
         settings=_OF_OPTIMIZER,
     )
     optimizer_settings_at_end: str | None = _probed("the same at the last step", settings=_OF_OPTIMIZER)

@@ -64,21 +64,24 @@ def _wrong_optimizer_settings(record: RunRecord, numerics: Numerics) -> list[str
     for step, line, when in steps:
         rate = peak * share_of_peak(config, step, num_steps)
         for group in line.split("; ") if line else ():
-            ran = {name: float(value) for name, value in re.findall(r"(lr|eps|decay) ([-+.\de]+)", group)}
-            betas = [float(beta) for beta in re.findall(r"betas (\S+) (\S+),", group)[0]]
-            ran |= {"beta1": betas[0], "beta2": betas[1]}
-            expected = {
-                "lr": rate,
-                "eps": config.adam_epsilon,
-                "beta1": config.adam_beta1,
-                "beta2": config.adam_beta2,
-            }
+            number = r"(lr|eps|decay|momentum) ([-+.\de]+)"
+            ran = {name: float(value) for name, value in re.findall(number, group)}
+            expected = {"lr": rate}
+            if "momentum" not in ran:  # AdamW's group, not Muon's
+                beta1, beta2 = re.findall(r"betas (\S+) (\S+),", group)[0]
+                ran |= {"beta1": float(beta1), "beta2": float(beta2)}
+                expected |= {"eps": config.adam_epsilon}
+                expected |= {"beta1": config.adam_beta1, "beta2": config.adam_beta2}
             expected["decay"] = config.weight_decay if ran["decay"] else 0.0
             problems += [
                 f"{name} {ran[name]:g} {when}, not {value:g}"
                 for name, value in expected.items()
                 if not _is_close(ran[name], value)
             ]
+        if line and ("momentum" in line) != (config.optim == "muon"):
+            problems.append(
+                f"Muon {'updates' if 'momentum' in line else 'does not update'} parameters {when}"
+            )
         decays = re.findall(r"decay ([-+.\de]+)", line or "")
         if line and config.weight_decay and config.peft == "none" and "0" not in decays:
             problems.append(f"weight decay also applies to norms {when}")
@@ -569,6 +572,7 @@ def _task_of(record: RunRecord) -> bytes:
     settings["max_grad_norm"] = (
         settings["max_grad_norm"] or 0.0
     )  # stock numerics: the script sets no clipping
+    settings["optim"] = config.get("optim") == "muon"  # the others are all AdamW
     task = [settings, _sequences_per_step(record), record.asked["files"]]
     return msgspec.json.encode(task, order="sorted")
 

@@ -122,7 +122,8 @@ def strategy_that_ran(record: RunRecord) -> Strategy:
 def _is_known(record: RunRecord) -> bool:
     """Return whether closed forms know a script's model and optimizer, and its first step was observed."""
     seen = record.numerics or {}
-    trains_with_adam = "Adam" in (seen.get("optimizer_class") or "")
+    optimizer = seen.get("optimizer_class") or ""
+    trains_with_adam = "Adam" in optimizer and "Muon" not in optimizer
     return record.has_known_shapes and record.first_batch is not None and trains_with_adam
 
 

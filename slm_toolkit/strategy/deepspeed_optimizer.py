@@ -35,9 +35,11 @@ def optimizer_problems(deepspeed: dict[str, Any], config: RunConfig) -> list[str
             "remove the section, or leave out --numerics stock"
         ]
     kind, params = str(section.get("type")), section.get("params") or {}
+    if kind.lower() == "muon":
+        return ["the DeepSpeed JSON's optimizer is Muon: remove the section, and give --optim muon"]
     if kind.lower() not in ("adam", "adamw"):
         return [
-            f"the DeepSpeed JSON's optimizer is {kind}, but the script has only AdamW: remove the section"
+            f"the DeepSpeed JSON's optimizer is {kind}, but the script has AdamW and Muon: remove the section"
         ]
     known = (*_FLAGS, *_REQUIRED, *_CHANGES_NOTHING)
     return [

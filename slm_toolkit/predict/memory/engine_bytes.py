@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from slm_toolkit.model.model_spec import ModelSpec, layer_tensors
+from slm_toolkit.model.model_spec import ModelSpec, hidden_matrices, layer_tensors
 from slm_toolkit.predict.memory.zero3_gathers import gathered_of
 from slm_toolkit.predict.memory.zero_gradients import Allocated, Backward, Instant, Reduction, backward_of
 from slm_toolkit.predict.setup.adapters import Adapters, Weights, sharded_adapters
-from slm_toolkit.predict.setup.setup import Dtypes, Setup
+from slm_toolkit.predict.setup.setup import FP32, Dtypes, Setup
 from slm_toolkit.strategy.settings import ZeroSettings
 
 
@@ -385,11 +385,12 @@ def zero_1_or_2(
     num_ranks: int,
     num_micro_steps: int,
     optimizer_temporary: float,
+    num_hidden: int = 0,
 ) -> Step:
     """Return the step of ZeRO-1 or ZeRO-2: unsharded parameters, gradients reduced in buckets.
 
     `num_ranks` is the number of shards of the GPU's state: more than `num_gpus` if the state is offloaded.
-    Widened gradients stay on the GPU even then.
+    Widened gradients stay on the GPU even then. `num_hidden`: parameters that Muon updates.
     """
     G, w = weights.trained, dtypes.parameter
     is_widened = dtypes.kept_gradient > w
@@ -404,7 +405,13 @@ def zero_1_or_2(
         kept_bytes=dtypes.kept_gradient,
     )
     # the third micro-step and later ones need the second's bytes; ZeRO-2 reduces in every one
-    backward = backward_of(spec, weights, reduction, num_micro_steps=min(num_micro_steps, 4 - zero.stage))
+    backward = backward_of(
+        spec,
+        weights,
+        reduction,
+        num_micro_steps=min(num_micro_steps, 4 - zero.stage),
+        by_muon=num_hidden > 0,
+    )
     head = weights.trained_vocabulary * w
 
     def at_layer(layer: int, num_elements: float) -> At:
@@ -416,7 +423,8 @@ def zero_1_or_2(
         return _at(made.before, made.tensor.num_elements * w) if made else None
 
     share = G / num_ranks
-    step_bytes = _of_step(backward, reduction, dtypes, share, optimizer_temporary)
+    shares = (num_hidden / num_ranks, (G - num_hidden) / num_ranks)
+    step_bytes = _of_step(backward, reduction, dtypes, shares, optimizer_temporary)
     return Step(
         State(weights.total * w, share * dtypes.master, share * dtypes.moments),
         at_forward_loss=_at(backward.at_loss),
@@ -432,19 +440,31 @@ def zero_1_or_2(
     )
 
 
-def _of_step(backward: Backward, reduction: Reduction, dtypes: Dtypes, share: float, foreach: float) -> float:
+def _of_step(
+    backward: Backward,
+    reduction: Reduction,
+    dtypes: Dtypes,
+    shares: tuple[float, float],
+    temporary: float,
+) -> float:
     """Return the bytes of the optimizer's step besides the reduced gradients.
 
-    Norms are computed in fp64, one gradient at a time. Then the gradients are copied into a flat tensor, and
-    cast to the master weights' dtype. A widened partition or a single gradient is flat already.
+    Norms are computed in fp64, one gradient at a time. Then the gradients of a group (of `shares`: Muon's
+    matrices, and the others) are copied into a flat tensor, and cast to the master weights' dtype. A widened
+    partition or a single gradient is flat already. `temporary`: bytes of the update of the first group.
     """
-    norm = 8 * backward.largest_piece
-    is_flat = reduction.is_widened or backward.num_matrices == 1
-    flat = share * dtypes.kept_gradient * (not is_flat)
-    cast = share * dtypes.master * (dtypes.master != dtypes.kept_gradient)
-    # contiguous_gradients: one buffer contains matrices and norms (stepped later); else copied ones are freed
-    freed = backward.kept * (not reduction.contiguous_gradients and (flat or cast) > 0)
-    return max(norm, flat + cast, (cast or flat) + foreach - freed)
+    most = 8.0 * backward.largest_piece
+    for share, num_matrices in zip(shares, backward.num_matrices, strict=True):
+        if not share:
+            continue
+        is_flat = reduction.is_widened or num_matrices == 1
+        flat = share * dtypes.kept_gradient * (not is_flat)
+        cast = share * dtypes.master * (dtypes.master != dtypes.kept_gradient)
+        # contiguous_gradients: one buffer contains all groups, and stays; else copied gradients are freed
+        freed = backward.kept * (not reduction.contiguous_gradients and (flat or cast) > 0)
+        most = max(most, flat + cast, (cast or flat) + temporary - freed)
+        temporary = 0.0
+    return most
 
 
 def _at(held: Allocated, temporary: float = 0.0) -> At:
@@ -461,10 +481,12 @@ def zero_3(
     num_ranks: int,
     recomputed: tuple[bool, ...],
     optimizer_temporary: float,
+    num_hidden: int = 0,
 ) -> Step:
     """Return the step of ZeRO-3: everything is sharded, and parameters are gathered ahead of use.
 
     `recomputed`: for each layer, whether backward computes it again, which gathers it again, too.
+    `num_hidden`: parameters that Muon updates.
     """
     P, E, G, D = weights.total, weights.vocabulary, weights.trained, weights.trained_vocabulary
     w = dtypes.parameter
@@ -485,9 +507,12 @@ def zero_3(
     gathered = gathered_of(spec, adapters, zero, recomputed=recomputed)
 
     # as under ZeRO-1 and 2, but only for one sub-group of the share at a time
-    stepped = min(share, zero.sub_group_size)
+    stepped = min(max(num_hidden / num_ranks, share - num_hidden / num_ranks), zero.sub_group_size)
     flat = stepped * dtypes.kept_gradient
     cast = stepped * dtypes.master if dtypes.master != dtypes.kept_gradient else 0
+    updating = (cast or flat) + (
+        optimizer_temporary if num_hidden else min(optimizer_temporary, cast or flat)
+    )
 
     def gathered_bytes(elements: int) -> float:
         return (elements + persistent) * w if num_ranks > 1 else 0
@@ -505,7 +530,7 @@ def zero_3(
         at_norm=At(gathered_bytes(gathered.at_norm), D * w),
         at_layer=at_layer,
         at_embedding=At(E * w * (num_ranks > 1), (3 if spec.tied else 1) * D * w),
-        at_optimizer=At(temporary=max(flat + cast, (cast or flat) + min(optimizer_temporary, cast or flat))),
+        at_optimizer=At(temporary=max(flat + cast, updating)),
         crowded_layer=gathered.crowded_layer,
     )
 
@@ -515,31 +540,61 @@ CHUNK_ELEMENTS = 2**25
 
 
 def optimizer_temporary(setup: Setup) -> float:
-    """Return the temporary bytes of AdamW's step on one rank.
+    """Return the temporary bytes of the optimizer's step on one rank.
 
     foreach AdamW makes a temporary tensor for each parameter that it updates, fused AdamW and the Triton
     kernel make none. The toolkit's own AdamW (not with `stock`, not under DeepSpeed) updates the parameters
-    in chunks.
+    in chunks. Muon updates as many matrices together as there are ranks.
     """
     dtypes, weights, strategy = setup.dtypes, setup.weights, setup.strategy
     num_shards = 1 if strategy.is_replicated else setup.gpu_state_ranks
     foreach = setup.config.optim == "adamw_torch"
     is_torchs_own = setup.config.numerics == "stock" or setup.like is not None
+    is_muon = setup.config.optim == "muon"
+    if strategy.is_deepspeed and is_muon:
+        return muon_temporary(setup)
     if strategy.is_deepspeed or is_torchs_own:
         updated = dtypes.master or dtypes.parameter
         return weights.trained / num_shards * updated * foreach
-    elements = largest_chunk(setup.spec, num_shards, weights.adapter_shapes)
+    elements = largest_chunk(setup.spec, num_shards, weights.adapter_shapes, without_layers=is_muon)
     updated = dtypes.master or dtypes.parameter
     if setup.config.optim == "adamw_triton":
         return 0
     cast = updated if updated != dtypes.kept_gradient else 0
-    cast += 2 * updated if dtypes.moments < 2 * updated else 0
-    return elements * (cast + updated * foreach)
+    cast += 2 * updated if setup.config.adam_dtype == "bf16" else 0
+    return max(elements * (cast + updated * foreach), muon_temporary(setup) if is_muon else 0)
+
+
+def muon_temporary(setup: Setup) -> float:
+    """Return the temporary bytes of Muon's update of the largest matrix (`run/engine/muon.py`).
+
+    Newton-Schulz has two versions of the matrix and two products of its smaller side. Alive are also the
+    update, and its copy to and from other ranks if matrices are sharded. Under DDP, rank 0 keeps its result
+    while it computes the updates that other ranks orthogonalize.
+    """
+    dtypes, num_ranks = setup.dtypes, setup.shard_ranks if setup.strategy.sharded_parts else setup.num_gpus
+    computed = 4 if setup.compute == FP32 else 2
+    updated = dtypes.master or dtypes.parameter
+    cast = updated if dtypes.kept_gradient != updated else 0
+    shapes = [sorted(shape) for shape in hidden_matrices(setup.spec).values()]
+    size = max(small * large for small, large in shapes)
+    squares = max(small * small for small, large in shapes if small * large == size)
+    num_versions = 4 if num_ranks > 1 and setup.strategy.sharded_parts else 3
+    orthogonalizing = computed * (num_versions * size + 2 * squares)
+    if num_ranks == 1 or setup.strategy.sharded_parts:
+        return orthogonalizing
+    return max(orthogonalizing, size * (3 * computed + cast))
 
 
 @lru_cache(maxsize=4096)
-def largest_chunk(spec: ModelSpec, num_shards: int, adapter_shapes: tuple[tuple[int, int], ...] = ()) -> int:
-    """Return the elements of the optimizer's largest chunk.
+def largest_chunk(
+    spec: ModelSpec,
+    num_shards: int,
+    adapter_shapes: tuple[tuple[int, int], ...] = (),
+    *,
+    without_layers: bool = False,
+) -> int:
+    """Return the elements of the largest chunk of AdamW. `without_layers`: Muon updates their matrices.
 
     A chunk is a run of parameters, in the model's order, with at most CHUNK_ELEMENTS or one larger parameter.
     """
@@ -547,7 +602,7 @@ def largest_chunk(spec: ModelSpec, num_shards: int, adapter_shapes: tuple[tuple[
         shares = [-(-rows // num_shards) * columns for rows, columns in adapter_shapes] * spec.num_layers
     else:
         layer = [tensor.num_elements for tensor in layer_tensors(spec) if tensor.is_matrix]
-        matrices = [spec.embedding_params, *layer * spec.num_layers]
+        matrices = [spec.embedding_params, *layer * (0 if without_layers else spec.num_layers)]
         if not spec.tied:
             matrices.append(spec.embedding_params)
         shares = [-(-size // num_shards) for size in matrices]

@@ -276,6 +276,7 @@ def _engine_step(setup: Setup) -> Step:
         )
     zero = strategy.deepspeed.zero_optimization.of_width(spec.hidden_size)
     shares = {"num_ranks": setup.gpu_state_ranks, "optimizer_temporary": temporary}
+    num_hidden = setup.num_hidden if config.optim == "muon" else 0
     if zero.stage == 1 and dtypes.kept_gradient > dtypes.gradient:
         has_buckets = setup.like is not None and setup.like.zero_1_has_buckets
         return zero_1_in_fp32(
@@ -284,8 +285,18 @@ def _engine_step(setup: Setup) -> Step:
     if zero.stage < 3:
         num_micro_steps = config.gradient_accumulation_steps
         shares |= {"num_gpus": setup.shard_ranks, "num_micro_steps": num_micro_steps}
+        shares |= {"num_hidden": num_hidden}
         return zero_1_or_2(spec, weights, dtypes, zero, **shares)
-    return zero_3(spec, weights, setup.adapters, dtypes, zero, **shares, recomputed=setup.recomputed)
+    return zero_3(
+        spec,
+        weights,
+        setup.adapters,
+        dtypes,
+        zero,
+        **shares,
+        recomputed=setup.recomputed,
+        num_hidden=num_hidden,
+    )
 
 
 def _autocast_copies(setup: Setup) -> Copies:

@@ -14,7 +14,7 @@ from functools import lru_cache
 from math import prod
 from operator import itemgetter
 
-from slm_toolkit.model.model_spec import ModelSpec, layer_tensors
+from slm_toolkit.model.model_spec import ModelSpec, hidden_matrices, layer_tensors
 from slm_toolkit.predict.setup.adapters import Weights
 
 
@@ -27,7 +27,14 @@ class Tensor:
     layer: int | None
     num_elements: int
     is_matrix: bool = True
-    "False for norms and biases: they are the optimizer's second group, without weight decay"
+    "False for norms and biases: they are the optimizer's last group, without weight decay"
+    is_of_muon: bool = False
+    "True in the optimizer's first group with `--optim muon`"
+
+    @property
+    def group(self) -> int:
+        """The optimizer's group; each group has its own partitions."""
+        return 0 if self.is_of_muon else 1 if self.is_matrix else 2
 
 
 @dataclass(frozen=True)
@@ -124,23 +131,30 @@ class Backward:
     "bytes of reduced gradients when the optimizer's step begins"
     largest_piece: int
     "elements of the largest gradient (or part of a gradient) in rank 0's partition"
-    num_matrices: int
-    "number of matrices in rank 0's partition"
+    num_matrices: tuple[int, int]
+    "number of matrices in rank 0's partitions: Muon's, and the others"
 
 
-def tensors_of(spec: ModelSpec, weights: Weights) -> tuple[Tensor, ...]:
+def tensors_of(spec: ModelSpec, weights: Weights, *, by_muon: bool = False) -> tuple[Tensor, ...]:
     """Return the trained parameters in the model's order, which is the order of the partitions, too."""
     if weights.is_frozen:
         shapes = weights.adapter_shapes
         return tuple(
             Tensor("adapter", layer, prod(shape)) for layer in range(spec.num_layers) for shape in shapes
         )
+    of_muon = hidden_matrices(spec) if by_muon else {}
     tensors = [Tensor("embed_tokens", None, spec.embedding_params)]
     if spec.learned_positions:
         tensors.append(Tensor("embed_positions", None, spec.learned_positions * spec.hidden_size))
     for layer in range(spec.num_layers):
         tensors += [
-            Tensor(tensor.name, layer, tensor.num_elements, is_matrix=tensor.is_matrix)
+            Tensor(
+                tensor.name,
+                layer,
+                tensor.num_elements,
+                is_matrix=tensor.is_matrix,
+                is_of_muon=tensor.is_matrix and tensor.name in of_muon,
+            )
             for tensor in layer_tensors(spec)
         ]
     tensors.append(Tensor("norm", None, spec.norm_params, is_matrix=False))
@@ -210,8 +224,8 @@ class _Share:
 def _shares(tensors: tuple[Tensor, ...], num_ranks: int) -> list[_Share]:
     """Return each tensor's share. DeepSpeed splits a group into equal partitions of an even size."""
     shares = {}
-    for is_matrix in (True, False):
-        group = [index for index, tensor in enumerate(tensors) if tensor.is_matrix == is_matrix]
+    for number in range(3):
+        group = [index for index, tensor in enumerate(tensors) if tensor.group == number]
         num_elements = sum(tensors[index].num_elements for index in group)
         partition = 2 * -(-num_elements // (2 * num_ranks))  # nccl_start_alignment_factor
         start = 0
@@ -224,6 +238,9 @@ def _shares(tensors: tuple[Tensor, ...], num_ranks: int) -> list[_Share]:
     return [shares[index] for index in range(len(tensors))]
 
 
+_GROUPS = {0, 1, 2}
+
+
 class _Rank:
     """The bytes of rank 0 during a micro-step that reduces gradients."""
 
@@ -234,8 +251,8 @@ class _Rank:
         self.outside_bytes = 0
         self.kept_bytes = 0
         "reduced gradients of rank 0's partition, including those of earlier micro-steps"
-        self.has_room: set[bool] = set()
-        "groups (True: matrices) whose buffer for reduced gradients is allocated in this micro-step"
+        self.has_room: set[int] = set()
+        "groups whose buffer for reduced gradients is allocated in this micro-step"
         self.bucket: list[int] = []
         self.bucket_elements = 0
         self.freed_next: list[int] = []
@@ -309,13 +326,13 @@ class _Rank:
     def _make_room(self) -> None:
         """Allocate grads_in_partition: all tensors with a part in rank 0's partition, each of them whole."""
         if not self.has_room:
-            self.has_room = {True, False}
+            self.has_room = _GROUPS
             self.kept_bytes += _kept_bytes(self.reduction, self.tensors, self.shares)
 
     def _make_widened_room(self) -> None:
         """Allocate a buffer per group for rank 0's partition only: _build_compact_grad_partition_buffer."""
         for index in self.bucket:
-            group = self.tensors[index].is_matrix
+            group = self.tensors[index].group
             if self.shares[index].first_rank == 0 and group not in self.has_room:
                 self.has_room.add(group)
                 self.kept_bytes += self.shares[index].partition * self.reduction.kept_bytes
@@ -358,18 +375,20 @@ def _kept_bytes(reduction: Reduction, tensors: tuple[Tensor, ...], shares: list[
     """Return the bytes of rank 0's reduced gradients; unless widened, the last tensor counts whole."""
     in_partition = [index for index, share in enumerate(shares) if share.first_rank == 0]
     if reduction.is_widened:
-        partitions = {tensors[index].is_matrix: shares[index].partition for index in in_partition}
+        partitions = {tensors[index].group: shares[index].partition for index in in_partition}
         return sum(partitions.values()) * reduction.kept_bytes
     return sum(tensors[index].num_elements for index in in_partition) * reduction.kept_bytes
 
 
 @lru_cache(maxsize=128)
-def backward_of(spec: ModelSpec, weights: Weights, reduction: Reduction, *, num_micro_steps: int) -> Backward:
-    """Return the backward of a step.
+def backward_of(
+    spec: ModelSpec, weights: Weights, reduction: Reduction, *, num_micro_steps: int, by_muon: bool = False
+) -> Backward:
+    """Return the backward of a step. `by_muon`: Muon updates the hidden matrices.
 
     It is cached because it does not depend on the batch, and takes longer than the rest of an estimate.
     """
-    tensors = tensors_of(spec, weights)
+    tensors = tensors_of(spec, weights, by_muon=by_muon)
     shares = _shares(tensors, reduction.num_ranks)
     kept = _kept_bytes(reduction, tensors, shares)
     # autograd keeps the head's part of a tied gradient until it has the embedding's part
@@ -377,7 +396,7 @@ def backward_of(spec: ModelSpec, weights: Weights, reduction: Reduction, *, num_
     rank = _Rank(reduction, tensors, shares)
     if num_micro_steps > 1 and reduction.stage == 2:
         rank.kept_bytes = kept
-        rank.has_room = {True, False} if reduction.is_widened else set()
+        rank.has_room = _GROUPS if reduction.is_widened else set()
     elif num_micro_steps > 1:  # ZeRO-1 reduces in the last micro-step only
         for index in range(len(tensors)):
             rank.put_outside(index)
@@ -403,7 +422,7 @@ def backward_of(spec: ModelSpec, weights: Weights, reduction: Reduction, *, num_
         largest_piece=max(
             min(tensors[index].num_elements, shares[index].first_piece) for index in in_partition
         ),
-        num_matrices=sum(tensors[index].is_matrix for index in in_partition),
+        num_matrices=tuple(sum(tensors[index].group == group for index in in_partition) for group in (0, 1)),
     )
 
 
@@ -469,7 +488,7 @@ def _reducing(rank: _Rank, waiting_bytes: int) -> list[GradientBytes]:
             rank.arrive(index)
         made.append(GradientBytes(rank.tensors[index], before, rank.forget(), rank.held))
     if not at_once:  # reduce_gradients, group by group
-        for index in sorted(rank.outside, key=lambda index: (not rank.tensors[index].is_matrix, index)):
+        for index in sorted(rank.outside, key=lambda index: (rank.tensors[index].group, index)):
             rank.arrive(index)
     return made
 

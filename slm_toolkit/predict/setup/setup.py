@@ -1,6 +1,7 @@
 """Setup: everything that an estimate depends on, from the model to the price of the GPUs."""
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.hardware.calibration import Calibration, calibration_of
 from slm_toolkit.hardware.gpus import Gpu
 from slm_toolkit.hardware.network import Cluster, cluster_of
-from slm_toolkit.model.model_spec import ModelSpec, padded_spec
+from slm_toolkit.model.model_spec import ModelSpec, hidden_matrices, padded_spec
 from slm_toolkit.predict.setup.adapters import Adapters, Weights, adapters_of, unknown_targets, weights_of
 from slm_toolkit.predict.setup.other_trainers import LossBytes, OtherTrainer
 from slm_toolkit.strategy.groups import check_groups, fit_groups, ranks_of_each_node
@@ -33,8 +34,8 @@ class Dtypes:
 
     parameter: int
     master: int
-    moments: int
-    "Adam's two moments together"
+    moments: float
+    "Adam's two moments together; with Muon, the mean over all trained parameters"
     compute: int
     "parameters as matrix products read them, after the all-gather or cast"
     gradient: int
@@ -168,8 +169,16 @@ class Setup:
         return self.adapters is None or self.recomputed[0]
 
     @cached_property
+    def num_hidden(self) -> int:
+        """Number of the parameters that `--optim muon` updates by Muon."""
+        return self.spec.num_layers * sum(map(math.prod, hidden_matrices(self.spec).values()))
+
+    @cached_property
     def dtypes(self) -> Dtypes:
         dtypes = dtypes_of(self.strategy, self.config)
+        if self.config.optim == "muon":  # a hidden matrix has a momentum in place of two moments
+            mean = 1 - self.num_hidden / self.weights.trained / 2
+            dtypes = dataclasses.replace(dtypes, moments=dtypes.moments * mean)
         if not self.gathers_in_fp32:
             return dtypes
         return dataclasses.replace(dtypes, compute=4, gradient=4, reduced=2)

@@ -18,7 +18,7 @@ from slm_toolkit.config.run_config import RunConfig, fits_float8
 from slm_toolkit.hardware.calibration import NOT_CALIBRATED
 from slm_toolkit.hardware.gpus import Gpu
 from slm_toolkit.hardware.network import Cluster
-from slm_toolkit.model.model_spec import ModelSpec, active_matrices
+from slm_toolkit.model.model_spec import ModelSpec, active_matrices, hidden_matrices
 from slm_toolkit.predict.setup.adapters import NF4_BLOCK, Adapters, matrices_of
 from slm_toolkit.predict.setup.setup import AUTOCAST, FP32, Setup, dtypes_of
 from slm_toolkit.predict.speed.attention import attention_seconds
@@ -419,6 +419,8 @@ accumulation and copies around collectives; unpacking of 4-bit weights; recomput
 the optimizer; offload; exposed communication, with the wait for the slowest rank; waiting for the host to
 launch kernels; host time between two steps"""
 
+_MUON_KERNELS = 3
+"of a matrix, in `run/engine/muon.py`: two casts and an addition. Newton-Schulz's take longer than a launch"
 # x: time of norm, casts, clipping and copies over that of as many bytes of AdamW's kernel, on an H100
 OPTIMIZER_SLOWDOWN = 1.5
 _UNFUSED_ADAM = 2.8  # x: time of foreach AdamW over fused AdamW, on an H100 (results/h100-80gb)
@@ -484,9 +486,14 @@ def step_time(
     num_kernels = work.num_kernels + (_hook_kernels(setup) if sharded else 0)
     device = work.total
     shards = setup.shard_ranks if strategy.sharded_parts else 1
-    of_optimizer = optimizer_bytes(strategy, config, slowdown=OPTIMIZER_SLOWDOWN)
-    optimizer_seconds = of_optimizer * setup.weights.trained / shards / rates.optimizer_bytes
+    by_muon = setup.num_hidden if config.optim == "muon" else 0
+    of_adamw = optimizer_bytes(strategy, config, slowdown=OPTIMIZER_SLOWDOWN)
+    optimizer_seconds = of_adamw * (setup.weights.trained - by_muon) / shards / rates.optimizer_bytes
     optimizer_seconds *= 1 - offloaded_fraction(setup)
+    if by_muon:
+        of_muon = optimizer_bytes(strategy, config, slowdown=OPTIMIZER_SLOWDOWN, by_muon=True)
+        optimizer_seconds += of_muon * by_muon / shards / rates.optimizer_bytes
+        optimizer_seconds += _orthogonalizing_seconds(setup, rates)
     optimizer_launch = max(0.0, _optimizer_kernels(setup) * software.kernel_seconds - optimizer_seconds)
     launch = max(0.0, num_kernels * software.kernel_seconds - device)
 
@@ -575,12 +582,17 @@ def _communication(
 
 
 def optimizer_bytes(
-    strategy: Strategy, config: RunConfig, *, slowdown: float = 1.0, on_host: bool = False
+    strategy: Strategy,
+    config: RunConfig,
+    *,
+    slowdown: float = 1.0,
+    on_host: bool = False,
+    by_muon: bool = False,
 ) -> float:
     """Return the bytes per parameter that an optimizer step moves: with `aligned` 2 + 6 + 8 + 28 + 6 = 50.
 
     `slowdown` is a factor on all of them but those of AdamW's kernel. `on_host`: of an optimizer that is
-    offloaded; DeepSpeed still takes the norm on the GPU.
+    offloaded; DeepSpeed still takes the norm on the GPU. `by_muon`: of a hidden matrix, without its products.
     The owner of the master weights rounds them to bf16: `run/engine/optimizer.py`, or DeepSpeed.
     """
     dtypes = dtypes_of(strategy, config)
@@ -594,10 +606,31 @@ def optimizer_bytes(
     clip = 2 * updated if config.max_grad_norm or config.numerics == "stock" else 0  # stock multiplies by 1
     adamw = 7 * updated  # gradient read; master and moments read and written
     adamw *= 1.0 if config.optim == "adamw_torch_fused" else _UNFUSED_ADAM
-    if dtypes.moments < 2 * updated:  # narrower moments are cast before and after
+    if config.adam_dtype == "bf16":  # narrower moments are cast before and after
         adamw += 2 * (dtypes.moments + 2 * updated)
     copy_back = updated + dtypes.parameter if dtypes.master else 0
+    if (
+        by_muon
+    ):  # momentum and Nesterov's update 3 each, its cast, weight decay 2, and the update's addition 2
+        muon = 11 * updated + 2 * dtypes.compute
+        return slowdown * (norm + cast + clip + muon + copy_back)
     return slowdown * (norm + cast + clip + copy_back) + adamw
+
+
+def _orthogonalizing_seconds(setup: Setup, rates: Rates) -> float:
+    """Return the seconds of Newton-Schulz's products in a step; each rank computes some of the matrices."""
+    if setup.compute == FP32:
+        rates = _fp32_rates(rates, setup.gpu)
+    shapes = [sorted(shape) for shape in hidden_matrices(setup.spec).values()]
+    of_layer = 0.0
+    for small, large in shapes:
+        gram = product_seconds(rates, rows=small, inputs=large, outputs=small, padded=False)
+        polynomial = product_seconds(rates, rows=small, inputs=small, outputs=small, padded=False)
+        update = product_seconds(rates, rows=small, inputs=small, outputs=large, padded=False)
+        of_layer += 5 * (gram.forward + polynomial.forward + update.forward)
+    num_matrices = setup.spec.num_layers * len(shapes)
+    num_ranks = setup.shard_ranks if setup.strategy.sharded_parts else setup.num_gpus
+    return of_layer / len(shapes) * math.ceil(num_matrices / num_ranks)
 
 
 def _staged_bytes(setup: Setup, transfers: tuple[Transfer, ...], software: Software) -> float:
@@ -658,6 +691,8 @@ def _optimizer_kernels(setup: Setup) -> int:
     strategy, config = setup.strategy, setup.config
     num_params = setup.spec.num_layers * (2 + 4 + setup.spec.num_ffn_matrices) + 3
     per_param = int(config.numerics == "aligned" and config.optim != "adamw_triton")
+    if config.optim == "muon":
+        per_param += _MUON_KERNELS
     if strategy.is_zero_3:
         per_param += _ZERO_3_NORM_KERNELS
     elif strategy.is_deepspeed:  # of the tensors in its partition

@@ -10,8 +10,9 @@ and ZeRO-1 and ZeRO-2 gather only the adapters after the step.
 """
 
 from dataclasses import dataclass
-from math import gcd
+from math import ceil, gcd
 
+from slm_toolkit.model.model_spec import hidden_matrices
 from slm_toolkit.predict.memory.engine_bytes import DDP_BUCKET_BYTES
 from slm_toolkit.predict.setup.setup import Setup
 from slm_toolkit.strategy.settings import ZeroSettings
@@ -69,9 +70,42 @@ def transfers(setup: Setup, *, reduces_each_micro_step: bool = False) -> tuple[T
     With accumulation, FSDP reduces once per step (accelerate's no_sync), ZeRO-2 and ZeRO-3 in each
     micro-step. Raise ValueError for a setup without a closed form.
     """
-    strategy = setup.strategy
-    if setup.num_gpus == 1 or strategy.is_single:
+    if setup.num_gpus == 1 or setup.strategy.is_single:
         return ()
+    sent = _of_engine(setup, reduces_each_micro_step=reduces_each_micro_step)
+    return (*sent, _of_muon(setup)) if setup.config.optim == "muon" else sent
+
+
+def _of_muon(setup: Setup) -> Transfer:
+    """Return Muon's transfers: updates to the owners of matrices and back, or under DDP from them to all.
+
+    An all-to-all or a broadcast by every rank in turn sends as much as an all-gather.
+    """
+    is_sharded = bool(setup.strategy.sharded_parts)
+    ranks = setup.shard_ranks if is_sharded else setup.num_gpus
+    per_node = gcd(ranks, setup.ranks_per_node)
+    num_matrices = setup.spec.num_layers * len(hidden_matrices(setup.spec))
+    of_all = setup.num_hidden * setup.dtypes.compute
+    num_calls = 2 * ceil(num_matrices / ranks)
+    if setup.strategy.zero_stage in (1, 2):  # only matrices at the end of a rank's partition are exchanged
+        of_all *= min(1.0, (ranks - 1) / num_matrices)
+        num_calls = min(num_calls, 2 * (ranks - 1))
+    return Transfer(
+        "exchange_updates",
+        "all_gather",
+        # each rank has 1/n of a sharded matrix, and sends and receives that
+        num_bytes=2 * of_all / ranks if is_sharded else of_all,
+        ranks=ranks,
+        ranks_per_node=per_node,
+        groups_per_node=max(1, setup.ranks_per_node // per_node),
+        num_calls=num_calls if is_sharded else num_matrices,
+        overlaps=False,
+        in_last_micro_step=True,
+    )
+
+
+def _of_engine(setup: Setup, *, reduces_each_micro_step: bool) -> tuple[Transfer, ...]:
+    strategy = setup.strategy
     weights, dtypes, shard_ranks = setup.weights, setup.dtypes, setup.shard_ranks
     micro_steps = setup.config.gradient_accumulation_steps
     num_units = setup.spec.num_layers + 2

@@ -87,6 +87,11 @@ def find_checkpoints(
             "hint: give a folder like runs/<run>/checkpoints/step_<k>, or latest"
         )
     if is_foreign(folder):
+        if run.get("optim") == "muon":
+            raise ValueError(
+                f"{folder} has AdamW's moments, and --optim muon needs Muon's momentum\n"
+                "hint: resume with --optim adamw_torch_fused, or convert it --to hf_model and start from that"
+            )
         return [_foreign(folder, run)]
     manifest = _manifest_of(folder)
     _check_settings(folder, manifest, run)

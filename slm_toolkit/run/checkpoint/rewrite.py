@@ -50,7 +50,7 @@ def write_for_fsdp(
     import torch.distributed.checkpoint as dcp
 
     with _new_folder(output) as folder:
-        source = opened(checkpoint)
+        source = _with_moments(checkpoint)
         empty = _empty_model(source, model)
         group = _group(source, learning_rate)
         state = {kind: _whole(source, empty, kind) for kind in (WEIGHTS, *MOMENTS)}
@@ -86,7 +86,7 @@ def write_for_deepspeed(
     import deepspeed
 
     with _new_folder(output) as new:
-        source = opened(checkpoint)
+        source = _with_moments(checkpoint)
         empty, manifest = _empty_model(source, model), source.manifest
         group = _group(source, learning_rate)
         num_ranks = num_processes or manifest.written_by["num_processes"]
@@ -126,6 +126,17 @@ def _group(source: Checkpoint, learning_rate: float | None) -> dict[str, Any]:
             "hint: give it as --learning_rate"
         )
     return torch.optim.AdamW([torch.zeros(1)], **options).state_dict()["param_groups"][0]
+
+
+def _with_moments(checkpoint: Path) -> Checkpoint:
+    """Open a checkpoint that has AdamW's moments. Raises ValueError if Muon trained it."""
+    source = opened(checkpoint)
+    if source.manifest.run.get("optim") == "muon":
+        raise ValueError(
+            f"{source.path} was trained by Muon, whose momentum neither accelerate nor DeepSpeed reads\n"
+            "hint: --to hf_model"
+        )
+    return source
 
 
 def _steps(source: Checkpoint) -> torch.Tensor:

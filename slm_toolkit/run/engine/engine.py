@@ -22,11 +22,13 @@ from accelerate.utils import (
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
 from transformers.integrations import unset_hf_deepspeed_config
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.launch.torch_extensions import remove_stale_locks, use_extensions_folder
 from slm_toolkit.run.engine.fp32_gradients import Fp32Gradients
+from slm_toolkit.run.engine.muon import MUON_MOMENTUM, Muon, ZeroMuonAndAdamW
 from slm_toolkit.run.engine.optimizer import AdamWWithMasterWeights
 from slm_toolkit.run.kernels.layer_kernels import decoder_layers
 from slm_toolkit.run.peers.launch_info import Launch
@@ -248,20 +250,35 @@ def without_unused_imports(strategy: Strategy) -> Iterator[None]:
             del sys.modules["datasets"]
 
 
-def build_optimizer(model: torch.nn.Module, config: RunConfig, strategy: Strategy) -> torch.optim.Optimizer:
-    """Return AdamW with weight decay on matrices only, and with master weights if the engine has none."""
+def build_optimizer(model: PreTrainedModel, config: RunConfig, strategy: Strategy) -> torch.optim.Optimizer:
+    """Return the optimizer of `--optim`, with weight decay on matrices only, and with master weights.
+
+    Under DeepSpeed and with `--numerics stock` it is PyTorch's: the engine has master weights, or nobody.
+    With `--optim muon`, the first group is Muon's: all matrices but those of embeddings and head.
+    """
     params = [param for param in model.parameters() if param.requires_grad]
+    matrices = [param for param in params if _is_matrix(param)]
     groups = [
-        {"params": [param for param in params if _is_matrix(param)], "weight_decay": config.weight_decay},
+        {"params": matrices, "weight_decay": config.weight_decay},
         {"params": [param for param in params if not _is_matrix(param)], "weight_decay": 0.0},
     ]
-    options = {
+    options: dict[str, Any] = {
         "lr": config.learning_rate,
         "betas": (config.adam_beta1, config.adam_beta2),
         "eps": config.adam_epsilon,
         "fused": config.optim != "adamw_torch",
         "foreach": True if config.optim == "adamw_torch" else None,
     }
+    muon = None
+    if config.optim == "muon":
+        compute_dtype = torch.float32 if config.numerics == "fp32" else torch.bfloat16
+        muon = Muon(compute_dtype)
+        hidden = _hidden_matrices(model)
+        groups[0]["params"] = [param for param in matrices if param not in hidden]
+        of_muon = [param for param in matrices if param in hidden]
+        groups.insert(0, {**groups[0], "params": of_muon, "momentum": MUON_MOMENTUM})
+    if strategy.is_deepspeed and muon is not None:
+        return ZeroMuonAndAdamW(groups, muon=muon, **options)
     if config.numerics == "stock" or strategy.is_deepspeed:
         return torch.optim.AdamW(groups, **options)
     master_dtype = torch.bfloat16 if config.numerics == "pure_bf16" else torch.float32
@@ -273,8 +290,15 @@ def build_optimizer(model: torch.nn.Module, config: RunConfig, strategy: Strateg
         holds_flat_shards=strategy.is_fsdp1,
         in_pieces=not torch.cuda.is_available() and config.rehearse is None,  # a rehearsal imitates a GPU
         kernel=_kernel_of(config),
+        muon=muon,
         **options,
     )
+
+
+def _hidden_matrices(model: PreTrainedModel) -> set[torch.Tensor]:
+    """Return the 2-D weights of the decoder layers."""
+    of_layers = {param for layer in decoder_layers(model) for param in layer.parameters()}
+    return {param for param in of_layers if len(_shape(param)) == 2}
 
 
 def _kernel_of(config: RunConfig) -> Callable[..., None] | None:
@@ -289,8 +313,11 @@ def _kernel_of(config: RunConfig) -> Callable[..., None] | None:
 
 
 def _is_matrix(param: torch.Tensor) -> bool:
-    shape = getattr(param, "ds_shape", param.shape)  # under zero3_init_flag, param.shape is empty
-    return len(shape) >= 2
+    return len(_shape(param)) >= 2
+
+
+def _shape(param: torch.Tensor) -> torch.Size:
+    return getattr(param, "ds_shape", param.shape)  # under zero3_init_flag, param.shape is empty
 
 
 def finish_gradients(optimizer: torch.optim.Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""AdamW with master weights for a bf16 module, like DeepSpeed's, for DDP, FSDP2 and one process."""
+"""AdamW and Muon with master weights for a bf16 module, under DDP, FSDP2 and in one process."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from slm_toolkit.run.engine.fp32_gradients import Fp32Gradients, gradient_of
+from slm_toolkit.run.engine.muon import MOMENTUM, LocalMatrix, Muon, is_muon, of_parameter
 
 CHUNK_ELEMENTS = 2**25
 "gradients cast to fp32 together: 128 MiB; casting all would add 4 bytes per parameter to the peak memory"
@@ -23,6 +24,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
 
     With fp32 masters, the state of a bf16 parameter is `master`, `exp_avg` and `exp_avg_sq` (fp32, the
     parameter's shape; sharded like a DTensor) and `step`: 12 bytes per parameter, as in DeepSpeed's ZeRO.
+    Groups with a `momentum` are Muon's: `master` and `momentum_buffer`, 8 bytes per parameter.
     """
 
     def __init__(
@@ -35,9 +37,10 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         holds_flat_shards: bool = False,
         in_pieces: bool = False,
         kernel: Callable[..., None] | None = None,
+        muon: Muon | None = None,
         **options: Any,
     ) -> None:
-        """`max_grad_norm` 0 means no clipping; `options` are AdamW's.
+        """`max_grad_norm` 0 means no clipping; `options` are AdamW's; `muon` updates the groups of Muon.
 
         moment_dtype: of the moments between steps (default: master_dtype). A step casts a chunk's moments.
 
@@ -52,6 +55,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         self.holds_flat_shards = holds_flat_shards
         self.in_pieces = in_pieces
         self.kernel = kernel
+        self.muon = muon
         self.fp32_gradients: Fp32Gradients | None = None
         "with `--grad_dtype fp32`, under DDP or in one process"
         self.grad_norm: torch.Tensor | None = None
@@ -81,14 +85,17 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             (self.max_grad_norm / (self.grad_norm + 1e-6)).clamp(max=1.0) if self.max_grad_norm > 0 else None
         )
         is_bad = ~torch.isfinite(self.grad_norm)  # False for a fake tensor, so a rehearsal does step
-        if not self.defaults["fused"] and is_bad:
+        if (self.muon is not None or not self.defaults["fused"]) and is_bad:
             return
         found_inf = is_bad.float() if self.defaults["fused"] else None
+        for group in filter(is_muon, self.param_groups):
+            self._update_by_muon(group, clip)
         if self.kernel is not None:
             self._update_by_kernel(clip, found_inf)
             return
         for group, pieces in chunks:
-            self._update(group, pieces, clip, scratch, found_inf)
+            if not is_muon(group):
+                self._update(group, pieces, clip, scratch, found_inf)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none=set_to_none)
@@ -178,12 +185,33 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
                 )
             torch._foreach_sub_(steps, [found_inf] * len(steps))
 
+    def _update_by_muon(self, group: dict[str, Any], clip: torch.Tensor | None) -> None:
+        """Do one step of Muon on the masters of a group, then copy them to the parameters."""
+        parts, process_group = [], None
+        params = [param for param in group["params"] if gradient_of(param) is not None]
+        for param in params:
+            state = self.state_of(param)
+            matrix, process_group = of_parameter(param)
+            tensors = (gradient_of(param), state[MOMENTUM], state.get("master", param))
+            parts.append(LocalMatrix(matrix, *(local_part(tensor).detach().view(-1) for tensor in tensors)))
+        self.muon.step(parts, process_group, lr=group["lr"], weight_decay=group["weight_decay"], clip=clip)
+        pairs = [(param, self.state[param]["master"]) for param in params if "master" in self.state[param]]
+        if pairs:
+            torch._foreach_copy_(
+                *([local_part(tensor) for tensor in tensors] for tensors in zip(*pairs, strict=True))
+            )
+
     def state_of(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return a parameter's state; create it before the first step."""
         state = self.state[param]
         if not state:
             if param.dtype != self.master_dtype:
                 state["master"] = param.detach().to(self.master_dtype)
+            if any(
+                param is other for group in filter(is_muon, self.param_groups) for other in group["params"]
+            ):
+                state[MOMENTUM] = torch.zeros_like(param, dtype=self.master_dtype)
+                return state
             state["exp_avg"] = torch.zeros_like(param, dtype=self.moment_dtype)
             state["exp_avg_sq"] = torch.zeros_like(param, dtype=self.moment_dtype)
             state["step"] = torch.zeros(

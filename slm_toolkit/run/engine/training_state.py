@@ -15,10 +15,12 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from slm_toolkit.run.engine.muon import MOMENTUM, is_muon
 from slm_toolkit.run.engine.optimizer import AdamWWithMasterWeights
 
 WEIGHTS, MOMENTS = "weights", ("exp_avg", "exp_avg_sq")
-"kinds of a trained parameter's tensors. Weights are those that the optimizer updates: master weights, if any"
+"""kinds of a trained parameter's tensors. Weights are those that the optimizer updates: master weights, if
+any. Moments are AdamW's; a parameter that Muon updates has MOMENTUM instead"""
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,9 @@ def optimizer_steps(model: torch.nn.Module, optimizer: Any) -> int:
 def set_optimizer_steps(model: torch.nn.Module, optimizer: Any, num_steps: int) -> None:
     """Continue Adam's bias correction after `num_steps` steps. The moments must exist already."""
     for state in _inner(model, optimizer).state.values():
-        if isinstance(state["step"], torch.Tensor):
+        if isinstance(state.get("step"), torch.Tensor):
             state["step"].fill_(num_steps)
-        else:
+        elif "step" in state:  # Muon counts no steps
             state["step"] = num_steps
     if _is_on_host(_inner(model, optimizer)):
         _replay_bias_correction(_inner(model, optimizer), num_steps)
@@ -109,11 +111,11 @@ def _parameter_stretches(
     name: str, param: torch.nn.Parameter, inner: torch.optim.Optimizer, writes_copy: bool
 ) -> Iterator[Stretch]:
     """Yield a parameter's stretches under DDP or in one process (whole tensors), or under FSDP2 (rows)."""
-    state = _adam_state(inner, param)
+    state = _state_of(inner, param)
     start, is_mine = 0, writes_copy
     if isinstance(param, DTensor):
         start, is_mine = _rows(param)
-    tensors = {WEIGHTS: state.get("master", param), **{kind: state[kind] for kind in MOMENTS}}
+    tensors = {WEIGHTS: state.get("master", param), **_moments(state)}
     for kind, tensor in tensors.items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         yield _stretch(kind, name, start, local.detach().view(-1), is_mine)
@@ -138,9 +140,11 @@ def _flat_partition_stretches(
     mapping = param._hp_mapping
     if mapping is None:  # the whole parameter is on other ranks
         return
-    flat = inner.param_groups[mapping.param_group_index]["params"][0]
+    group = inner.param_groups[mapping.param_group_index]
+    flat = group["params"][0]
     fragment, start = mapping.hp_fragment_address, mapping.lp_fragment_address.start
-    yield from _buffer_stretches(name, start, flat, _adam_state(inner, flat), fragment.start, fragment.numel)
+    state = _state_of(inner, flat, by_muon=is_muon(group))
+    yield from _buffer_stretches(name, start, flat, state, fragment.start, fragment.numel)
 
 
 def _zero3_stretches(model: torch.nn.Module) -> Iterator[Stretch]:
@@ -156,7 +160,8 @@ def _zero3_stretches(model: torch.nn.Module) -> Iterator[Stretch]:
     for group, params in sorted(groups.items()):
         with _in_ram(zero, group):
             flat = zero.fp32_partitioned_groups_flat[group]
-            state = _adam_state(zero.optimizer, flat)
+            by_muon = is_muon(zero.optimizer.param_groups[zero.sub_group_to_group_id[group]])
+            state = _state_of(zero.optimizer, flat, by_muon=by_muon)
             for name, param in params:
                 _, offset, _ = zero.grad_position[zero.get_param_id(param)]
                 start, size = _zero3_shard(param)
@@ -174,7 +179,7 @@ def _buffer_stretches(
     name: str, start: int, flat: torch.Tensor, state: dict[str, Any], offset: int, size: int
 ) -> Iterator[Stretch]:
     """Yield stretches of a parameter's elements from `start` on, at `offset` in flat weights and moments."""
-    for kind, tensor in ((WEIGHTS, flat), *((kind, state[kind]) for kind in MOMENTS)):
+    for kind, tensor in {WEIGHTS: flat, **_moments(state)}.items():
         part = tensor.detach().narrow(0, offset, size)
         yield _stretch(kind, name, start, part, is_mine=True)
 
@@ -194,10 +199,17 @@ def _stretch(kind: str, name: str, start: int, part: torch.Tensor, is_mine: bool
     return Stretch(kind, name, start, part.numel(), is_mine, part)
 
 
-def _adam_state(inner: torch.optim.Optimizer, param: torch.Tensor) -> dict[str, Any]:
-    """Return a parameter's Adam state; before the first step, create it like Adam would."""
+def _moments(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {kind: state[kind] for kind in (*MOMENTS, MOMENTUM) if kind in state}
+
+
+def _state_of(inner: torch.optim.Optimizer, param: torch.Tensor, *, by_muon: bool = False) -> dict[str, Any]:
+    """Return a parameter's optimizer state; before the first step, create it like the optimizer would."""
     if isinstance(inner, AdamWWithMasterWeights):
         return inner.state_of(param)
+    if by_muon:
+        inner.momentum_of(param)
+        return inner.state[param]
     state = inner.state[param]
     if not state:
         on_host = _is_on_host(inner)

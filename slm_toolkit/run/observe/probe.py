@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile
 
 from slm_toolkit.record.numerics import ROUNDED, Numerics, merged
+from slm_toolkit.run.engine.muon import MUON
 from slm_toolkit.run.engine.optimizer import ADAMW_KERNEL, AdamWWithMasterWeights, local_part
 from slm_toolkit.run.observe.measure import (
     READING_GRADIENTS,
@@ -33,7 +34,8 @@ _ATTENTION_KERNELS = (  # (the profiler's name of an operator, our name of the k
     (r"flex_attention", "flex_attention"),
     (r"aten::_softmax$", "eager"),
 )
-_ADAM_KERNELS = (
+_OPTIMIZER_KERNELS = (
+    (MUON, "muon"),  # with fused AdamW for the other parameters
     (ADAMW_KERNEL, "triton"),
     (r"aten::_fused_adamw?_", "fused"),
     (r"aten::_foreach_addcdiv_", "foreach"),
@@ -210,9 +212,9 @@ class NumericsProbe:
         return float(inner.max_grad_norm) if isinstance(inner, AdamWWithMasterWeights) else self._only("clip")
 
     def _optimizer_kernel(self, operators: list[_Operator]) -> str | None:
-        """Return Adam's kernel. DeepSpeed's CPU Adam is not a torch operator, so read its class instead."""
+        """Return the optimizer's kernel; of DeepSpeed's CPU Adam, which is no torch operator, the class."""
         inner = type(getattr(self.engine.optimizer, "optimizer", None)).__name__ if self.engine else ""
-        return inner if inner == "DeepSpeedCPUAdam" else _first_match(operators, _ADAM_KERNELS)
+        return inner if inner == "DeepSpeedCPUAdam" else _first_match(operators, _OPTIMIZER_KERNELS)
 
     def _optimizer_class(self) -> str:
         if self.engine is None:
@@ -385,6 +387,8 @@ def optimizer_settings(optimizer: Any, engine: Any) -> str:
         size = f"{sizes[index]} elements, " if index < len(sizes) and sizes[index] else ""
         settings = [f"lr {_digits(group['lr'], 6)}"]
         names = {"betas": "betas", "momentum": "momentum", "eps": "eps", "weight_decay": "decay"}
+        if "momentum" in group and "betas" in group:  # Muon's group has AdamW's defaults, and ignores them
+            del names["betas"], names["eps"]
         settings += [f"{name} {_digits(group[key])}" for key, name in names.items() if key in group]
         lines.append(size + ", ".join(settings))
     return "; ".join(lines)

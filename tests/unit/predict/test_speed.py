@@ -13,7 +13,7 @@ from conftest import drawn, made_record, own_strategy
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import gpu_of_name, gpus
 from slm_toolkit.hardware.network import Cluster, cluster_of
-from slm_toolkit.model.model_spec import PRESETS, flops_per_token
+from slm_toolkit.model.model_spec import PRESETS, flops_per_token, hidden_matrices
 from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.estimate import Estimate
 from slm_toolkit.predict.grid import estimates
@@ -179,6 +179,33 @@ def test_an_optimizer_step_moves_what_its_operations_move(
 ) -> None:
     config = RunConfig(**{"max_grad_norm": 1.0, "optim": "adamw_torch_fused", **flags})
     assert optimizer_bytes(find_strategy(strategy), config) == pytest.approx(per_param)
+
+
+def test_muon_moves_what_its_operations_move_and_multiplies_what_newton_schulz_does() -> None:
+    config = RunConfig(max_grad_norm=1.0, optim="muon")
+    # norm 2, cast 6, clip 8; momentum 12, Nesterov's update 12, its cast 6, decay 8, addition 10; copy 6
+    assert optimizer_bytes(find_strategy("ddp"), config, by_muon=True) == 70
+    flags = {"model": "slm-2b-hw", "per_device_train_batch_size": 1, "seq_len": 1024, "numerics": "aligned"}
+    by_muon, by_adamw = (
+        {
+            row.num_gpus: row.parts_seconds["optimizer"]
+            for row in rows_of("ddp", num_gpus=(2, 8), **flags, optim=optim)
+        }
+        for optim in ("muon", "adamw_torch_fused")
+    )
+    spec, gpu = PRESETS["slm-2b-hw"], gpu_of_name("h100-80gb")
+    shapes = [sorted(shape) for shape in hidden_matrices(spec).values()]
+    hidden = spec.num_layers * sum(small * large for small, large in shapes)
+    # five times: X X' (2 m^2 n), a polynomial of it (2 m^3), and that times X (2 m^2 n); bytes as above
+    flops = spec.num_layers * sum(5 * (4 * s * s * n + 2 * s**3) for s, n in shapes)
+    more_bytes = hidden * (1.5 * 70 - (1.5 * 22 + 28))
+    products = {}
+    for num_gpus in (2, 8):  # under DDP each rank multiplies its part of the matrices, and moves all bytes
+        rest = more_bytes / (0.8 * gpu.memory_bytes_per_second)
+        products[num_gpus] = by_muon[num_gpus] - by_adamw[num_gpus] - rest
+        least = flops / num_gpus / gpu.dense_bf16_flops_per_second
+        assert least < products[num_gpus] < 3 * least
+    assert products[2] == pytest.approx(4 * products[8], rel=0.1)
 
 
 def test_a_json_that_keeps_gradients_in_fp32_needs_no_cast_before_the_step(tmp_path: Path) -> None:

@@ -46,6 +46,26 @@ def test_a_step_sends_the_papers_multiple_of_the_model(strategy: str, times: int
     assert sent(traffic(strategy, num_gpus=num_gpus)) == pytest.approx(expected)
 
 
+HIDDEN = 77_306_112  # slm-100m: 9 layers of 4 x 832 x 832 and 3 x 832 x 2332
+NUM_MATRICES = 63
+
+
+@pytest.mark.parametrize(
+    ("strategy", "exchanged"),
+    [
+        ("ddp", 2 * HIDDEN * 7 / 8),  # every update to every rank, in bf16
+        # each rank's eighth to the owners, and back
+        ("fsdp_full_shard", 2 * 2 * HIDDEN / 8 * 7 / 8),
+        ("ds_zero3", 2 * 2 * HIDDEN / 8 * 7 / 8),
+        ("ds_zero2", 2 * 2 * HIDDEN * 7 / NUM_MATRICES / 8 * 7 / 8),  # 7 matrices lie on two ranks
+    ],
+)
+def test_muon_sends_updates_to_where_matrices_are_whole(strategy: str, exchanged: float) -> None:
+    plain, found = traffic(strategy), traffic(strategy, optim="muon")
+    assert found.pop("exchange_updates") == pytest.approx(exchanged)
+    assert {**plain, "intra_node": 0} == {**found, "intra_node": 0}
+
+
 @pytest.mark.parametrize(
     ("strategy", "gathered", "reduced"),  # in M x 7/8; all_reduce counts twice; one micro-step: TIMES_M
     [

@@ -75,6 +75,7 @@ def test_they_do_the_work_of_our_run_and_nothing_more() -> None:
         {"eval_steps": 5},
         {"save_steps": 5},
         {"numerics": "pure_bf16"},
+        {"optim": "muon"},
         {"gradient_checkpointing": "selective_op"},
         {"rehearse": 2},
     ],
