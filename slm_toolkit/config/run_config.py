@@ -504,8 +504,8 @@ class RunConfig:
     dataset: str = Flag(
         SYNTHETIC,
         "hub id, folder, glob, or local .txt, .jsonl or .parquet file. Several are mixed by weight: "
-        "A=3,B=1. Without weights all of each is used. The loss of each is reported. synthetic: a "
-        "generated Markov chain, the same on every machine",
+        "A=3,B=1 (with --stage_ends in each stage: A=3:1,B=0:1). Without weights all of each is used. The "
+        "loss of each is reported. synthetic: a generated Markov chain, the same on every machine",
         group="data",
         basic=True,
         aliases=("dataset_name",),
@@ -514,6 +514,15 @@ class RunConfig:
             "dataset_path",
         ),
         is_printable=True,
+        may_change_on_resume=False,
+        estimate="ignores",
+    )
+    stage_ends: str | None = Flag(
+        None,
+        "steps after which --dataset's next weights begin: with A=3:1,B=0:1 and 8000, the first 8,000 steps "
+        "read only A, the others A and B equally. 8000,9000 has three stages",
+        group="data",
+        excludes=(_NO_DOCUMENTS, Excludes("num_train_epochs", "stages end after steps: give --max_steps")),
         may_change_on_resume=False,
         estimate="ignores",
     )
@@ -1194,19 +1203,40 @@ class RunConfig:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The sources of `--dataset`. Raises ValueError if only some of them have weights."""
+        """The sources of `--dataset`. Raises ValueError if their weights don't fit together or the stages."""
         found = sources_of(self.dataset)
-        if len({source.weight is None for source in found}) > 1:
+        numbers = {len(source.weights) for source in found}
+        if 0 in numbers and len(numbers) > 1:
             raise ValueError(
                 f"--dataset {self.dataset}: give every dataset a weight, or none\nhint: --dataset A=3,B=1"
             )
+        num_stages = len(self.stages_end_after) + 1
+        if numbers != {num_stages} and (num_stages > 1 or max(numbers) > 1):
+            raise ValueError(
+                f"--dataset {self.dataset}: {num_stages} stages need {num_stages} weights of every dataset\n"
+                "hint: --dataset A=3:1,B=0:1 --stage_ends 8000"
+            )
+        for stage in range(max(numbers)):
+            if not any(source.weights[stage] for source in found):
+                raise ValueError(f"--dataset {self.dataset}: all weights of stage {stage + 1} are 0")
         return found
+
+    @property
+    def stages_end_after(self) -> tuple[int, ...]:
+        """The steps of `--stage_ends`. Raises ValueError if they are not ascending numbers from 1 on."""
+        if self.stage_ends is None:
+            return ()
+        parts = [part.strip() for part in self.stage_ends.split(",")]
+        ends = tuple(int(part) for part in parts if part.isascii() and part.isdecimal())
+        if len(ends) < len(parts) or list(ends) != sorted({0, *ends})[1:]:
+            raise ValueError(f"--stage_ends {self.stage_ends}: not ascending numbers of steps like 8000,9000")
+        return ends
 
     @property
     def eval_sources(self) -> tuple[Source, ...]:
         """The sources of `--eval_dataset`. Raises ValueError for weights, which held-out sets don't have."""
         found = sources_of(self.eval_dataset) if self.eval_dataset else ()
-        if any(source.weight is not None for source in found):
+        if any(source.weights for source in found):
             raise ValueError(f"--eval_dataset {self.eval_dataset}: held-out sets have no weights")
         return found
 
@@ -1304,6 +1334,12 @@ def _source_problems(config: RunConfig) -> list[str]:
         except ValueError as error:
             problems.append(str(error).splitlines()[0])
             continue
+        ends = config.stages_end_after if sources == "sources" else ()
+        if ends and (config.steps_asked is None or config.steps_asked <= ends[-1]):
+            problems.append(
+                f"--stage_ends {config.stage_ends}: the last stage begins after step {ends[-1]}: give more "
+                "--max_steps or --max_tokens"
+            )
         if SYNTHETIC in paths and (len(paths) > 1 or sources == "eval_sources"):
             problems.append("synthetic tokens can't be mixed with, or held out of, documents")
     return problems

@@ -140,6 +140,9 @@ class DatasetFacts(TypedDict, total=False):
     packing: Required[str]
     format: str
     weight: NonNegative | None
+    "share of the sequences; in the first stage, if there are several"
+    weights: list[NonNegative]
+    "in each stage of --stage_ends"
     num_rows: Count
     num_sequences: Count
     num_tokens: Count

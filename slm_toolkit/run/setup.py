@@ -400,12 +400,11 @@ def _build(request: _Request, start: _Start, run_dir: Path) -> _Built:
         _print_on_rank_0(f"note: --seq_len {config.seq_len} is longer than {trained_for}")
     data, description = None, start.description
     if not is_fake(config):
-        num_sequences = (config.steps_asked or 0) * start.sequences_per_step
+        per_step = start.sequences_per_step
+        sizes = {"num_sequences": (config.steps_asked or 0) * per_step, "sequences_per_step": per_step}
         held_out = num_held_out(checkpoint)
         with starting(run_dir, f"reading data: {config.dataset}", is_main=is_main):
-            data = rank_0_first(
-                lambda: load_data(config, spec, num_sequences=num_sequences, num_held_out=held_out)
-            )
+            data = rank_0_first(lambda: load_data(config, spec, **sizes, num_held_out=held_out))
         if checkpoint is not None:
             check_data(checkpoint, data.contents)
         description = {**description, DATA: data.contents}

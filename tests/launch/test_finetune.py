@@ -68,6 +68,27 @@ def test_weights_say_how_often_a_dataset_is_drawn(tmp_path: Path) -> None:
     assert len(both.train) == 800  # without weights: all of each
 
 
+def test_a_second_stage_begins_at_its_step_under_any_strategy_and_after_a_resume(tmp_path: Path) -> None:
+    first = write_rows(tmp_path / "first.jsonl", [{"text": "abcdefgh " * 30}] * 40)
+    second = write_rows(tmp_path / "second.jsonl", [{"text": "zyxwvuts " * 30}] * 40)
+    data = ("--dataset", f"{first}=1:0,{second}=0:1", "--stage_ends", "4", "--max_steps", "6")
+    flags = ("--model", "slm-1m", "--seq_len", "64", "--numerics", "fp32", "--run_name", "run", *data)
+    whole, rest = tmp_path / "whole", tmp_path / "rest"
+    one = ("--per_device_train_batch_size", "4", "--save_steps", "3", "--output_dir", str(whole))
+    done = launch(*flags, *one, config=ROOT / "accel_configs" / "single.yaml")
+    assert done.code == 0, done.err
+    two = ("--per_device_train_batch_size", "2", "--output_dir", str(rest))
+    checkpoint = whole / "run" / "checkpoints" / "step_3"
+    resume = ("--resume_from_checkpoint", str(checkpoint))
+    done = launch(*flags, *two, *resume, config=ROOT / "accel_configs" / "ds_zero2.yaml")
+    assert done.code == 0, done.err
+    records = {folder: record_under(folder) for folder in (whole, rest)}
+    by_dataset = records[whole]["losses_by_dataset"]
+    assert [loss is None for loss in by_dataset["first"]] == [False] * 4 + [True] * 2
+    assert [loss is None for loss in by_dataset["second"]] == [True] * 4 + [False] * 2
+    assert records[rest]["losses"] == pytest.approx(records[whole]["losses"][3:], abs=1e-5, rel=0)
+
+
 def test_the_losses_of_mixed_datasets_make_up_the_whole(tmp_path: Path) -> None:
     chat = write_rows(tmp_path / "chat.jsonl", [ROWS["messages"], ROWS["messages"]] * 40)
     text = write_rows(tmp_path / "text.jsonl", [{"text": "abcdefgh " * 30}] * 40)
