@@ -349,7 +349,8 @@ def _strategies() -> str:
             on_gpus.setdefault(name, []).append(file.parent.name)
     rows = []
     for row in matrix["rows"]:
-        cells = [f"`{row['strategy']}`", row.get("problem", str(row["num_processes"]))]
+        ran = row.get("problem", str(row["num_processes"]))
+        cells = [f"`{row['strategy']}`", "needs a GPU, not run" if "need a GPU" in ran else ran]
         distance = row.get("farthest_loss")
         cells.append("-" if distance is None else f"{distance:.1e}")
         traced, predicted = (row.get(f"{kind}_peak_bytes") for kind in ("traced", "predicted"))
@@ -366,8 +367,7 @@ def _strategies() -> str:
         + f"\nOf {matrix['date']}. CPU processes: the real engine trained slm-1m for {matrix['steps']} steps."
         " Losses, fp32: the farthest from those of one process. Peak: traced while one process played"
         f" rank 0 of {matrix['ranks']} with slm-100m, 4 sequences of 1,024 tokens. GPU: where both were"
-        " measured. Only the quantized communication of ZeRO++ (`zero_quantized_weights`,"
-        " `zero_quantized_gradients`) needs a GPU; `ds_zeropp` leaves it off. No peak: "
+        " measured. The quantized communication of ZeRO++ needs a GPU; `ds_zeropp` leaves it off. No peak: "
         + "; ".join(why for row in matrix["rows"] if (why := _no_peak(row)))
         + ".\n"
     )
@@ -406,7 +406,7 @@ def _optimizers() -> str:
 
 
 def _no_peak(row: dict[str, Any]) -> str | None:
-    if (problem := row.get("rehearsal_problem")) is None:
+    if (problem := row.get("rehearsal_problem")) is None or "need a GPU" in problem:
         return None
     return f"`{row['strategy']}` {problem.partition('.yaml, which ')[2] or problem.removeprefix('error: ')}"
 

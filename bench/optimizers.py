@@ -20,7 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 OPTIMIZERS = ("adamw_torch_fused", "muon")
-LEARNING_RATES = (3e-4, 1e-3, 3e-3, 1e-2)
+LEARNING_RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 NUM_STEPS, NUM_LAST, SEEDS, NUM_RANKS = 300, 20, (0, 1, 2), 8
 TRAINED = ("--model", "slm-3m", "--seq_len", "128", "--per_device_train_batch_size", "4")
 REHEARSED = ("--model", "slm-100m", "--seq_len", "1024", "--per_device_train_batch_size", "1")

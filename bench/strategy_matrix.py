@@ -68,19 +68,25 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for matrix.json")
-    args = parser.parse_args()
     names = sorted(path.stem for path in (ROOT / "accel_configs").glob("*.yaml"))
-    names.sort(key=lambda name: name != "single")  # the others are compared with it
+    parser.add_argument("--strategy", nargs="+", choices=names, default=names, help="(default: all)")
+    args = parser.parse_args()
+    file, kept, date = args.out / "matrix.json", [], time.strftime("%Y-%m-%d", time.gmtime())
+    if file.exists() and args.strategy != names:
+        before = json.loads(file.read_text())
+        kept, date = [row for row in before["rows"] if row["strategy"] not in args.strategy], before["date"]
     rows, alone = [], None
-    for name in names:
+    for name in sorted({*args.strategy, "single"}, key=lambda name: (name != "single", name)):
         row = row_of(name, alone)
         alone = alone or row.get("losses")
         rows.append(row)
         print({key: value for key, value in row.items() if key != "losses"}, flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
-    about = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "steps": NUM_STEPS, "ranks": NUM_RANKS}
-    rows = [{key: value for key, value in row.items() if key != "losses"} for row in rows]
-    (args.out / "matrix.json").write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    about = {"date": date, "steps": NUM_STEPS, "ranks": NUM_RANKS}
+    new = [{key: value for key, value in row.items() if key != "losses"} for row in rows]
+    rows = {row["strategy"]: row for row in (*kept, *new)}  # others compare their losses with single's
+    in_order = [rows[name] for name in sorted(rows, key=lambda name: (name != "single", name))]
+    file.write_text(json.dumps({**about, "rows": in_order}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ MEANT = {
     "single": Meant("slm-1b-hw", "h100-80gb", 1, 8),
     "ddp": Meant("slm-1b-hw", "h100-80gb", 8, 8),
     **dict.fromkeys(("fsdp_full_shard", "fsdp_shard_grad_op", "ds_zero1", "ds_zero2", "ds_zero3"), _LARGE),
-    **dict.fromkeys(("fsdp_hybrid_shard", "ds_zeropp"), _TWO_NODES),
+    **dict.fromkeys(("fsdp_hybrid_shard", "ds_zeropp", "ds_zeropp_quantized"), _TWO_NODES),
     **dict.fromkeys(("fsdp_full_shard_offload", "ds_zero2_offload", "ds_zero3_offload"), _SMALL_CARDS),
     "ds_zero3_nvme": _SMALL_CARDS,
 }

@@ -99,6 +99,14 @@ class Strategy:
         return self.is_deepspeed and self.deepspeed.zero_optimization.offload_optimizer.ratio != 1.0
 
     @property
+    def quantizes_communication(self) -> bool:
+        """Whether ZeRO++ sends weights or gradients as integers."""
+        if self.deepspeed is None:
+            return False
+        zero = self.deepspeed.zero_optimization
+        return bool(zero.zero_quantized_weights or zero.zero_quantized_gradients)
+
+    @property
     def swap_folders(self) -> set[str]:
         """The folders to which DeepSpeed swaps tensors; every training uses the same file names in them."""
         if self.deepspeed is None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import COMPILING_SECONDS, ROOT, launch, own_strategy, record_under, slm
+from conftest import COMPILING_SECONDS, ROOT, launch, record_under, slm
 
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, shipped_strategies
 
@@ -45,7 +45,7 @@ def test_the_launchers_sizes_of_a_hybrid_shard_are_those_recorded(tmp_path: Path
 @pytest.mark.quick
 def test_no_shipped_yaml_is_left_out() -> None:
     compared = {*STUDIED_STRATEGIES, "single"}  # the fixtures of conftest; single is parity's reference
-    here = {*NEW[2], *NEW[4], "ds_zero3_nvme"}
+    here = {*NEW[2], *NEW[4], "ds_zero3_nvme", "ds_zeropp_quantized"}
     assert set(shipped_strategies()) == compared | here
 
 
@@ -59,14 +59,24 @@ def test_nvme_trains_as_ddp_does(tmp_path: Path) -> None:
     assert nvme["losses"] == pytest.approx(ddp["losses"], abs=0.01)
 
 
+@pytest.mark.quick
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can do it")
+def test_quantized_zeropp_is_refused_without_a_gpu(tmp_path: Path) -> None:
+    yaml = ROOT / "accel_configs" / "ds_zeropp_quantized.yaml"
+    for flags in ((), ("--rehearse", "8")):
+        launcher = ("--num_processes", "1" if flags else "2")
+        done = launch(*FEW[:-1], *flags, "--output_dir", str(tmp_path), config=yaml, launcher=launcher)
+        assert done.code != 0
+        assert "zero_quantized_weights and zero_quantized_gradients need a GPU" in done.err
+        assert "ds_zeropp is the same without them" in done.err
+
+
 @pytest.mark.skipif(
     not torch.cuda.is_available(), reason="qwZ and qgZ need a GPU: their int8 kernels have no CPU version"
 )
 def test_quantized_zeropp_trains_as_ddp_does(tmp_path: Path) -> None:
-    quantized = json.loads((ROOT / "ds_configs" / "zeropp.json").read_text())
-    quantized["zero_optimization"] |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}
-    yaml = own_strategy(tmp_path, "num_processes: 2\n", quantized)
-    done = slm("compare", "--strategy", "ddp", yaml, *FEW, "--output_dir", str(tmp_path / "runs"))
+    words = ("--strategy", "ddp", "ds_zeropp_quantized", "--num_processes", "2", *FEW)
+    done = slm("compare", *words, "--output_dir", str(tmp_path / "runs"))
     assert done.code == 0, done.err
     ddp, zeropp = json.loads(done.out)
     assert zeropp["losses"] == pytest.approx(ddp["losses"], abs=0.1)  # of int8 gradients

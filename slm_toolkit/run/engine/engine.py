@@ -63,6 +63,11 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
     Raises ValueError if the YAML or the DeepSpeed JSON has settings that are not passed on.
     """
     check_passed_on(launch.strategy)
+    if launch.strategy.quantizes_communication and not torch.cuda.is_available():
+        raise ValueError(
+            f"{launch.strategy.path}: zero_quantized_weights and zero_quantized_gradients need a GPU\n"
+            "hint: DeepSpeed has no CPU kernels for them; ds_zeropp is the same without them"
+        )
     engine = launch.strategy.engine
     check_tracker(config.report_to)
     if engine == "deepspeed":

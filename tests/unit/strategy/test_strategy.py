@@ -41,6 +41,7 @@ def write(folder: Path, text: str, name: str = "mine.yaml") -> Path:
         ("ds_zero3_offload", "deepspeed", 3, None),
         ("ds_zero3_nvme", "deepspeed", 3, None),
         ("ds_zeropp", "deepspeed", 3, None),
+        ("ds_zeropp_quantized", "deepspeed", 3, None),
     ],
 )
 def test_a_shipped_yaml_means_what_its_name_says(
@@ -52,7 +53,7 @@ def test_a_shipped_yaml_means_what_its_name_says(
         zero_stage,
         reshard,
     )
-    of_two_nodes = ("fsdp_hybrid_shard", "ds_zeropp")
+    of_two_nodes = ("fsdp_hybrid_shard", "ds_zeropp", "ds_zeropp_quantized")
     assert strategy.num_processes == (1 if name == "single" else 4 if name in of_two_nodes else 2)
     assert strategy.offloads == name.endswith(("_offload", "_nvme"))
 
