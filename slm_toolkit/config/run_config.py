@@ -749,6 +749,7 @@ class RunConfig:
             Excludes("adam_dtype", "its moments are fp32", values=("bf16",), own=("adamw_triton", "muon")),
             Excludes("numerics", "it has its own master weights", values=("stock",), own=("muon",)),
             Excludes("peft", "Muon is for whole matrices, not for adapters", own=("muon",)),
+            Excludes("pad_widths", "Muon's updates grow with the padded widths", own=("muon",)),
         ),
         excludes_strategies=(
             ExcludesStrategy(
@@ -1148,7 +1149,7 @@ class RunConfig:
     def with_steps(self, sequences_per_step: int) -> "RunConfig":
         """Return the config with the steps that --max_tokens takes, the last one whole; itself without it.
 
-        Raises ValueError if the learning rate's warm-up and decay take more steps.
+        Raises ValueError if the learning rate's warm-up and decay, or the data's stages, take more steps.
         """
         if self.max_tokens is None:
             return self
@@ -1315,6 +1316,16 @@ def _step_problems(config: RunConfig) -> list[str]:
         problems.append(f"--max_tokens: {error}")
     num_special = config.warmup_steps + (config.lr_decay_steps or 0)
     num_steps = config.steps_asked
+    try:
+        ends = config.stages_end_after
+    except ValueError:  # `_source_problems` names it
+        ends = ()
+    # the steps of --max_tokens are known only with the processes: see `with_steps`
+    if ends and (num_steps <= ends[-1] if num_steps is not None else config.max_tokens is None):
+        problems.append(
+            f"--stage_ends {config.stage_ends}: the last stage begins after step {ends[-1]}: give more "
+            "--max_steps or --max_tokens"
+        )
     if config.lr_decay_steps is not None and num_steps is not None and num_special > num_steps:
         steps = f"{num_steps} steps" if config.max_steps is None else f"--max_steps {num_steps}"
         if config.max_tokens is not None:
@@ -1334,12 +1345,6 @@ def _source_problems(config: RunConfig) -> list[str]:
         except ValueError as error:
             problems.append(str(error).splitlines()[0])
             continue
-        ends = config.stages_end_after if sources == "sources" else ()
-        if ends and (config.steps_asked is None or config.steps_asked <= ends[-1]):
-            problems.append(
-                f"--stage_ends {config.stage_ends}: the last stage begins after step {ends[-1]}: give more "
-                "--max_steps or --max_tokens"
-            )
         if SYNTHETIC in paths and (len(paths) > 1 or sources == "eval_sources"):
             problems.append("synthetic tokens can't be mixed with, or held out of, documents")
     return problems

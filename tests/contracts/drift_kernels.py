@@ -55,6 +55,8 @@ def _foreach() -> None:
     assert norms[0].dtype == torch.float32
     torch._foreach_mul_(tensors, torch.tensor(0.5))
     assert tensors[1].item() == 1.0
+    torch._foreach_lerp_(tensors, [torch.zeros_like(tensor) for tensor in tensors], 0.5)
+    assert tensors[1].item() == 0.5
     torch._foreach_copy_(tensors, [torch.zeros(2), torch.ones(1)])  # across dtypes
     assert [tensor.sum().item() for tensor in tensors] == [0.0, 1.0]
     steps = [torch.tensor(0.0), torch.tensor(3.0)]
@@ -155,7 +157,14 @@ KERNELS = (
     ),
     Leaning(
         "torch: operators on lists of tensors",
-        ("_foreach_norm", "_foreach_mul_", "_foreach_copy_", "_foreach_add_", "_foreach_sub_"),
+        (
+            "_foreach_norm",
+            "_foreach_mul_",
+            "_foreach_lerp_",
+            "_foreach_copy_",
+            "_foreach_add_",
+            "_foreach_sub_",
+        ),
         "clip and copy in few kernels",
         "run/engine/optimizer.py: torch's new names, or a loop",
         _foreach,

@@ -285,11 +285,9 @@ class StagedMixture(Dataset):
         self.row_of = np.empty(num_sequences, dtype=np.int64)
         for number, part in enumerate(parts):
             places = np.flatnonzero(self.part_of == number)
-            passes = [
-                np.random.default_rng([seed, 3, number, one_pass]).permutation(len(part))
-                for one_pass in range(-(-len(places) // len(part)))
-            ]
-            self.row_of[places] = np.concatenate([*passes, places[:0]])[: len(places)]
+            passes = np.tile(np.arange(len(part)), (-(-len(places) // len(part)), 1))
+            in_order = np.random.default_rng([seed, 3, number]).permuted(passes, axis=1)
+            self.row_of[places] = in_order.ravel()[: len(places)]
 
     def __len__(self) -> int:
         return len(self.part_of)

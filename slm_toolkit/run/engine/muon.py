@@ -291,7 +291,8 @@ class ZeroMuonAndAdamW(torch.optim.AdamW):
             # most matrices lie on one rank, which then needs nothing of the others
             owner = max(range(num_ranks), key=lambda other: cuts[other + 1] - cuts[other])
             layout.append((Matrix(*param.shape, tuple(cuts), owner), place, size))
-            if size and param._hp_mapping.hp_fragment_address.start != place:
+            mapping = param._hp_mapping
+            if size and (mapping is None or mapping.hp_fragment_address.start != place):
                 raise ValueError(
                     "--optim muon: DeepSpeed has put the parameters in another order\n"
                     "hint: remove round_robin_gradients from the DeepSpeed JSON"

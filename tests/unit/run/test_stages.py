@@ -76,6 +76,19 @@ def test_stages_end_after_steps_not_sequences(tmp_path: Path) -> None:
     assert [fact["weights"] for fact in loaded.facts] == [[1.0, 0.0], [0.0, 1.0]]
 
 
+def test_stages_of_a_token_budget_are_checked_once_its_steps_are_known() -> None:
+    config = RunConfig(dataset="a=1:0,b=0:1", stage_ends="2", max_tokens="2048", seq_len=16)
+    assert config.problems() == []
+    assert config.with_steps(4).max_steps == 32  # 2,048 tokens in steps of 4 x 16
+    with pytest.raises(ValueError, match="--stage_ends 2: the last stage begins after step 2"):
+        config.with_steps(64)
+
+
+def test_a_run_with_stages_needs_a_length() -> None:
+    (problem,) = RunConfig(dataset="a=1:0,b=0:1", stage_ends="2").problems()
+    assert "give more --max_steps or --max_tokens" in problem
+
+
 @pytest.mark.parametrize(
     ("dataset", "ends", "problem"),
     [
