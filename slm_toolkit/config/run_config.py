@@ -1321,7 +1321,7 @@ def _step_problems(config: RunConfig) -> list[str]:
     except ValueError:  # `_source_problems` names it
         ends = ()
     # the steps of --max_tokens are known only with the processes: see `with_steps`
-    if ends and (num_steps <= ends[-1] if num_steps is not None else config.max_tokens is None):
+    if ends and num_steps is not None and num_steps <= ends[-1]:
         problems.append(
             f"--stage_ends {config.stage_ends}: the last stage begins after step {ends[-1]}: give more "
             "--max_steps or --max_tokens"

@@ -84,8 +84,9 @@ def test_stages_of_a_token_budget_are_checked_once_its_steps_are_known() -> None
         config.with_steps(64)
 
 
-def test_a_run_with_stages_needs_a_length() -> None:
-    (problem,) = RunConfig(dataset="a=1:0,b=0:1", stage_ends="2").problems()
+def test_the_default_length_counts_too() -> None:
+    assert RunConfig(dataset="a=1:0,b=0:1", stage_ends="32").problems() == []  # 33 steps
+    (problem,) = RunConfig(dataset="a=1:0,b=0:1", stage_ends="33").problems()
     assert "give more --max_steps or --max_tokens" in problem
 
 
