@@ -36,8 +36,9 @@ def compared(*words: str) -> list[dict[str, Any]]:
             raise SystemExit(done.stderr)
         rows = json.loads(done.stdout)
         for row in rows:
-            losses = json.loads(Path(row["record"]).read_text())["losses"]
-            row["last_loss"] = statistics.fmean([loss for loss in losses if loss is not None][-NUM_LAST:])
+            if row["evidence"] == "measured":  # a rehearsal has no losses
+                losses = json.loads(Path(row["record"]).read_text())["losses"]
+                row["last_loss"] = statistics.fmean(losses[-NUM_LAST:])
         return rows
 
 
