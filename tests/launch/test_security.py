@@ -144,7 +144,7 @@ def test_a_dataset_script_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "evil" / "evil.py").write_text(f"open({str(marker)!r}, 'w')\n")
     for name in (tmp_path / "evil", tmp_path / "evil" / "evil.py"):
         with pytest.raises(ValueError, match="hint: "):
-            read_rows(Source("evil", str(name), None), RunConfig(dataset=str(name)))
+            read_rows(Source("evil", str(name), ()), RunConfig(dataset=str(name)))
     assert not marker.exists()
 
 
