@@ -746,7 +746,8 @@ class RunConfig:
                 values=("stock", "pure_bf16"),
                 own=("adamw_triton",),
             ),
-            Excludes("adam_dtype", "its moments are fp32", values=("bf16",), own=("adamw_triton", "muon")),
+            Excludes("adam_dtype", "its moments are fp32", values=("bf16",), own=("adamw_triton",)),
+            Excludes("adam_dtype", "--numerics pure_bf16 has them in bf16", values=("bf16",), own=("muon",)),
             Excludes("numerics", "it has its own master weights", values=("stock",), own=("muon",)),
             Excludes("peft", "Muon is for whole matrices, not for adapters", own=("muon",)),
             Excludes("pad_widths", "Muon's updates grow with the padded widths", own=("muon",)),
@@ -1204,7 +1205,7 @@ class RunConfig:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The sources of `--dataset`. Raises ValueError if their weights don't fit together or the stages."""
+        """The sources of `--dataset`. Raises ValueError unless each has a weight for every stage, or none."""
         found = sources_of(self.dataset)
         numbers = {len(source.weights) for source in found}
         if 0 in numbers and len(numbers) > 1:

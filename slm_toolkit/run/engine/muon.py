@@ -183,7 +183,7 @@ def _exchanged(
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
     """Return about the nearest matrix with orthonormal rows or columns, by Newton-Schulz in its dtype.
 
-    The singular values of the result lie between 0.7 and 1.2, which is near enough for training.
+    Most singular values of the result lie between 0.7 and 1.2, which is near enough for training.
     """
     first, second, third = _COEFFICIENTS
     is_tall = matrix.size(0) > matrix.size(1)
