@@ -182,25 +182,24 @@ def clean_results(out: Path, done: list[dict[str, Any]], only: str | None) -> It
 
 
 def _clean_comparisons(folder: Path) -> Iterator[tuple[dict[str, Any], int, tuple[str, ...]]]:
-    """41 of them: flags, ranks and strategies."""
+    """52 of them: flags, ranks and strategies."""
     two, three = ("ddp", "ds_zero2"), STRATEGIES
     models = ["slm-1m", *_own_models(folder), "slm-3m"]
-    for numerics in ("aligned", "stock", "pure_bf16"):
+    sixteen_bits = ("aligned", "stock", "pure_bf16", "fp16")
+    for numerics in sixteen_bits:
         for model in models:
             for seed in (0, 1):
                 yield {"model": model, "numerics": numerics, "seed": seed}, 2, three
     for model in models:
         yield {"model": model, "numerics": "fp32", "seed": 2}, 2, three
     for ranks in (3, 4):
-        for numerics in ("aligned", "stock", "pure_bf16"):
+        for numerics in sixteen_bits:
             yield {"model": "slm-1m", "numerics": numerics, "seed": ranks}, ranks, two
+    others = ("fsdp_shard_grad_op", "ds_zero1", "ds_zero3")
     for seed in (5, 6, 7, 8):
-        yield (
-            {"model": "slm-1m", "numerics": "aligned", "seed": seed},
-            2,
-            ("fsdp_shard_grad_op", "ds_zero1", "ds_zero3"),
-        )
-    for numerics in ("aligned", "stock", "pure_bf16"):
+        yield {"model": "slm-1m", "numerics": "aligned", "seed": seed}, 2, others
+    yield {"model": "slm-1m", "numerics": "fp16", "seed": 5}, 2, others
+    for numerics in sixteen_bits[:-1]:  # a CPU multiplies fp16 30 times slower than fp32
         yield {"model": "slm-10m", "numerics": numerics, "seed": 9}, 2, two
 
 

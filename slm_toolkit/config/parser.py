@@ -34,7 +34,7 @@ _BATCH = (
 )
 _PRECISION = (
     "--numerics: aligned (the default) computes in bf16 with fp32 master weights; stock uses accelerate's "
-    "mixed_precision bf16; fp32 has no low precision"
+    "mixed_precision bf16; fp16 is for GPUs without bf16; fp32 has no low precision"
 )
 _SCHEDULE = "--lr_scheduler_type cosine_to_tenth ends at a tenth of --learning_rate, cosine and linear at 0"
 _DECAY = "--lr_decay_steps N: the last steps of --lr_scheduler_type warmup_stable_decay"
@@ -52,8 +52,7 @@ HINTS = {  # a name that is refused: the hint, which says what to write instead
         ("batch_size", "bs", "train_batch_size", "global_batch_size", "total_batch_size"), _BATCH
     ),
     **dict.fromkeys(("bf16", "amp", "mixed_precision", "precision", "dtype", "torch_dtype"), _PRECISION),
-    "fp16": "--numerics aligned (the default) computes in bf16; fp16 needs --numerics stock, a GPU and a "
-    "--strategy file with mixed_precision: fp16",
+    "fp16": "--numerics fp16",
     "warmup_ratio": "--warmup_steps N: a number of steps",
     "min_lr": _SCHEDULE,
     "lr_scheduler_kwargs": _DECAY,

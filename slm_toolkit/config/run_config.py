@@ -99,6 +99,14 @@ class RunConfig:
         group="model",
         choices=("hf", "fused_logits", "fused_linear"),
         grid=True,
+        excludes=(
+            Excludes(
+                "numerics",
+                "its gradients are rounded before the loss scale multiplies them",
+                values=("fp16",),
+                own=("fused_logits", "fused_linear"),
+            ),
+        ),
         losses="rounded",
         estimate="counts",
         label="loss",
@@ -271,12 +279,15 @@ class RunConfig:
         "aligned",
         "aligned: bf16 compute, fp32 master weights and bf16 reduction under every engine. stock: "
         "accelerate's own numerics for the YAML's mixed_precision (bf16 if it has none). pure_bf16: like "
-        "aligned, but weights and Adam's moments in bf16 only. fp32: no low precision",
+        "aligned, but weights and Adam's moments in bf16 only. fp16: like aligned, but in fp16 with a loss "
+        "scale, for GPUs without bf16 (T4, V100). fp32: no low precision",
         group="model",
-        choices=("aligned", "stock", "pure_bf16", "fp32"),
+        choices=("aligned", "stock", "pure_bf16", "fp16", "fp32"),
         grid=True,
         excludes_strategies=(
-            ExcludesStrategy("is_zero_0", "{flag} needs ZeRO-1, 2 or 3 under DeepSpeed", own=("pure_bf16",)),
+            ExcludesStrategy(
+                "is_zero_0", "{flag} needs ZeRO-1, 2 or 3 under DeepSpeed", own=("pure_bf16", "fp16")
+            ),
         ),
         may_change_on_resume=False,
         losses="rounded",
@@ -292,6 +303,7 @@ class RunConfig:
         grid=True,
         excludes=(
             Excludes("numerics", "each engine has its own", values=("stock",), own=("bf16",)),
+            Excludes("numerics", "its gradients are scaled and reduced in fp16", values=("fp16",)),
             dataclasses.replace(_NO_LOW_PRECISION, own=("bf16",)),
         ),
         losses="rounded",
@@ -309,6 +321,7 @@ class RunConfig:
         grid=True,
         excludes=(
             Excludes("numerics", "its gradients have the engine's own dtype", values=("stock", "fp32")),
+            Excludes("numerics", "its gradients are scaled and summed in fp16", values=("fp16",)),
             Excludes("reduce_dtype", "fp32 sums are reduced in fp32", values=("bf16",), own=("fp32",)),
         ),
         excludes_strategies=(
@@ -343,7 +356,11 @@ class RunConfig:
         group="model",
         choices=("none", "tensorwise", "rowwise"),
         grid=True,
-        excludes=(_NO_LOW_PRECISION, Excludes("peft", "adapters freeze the weights that fp8 is for")),
+        excludes=(
+            _NO_LOW_PRECISION,
+            Excludes("numerics", "float8 goes with bf16", values=("fp16",)),
+            Excludes("peft", "adapters freeze the weights that fp8 is for"),
+        ),
         extra="fp8",
         losses="rounded",
         estimate="counts",
@@ -355,7 +372,9 @@ class RunConfig:
         group="model",
         grid=True,
         excludes=(
-            Excludes("numerics", "it has no fp32 matrix products", values=("aligned", "stock", "pure_bf16")),
+            Excludes(
+                "numerics", "it has no fp32 matrix products", values=("aligned", "stock", "pure_bf16", "fp16")
+            ),
         ),
         losses="rounded",
         estimate="counts",
@@ -372,7 +391,9 @@ class RunConfig:
         choices=("none", "lora", "qlora", "ia3"),
         grid=True,
         excludes=(
-            Excludes("numerics", "its weights compute in bf16", values=("fp32", "stock"), own=("qlora",)),
+            Excludes(
+                "numerics", "its weights compute in bf16", values=("fp32", "stock", "fp16"), own=("qlora",)
+            ),
         ),
         excludes_strategies=(
             ExcludesStrategy(
@@ -749,6 +770,7 @@ class RunConfig:
             Excludes("adam_dtype", "its moments are fp32", values=("bf16",), own=("adamw_triton",)),
             Excludes("adam_dtype", "--numerics pure_bf16 has them in bf16", values=("bf16",), own=("muon",)),
             Excludes("numerics", "it has its own master weights", values=("stock",), own=("muon",)),
+            Excludes("numerics", "Muon's matrix products are in bf16", values=("fp16",), own=("muon",)),
             Excludes("peft", "Muon is for whole matrices, not for adapters", own=("muon",)),
             Excludes("pad_widths", "Muon's updates grow with the padded widths", own=("muon",)),
         ),
@@ -1192,6 +1214,11 @@ class RunConfig:
     def loss_chunks(self) -> LossChunks:
         """How the fused losses cut a micro-step's tokens."""
         return LossChunks(self.loss_chunk_tokens)
+
+    @property
+    def computes_in(self) -> str:
+        """The dtype of matrix products: bf16, fp16 or fp32; with --numerics stock that of most YAMLs."""
+        return self.numerics if self.numerics in ("fp16", "fp32") else "bf16"
 
     @property
     def reduces_in_fp32(self) -> bool:

@@ -193,7 +193,7 @@ def _dtypes(case: Case) -> Iterator[Finding]:
     for dtype in ("bf16", "fp16"):
         section = case.files.deepspeed.get(dtype)
         enabled[dtype] = section.get("enabled", "auto") if isinstance(section, dict) else "auto"
-    runs_fp16 = numerics == "stock" and enabled["fp16"] is True
+    runs_fp16 = numerics == "fp16" or (numerics == "stock" and enabled["fp16"] is True)
     for dtype, runs in (("bf16", numerics != "fp32" and not runs_fp16), ("fp16", runs_fp16)):
         if enabled[dtype] in ("auto", runs):
             continue
@@ -202,8 +202,8 @@ def _dtypes(case: Case) -> Iterator[Finding]:
             f"{dtype}.enabled is {as_written(enabled[dtype])} with --numerics {numerics}",
             in_json(f"{dtype}.enabled", "auto"),
             why="fp16 needs loss scaling and overflows sooner than bf16; other strategies run in bf16"
-            if dtype == "fp16"
-            else f"--numerics {numerics} computes in {'bf16' if runs else 'fp32'}: strategies would differ",
+            if dtype == "fp16" and not runs
+            else f"--numerics {numerics} computes in {case.flags.computes_in}: strategies would differ",
             change=f'{dtype}.enabled: "auto", so that --numerics decides',
         )
 
@@ -221,7 +221,7 @@ def _communication(case: Case) -> Iterator[Finding]:
         sentence = f"grad_accum_dtype is {keeps} under ZeRO-1"
         why = "DeepSpeed then uses its BF16_Optimizer, which takes 5 bytes more per parameter"
         then = ", or stage 2; --reduce_dtype fp32 if you want it so"
-    elif reduces == "fp16" or (reduces is not None and reduces not in ("fp32", "bf16", "fp16", "auto")):
+    elif (reduces == "fp16" and numerics != "fp16") or reduces not in (None, "fp32", "bf16", "fp16", "auto"):
         severity, name, sentence = "wrong", "communication-dtype", f"communication_data_type is {reduces}"
         why = (
             "gradients of bf16 weights overflow in fp16"
@@ -236,7 +236,7 @@ def _communication(case: Case) -> Iterator[Finding]:
         )
         why = "one of the two keys alone is not enough: gradients are still accumulated, or reduced, in bf16"
         then = ", or --reduce_dtype fp32, which sets both"
-    elif numerics in ("aligned", "pure_bf16") and reduces in wide and flag != "fp32":
+    elif numerics in ("aligned", "pure_bf16", "fp16") and reduces in wide and flag != "fp32":
         name = "communication-dtype-differs"
         sentence = f"the JSON reduces gradients in fp32, --reduce_dtype is {flag or 'bf16'}"
         why = (

@@ -166,7 +166,7 @@ def _precision(case: Case) -> Iterator[Finding]:
         return
     elif (problem := precision_problem(str(precision).lower(), case.flags)) is not None:
         name, why = "mixed-precision-differs", f"the trainer refuses to start: {problem}"
-    elif precision != ("no" if numerics == "fp32" else "bf16"):
+    elif precision != ("no" if numerics == "fp32" else case.flags.computes_in):
         severity, name = "unwise", "mixed-precision-overridden"
         why = "scripts other than slm_toolkit.train compute in the file's precision; " + (
             "so does --numerics stock" if numerics == "stock" else "here the flag wins"

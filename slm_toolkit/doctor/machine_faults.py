@@ -109,13 +109,13 @@ def _libraries(case: Case) -> Iterator[Finding]:
 
 def _gpus(case: Case) -> Iterator[Finding]:
     old = [name for name in dict.fromkeys(case.host.gpu_names) if re.search(_WITHOUT_BF16, name)]
-    if old and case.flags.numerics != "fp32":
+    if old and case.flags.computes_in == "bf16":
         yield wrong(
             "gpu-without-bf16",
             f"{', '.join(old)} with --numerics {case.flags.numerics}",
             why="GPUs before Ampere have no bf16 tensor cores and no FlashAttention-2: bf16 is emulated, "
             "slower than fp32",
-            change="--numerics fp32, or another GPU",
+            change="--numerics fp16 (or fp32), or another GPU",
         )
 
 

@@ -10,8 +10,8 @@ from slm_toolkit.config.run_config import FLAGS, RunConfig
 
 FP32_STEPS = 5
 "steps that `slm compare --parity` first runs in fp32 for each strategy"
-ROUNDED = " rounded to bfloat16"
-"suffix of the dtype of fp32 tensors whose values are all bf16 values"
+ROUNDED = " rounded to "
+"between the dtype of fp32 tensors and that of 16 bits which has all their values"
 PARITY_STEPS = 20
 "default number of steps over which two runs are compared"
 
@@ -50,6 +50,7 @@ ALIKE = {
     "aligned": Limits(1e-3, 2.5e-2, 5e-3),  # with small random weights, norms drift before losses do
     "stock": Limits(2.5e-2, 5e-2),  # DeepSpeed clips and keeps master weights; others don't
     "pure_bf16": Limits(2e-3, 2.5e-2, 5e-3),
+    "fp16": Limits(1e-3, 2.5e-2, 5e-3),
     "fp8": Limits(2e-2, 5e-2),
     "tf32": Limits(1e-3, 5e-3),
 }
@@ -59,6 +60,7 @@ ALIKE_IN_TASK = {
     "aligned": Limits(3e-3, 5e-3, 5e-3),
     "stock": Limits(7e-3, 8e-3, 4e-2),
     "pure_bf16": Limits(3e-3, 5e-3, 5e-3),
+    "fp16": Limits(3e-3, 5e-3, 5e-3),
 }
 "the same for runs of `--parity_task`, whose weights and tokens magnify each difference"
 LOW_PRECISION = {
@@ -66,6 +68,7 @@ LOW_PRECISION = {
     "aligned": Limits(7e-3, 1e-2, 2.5e-2),
     "stock": Limits(7e-3, 1e-2, 2.5e-2),
     "pure_bf16": Limits(4e-2, 6e-2, 2.5e-2),
+    "fp16": Limits(7e-3, 1e-2, 2.5e-2),
     "fp8": Limits(5e-2, 5e-2),
     "tf32": Limits(5e-3, 1e-2),
 }

@@ -387,11 +387,13 @@ def _flops_per_token(record: RunRecord) -> tuple[float | None, float | None]:
 
 
 def mfu_of(record: RunRecord, tokens_per_second_per_gpu: float | None, flops: float | None) -> float | None:
-    """Return the share of the GPU's dense bf16 peak; None for an unknown GPU, and in fp32 (peak unknown)."""
+    """Return the share of the GPU's dense peak in 16 bits; None for an unknown GPU, and in fp32 (unknown)."""
     gpu = find_gpu(record.gpu)
     computed_in = (record.numerics or {}).get("compute_dtype")
     is_fp32 = (
-        computed_in != "bfloat16" if record.is_of_script else record.asked["config"]["numerics"] == "fp32"
+        computed_in not in ("bfloat16", "float16")
+        if record.is_of_script
+        else record.asked["config"]["numerics"] == "fp32"
     )
     if gpu is None or tokens_per_second_per_gpu is None or flops is None or is_fp32:
         return None

@@ -1,6 +1,5 @@
 """The work between two steps: write checkpoints, obey stop signals, detect bad steps and unequal ranks."""
 
-import dataclasses
 import json
 import math
 import signal
@@ -31,6 +30,8 @@ from slm_toolkit.run.peers.step_exchange import Seen, StepExchange, StopSignal, 
 
 MOST_SKIPPED = 10
 "with --on_bad_step skip, the run stops after this many bad steps in a row: bad data alone is unlikely then"
+MOST_OVERFLOWS = 20
+"in a row: 16 halvings bring the loss scale from 65536 to 1, its lowest value"
 _TIME_IS_OVER = 1
 "exchanged like the number of a signal; this one is SIGHUP's, which is not obeyed"
 _MOST_TOKENS_IN_REPORT = 64
@@ -82,6 +83,9 @@ class AfterStep:
         "each step's gradient norm, as this rank's engine reports it"
         self._skipped: list[int] = []
         "steps that did not change the weights, because a loss or gradient was not finite or too large"
+        self._has_loss_scale = "fp16" in (config.numerics, accelerator.mixed_precision)
+        self._num_overflows = 0
+        "steps in a row, up to now, whose gradients overflowed in fp16"
         self._weights_of_ranks: list[dict[str, Any]] = []
         "results of weights_of_ranks: one per checkpoint, and one for the end"
         self._signal = StopSignal(*_stop_signals(config))
@@ -175,13 +179,24 @@ class AfterStep:
             self._grad_norms.append(of_step.grad_norms[self._accelerator.process_index])
             if self.reached_after is None and is_reached(self.losses, self._config.until_loss):
                 self.reached_after = of_step.step + 1
-            if self._accelerator.mixed_precision == "fp16":
-                # fp16's scaler lowers its scale until gradients are finite: an infinite norm is normal
-                of_step = dataclasses.replace(of_step, grad_norms=(None,) * len(of_step.losses))
-            if of_step.bad_ranks(self._max_loss):
+            if not of_step.bad_ranks(self._max_loss):
+                self._num_overflows = 0
+            elif self._has_loss_scale and not of_step.is_loss_bad(self._max_loss):
+                self._overflowed(of_step)
+            else:
                 self._skip_or_end(of_step)
         if step is not None and (numbers := [s.stop_signal for s in seen if s.stop_signal]):
             self._stop(numbers[0], step)
+
+    def _overflowed(self, seen: Seen) -> None:
+        """Note a step whose gradients overflowed in fp16: the loss scale halves until they are finite."""
+        self._num_overflows += 1
+        self._skipped.append(seen.step + 1)
+        if self._num_overflows == MOST_OVERFLOWS:
+            self._end(
+                f"step {seen.step + 1}: the gradients of {MOST_OVERFLOWS} steps in a row overflowed in fp16",
+                "lower --learning_rate, or compute in bf16 or fp32: --numerics",
+            )
 
     def _skip_or_end(self, seen: Seen) -> None:
         """Skip a bad step if --on_bad_step is skip, unless too many come in a row; else end the run."""

@@ -72,6 +72,7 @@ from slm_toolkit.run.engine.engine import (
     prefetch_as_asked,
     probe_engine,
     reduce_as_asked,
+    scale_losses,
     sequences_per_step,
     start_accelerator,
     without_unused_imports,
@@ -500,6 +501,8 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
         model, optimizer, *loaders = accelerator.prepare(job.model, optimizer, *loaders)
     let_collectives_wait()
     loader = loaders[0] if loaders else None
+    if config.numerics == "fp16":
+        scale_losses(accelerator, model, optimizer)
     if (sums := reduce_as_asked(model, config)) is not None:
         optimizer.optimizer.fp32_gradients = sums
     held_out = job.data.held_out if job.data is not None else {}

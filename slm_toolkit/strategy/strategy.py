@@ -471,10 +471,13 @@ def on_nodes(strategy: Strategy, num_nodes: int) -> Strategy:
 
 def precision_note(mixed_precision: str | None, config: RunConfig) -> str | None:
     """Return a note on a mixed_precision that is ignored; None if it is obeyed."""
-    is_fp32 = mixed_precision == "no" and config.numerics == "fp32"
-    if mixed_precision is None or config.numerics == "stock" or is_fp32:
+    is_same = mixed_precision == {"fp32": "no", "fp16": "fp16"}.get(config.numerics)
+    if mixed_precision is None or config.numerics == "stock" or is_same:
         return None
-    return f"mixed_precision {mixed_precision} has no effect: --numerics {config.numerics} computes in bf16"
+    return (
+        f"mixed_precision {mixed_precision} has no effect: --numerics {config.numerics} computes in "
+        f"{config.computes_in}"
+    )
 
 
 def precision_problem(mixed_precision: str | None, config: RunConfig, *, has_gpu: bool = True) -> str | None:
@@ -484,11 +487,11 @@ def precision_problem(mixed_precision: str | None, config: RunConfig, *, has_gpu
     if config.numerics == "stock":
         if mixed_precision == "fp16" and not has_gpu:
             return "mixed precision fp16 needs a GPU: on a CPU accelerate computes in fp32"
-    elif mixed_precision == "fp16" or (mixed_precision == "bf16" and config.numerics == "fp32"):
-        computes_in = "fp32" if config.numerics == "fp32" else "bf16"
+    elif mixed_precision in ("bf16", "fp16") and mixed_precision != config.computes_in:
+        other = "fp16" if mixed_precision == "fp16" else "aligned"
         return (
             f"mixed precision is {mixed_precision}, but --numerics {config.numerics} computes in "
-            f"{computes_in}: use --numerics stock for {mixed_precision}, or remove it"
+            f"{config.computes_in}: use --numerics {other} for {mixed_precision}, or remove it"
         )
     return None
 
@@ -533,7 +536,7 @@ def contradictions(
         of_files = precision == strategy.mixed_precision
         source = strategy.path or strategy.name if of_files else "accelerate's --mixed_precision"
         problems.append(f"{source}: {problem}")
-    needs_bf16 = config.numerics != "fp32" and precision != "fp16"
+    needs_bf16 = config.computes_in == "bf16" and precision != "fp16"
     enabled = (deepspeed.get("bf16") or {}).get("enabled", "auto")
     if enabled not in ("auto", needs_bf16) and not (enabled is False and precision == "fp16"):
         problems.append(

@@ -28,7 +28,7 @@ def largest(ours, theirs):
     return float(((ours - theirs).abs() / theirs.abs().clamp(min=1e-3)).max())
 
 errors = {}
-for dtype in (torch.bfloat16, torch.float32):
+for dtype in (torch.bfloat16, torch.float16, torch.float32):
     torch.manual_seed(0)
     start = [torch.randn(shape).to(dtype) for shape in ((48, 16), (5,), (BLOCK,), (1, 2 * BLOCK + 7))]
     def made(kernel):
@@ -56,8 +56,8 @@ for dtype in (torch.bfloat16, torch.float32):
         assert int(mine["step"]) == 4
         if dtype == torch.float32:
             errors["fp32 weight"] = max(errors.get("fp32 weight", 0), largest(param.detach(), other.detach()))
-        elif param.is_cuda:
-            assert torch.equal(param, mine["master"].bfloat16())
+        elif param.is_cuda or dtype == torch.float16:
+            assert torch.equal(param, mine["master"].to(dtype))
         else:  # the interpreter cuts where a GPU rounds to nearest
             cut = (mine["master"].view(torch.int32) & -65536).view(torch.float32)
             assert torch.equal(param.float(), cut)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 # Dtypes: the bytes per element of each kind of tensor, set by `--numerics`, the engine and a DeepSpeed JSON.
 
 BF16, AUTOCAST, FP32 = "bf16", "autocast", "fp32"
-"""how a step computes: weights and residual stream in bf16; in fp32 under bf16 autocast (accelerate's DDP);
-everything in fp32"""
+"""how a step computes: weights and residual stream in bf16 (or fp16, whose bytes and rates are the same); in
+fp32 under bf16 autocast (accelerate's DDP); everything in fp32"""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def engine_dtypes(strategy: Strategy, numerics: str, *, fp32_reduction: bool) ->
     if numerics == "pure_bf16":
         master = 2 if strategy.is_deepspeed else 0
         return Dtypes(2, master, 4, 2, 2, 4 if fp32_reduction else 2, 2)
-    if numerics == "aligned" or strategy.is_deepspeed:
+    if numerics in ("aligned", "fp16") or strategy.is_deepspeed:
         return Dtypes(2, 4, 8, 2, 2, 4 if fp32_reduction else 2, 2)
     if strategy.is_fsdp:  # fp32 shards, gathered in bf16
         return Dtypes(4, 0, 8, 2, 2, 4 if fp32_reduction else 2, 4)

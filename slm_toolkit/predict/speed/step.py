@@ -690,7 +690,7 @@ def _optimizer_kernels(setup: Setup) -> int:
     """Return the kernels of an optimizer step. PyTorch's AdamW needs one more per gradient, for its cast."""
     strategy, config = setup.strategy, setup.config
     num_params = setup.spec.num_layers * (2 + 4 + setup.spec.num_ffn_matrices) + 3
-    per_param = int(config.numerics == "aligned" and config.optim != "adamw_triton")
+    per_param = int(config.numerics in ("aligned", "fp16") and config.optim != "adamw_triton")
     if config.optim == "muon":
         per_param += _MUON_KERNELS
     if strategy.is_zero_3:

@@ -28,6 +28,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.launch.torch_extensions import remove_stale_locks, use_extensions_folder
 from slm_toolkit.run.engine.fp32_gradients import Fp32Gradients
+from slm_toolkit.run.engine.loss_scale import INITIAL_SCALE, LossScale
 from slm_toolkit.run.engine.muon import MUON_MOMENTUM, Muon, ZeroMuonAndAdamW
 from slm_toolkit.run.engine.optimizer import AdamWWithMasterWeights
 from slm_toolkit.run.kernels.layer_kernels import decoder_layers
@@ -73,6 +74,8 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
     if engine == "deepspeed":
         use_extensions_folder()
         remove_stale_locks()
+        if config.numerics == "fp16" and not torch.cuda.is_available():
+            _accept_fp16_on_cpu()
     options = {
         "mixed_precision": _mixed_precision(launch, config),
         # by default, the last batch of an epoch would end a step early and shift all later steps
@@ -146,12 +149,29 @@ def _write_deepspeed_config(deepspeed: dict[str, Any], config: RunConfig) -> Non
     if config.numerics == "pure_bf16":
         in_bf16 = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
         deepspeed["bf16"] = {**deepspeed.get("bf16", {}), **in_bf16}
+    if config.numerics == "fp16":  # `loss_scale`: a number turns DeepSpeed's own rule off
+        deepspeed["fp16"] = {"enabled": True, "loss_scale": INITIAL_SCALE}
     zero = deepspeed.get("zero_optimization") or {}
     if zero.get("zero_hpz_partition_size") == "auto":  # hpZ: a second copy of the parameters on each node
         zero["zero_hpz_partition_size"] = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if config.reduces_in_fp32:  # needs both settings: either alone has no effect
         deepspeed["communication_data_type"] = "fp32"
         deepspeed["data_types"] = {**deepspeed.get("data_types", {}), "grad_accum_dtype": "fp32"}
+
+
+def _accept_fp16_on_cpu() -> None:
+    """Let DeepSpeed compute in fp16 on a CPU. It asks whether the CPU is fast at that; PyTorch always can."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True
+
+
+def scale_losses(accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Give a prepared job of `--numerics fp16` its loss scale; accelerate's backward multiplies by it."""
+    if hasattr(model, "zero_optimization_stage"):  # DeepSpeed keeps a number on the host
+        accelerator.scaler = LossScale("cpu", tells=model.optimizer.override_loss_scale)
+    else:
+        optimizer.optimizer.loss_scale = accelerator.scaler = LossScale(accelerator.device)
 
 
 def reduce_as_asked(model: torch.nn.Module, config: RunConfig) -> Fp32Gradients | None:
@@ -231,8 +251,8 @@ def _mixed_precision(launch: Launch, config: RunConfig) -> str:
     note = precision_note(launch.mixed_precision, config)
     if note is not None and os.environ.get("RANK", "0") == "0":
         print(f"note: {note}", file=sys.stderr)
-    # "no": the module itself is bf16, and our optimizer has the master weights; DeepSpeed has its own
-    return "bf16" if config.numerics != "fp32" and launch.strategy.is_deepspeed else "no"
+    # "no": the module itself is in 16 bits, and our optimizer has the master weights; DeepSpeed has its own
+    return config.computes_in if config.numerics != "fp32" and launch.strategy.is_deepspeed else "no"
 
 
 @contextmanager
@@ -347,7 +367,11 @@ def optimizer_step(
     clips in its own step.
     """
     if hasattr(model, "zero_optimization_stage"):
-        return model.get_global_grad_norm()
+        if accelerator.scaler is None:
+            return model.get_global_grad_norm()
+        overflow = bool(model.optimizer.overflow)
+        accelerator.scaler.count_step(torch.tensor(overflow))
+        return float("inf") if overflow else model.get_global_grad_norm()  # else that of the step before
     inner = optimizer.optimizer
     if isinstance(inner, AdamWWithMasterWeights):
         optimizer.step()

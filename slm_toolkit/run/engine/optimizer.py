@@ -1,4 +1,4 @@
-"""AdamW and Muon with master weights for a bf16 module, under DDP, FSDP2 and in one process."""
+"""AdamW and Muon with master weights for a module in 16 bits, under DDP, FSDP2 and in one process."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from slm_toolkit.run.engine.fp32_gradients import Fp32Gradients, gradient_of
+from slm_toolkit.run.engine.loss_scale import LossScale
 from slm_toolkit.run.engine.muon import MOMENTUM, LocalMatrix, Muon, is_muon, of_parameter
 
 CHUNK_ELEMENTS = 2**25
@@ -22,7 +23,7 @@ CPU_CHUNK_ELEMENTS = 2**20
 class AdamWWithMasterWeights(torch.optim.AdamW):
     """AdamW that updates a copy of each parameter in `master_dtype`, or the parameter if it has that dtype.
 
-    With fp32 masters, the state of a bf16 parameter is `master`, `exp_avg` and `exp_avg_sq` (fp32, the
+    With fp32 masters, the state of a parameter in 16 bits is `master`, `exp_avg` and `exp_avg_sq` (fp32, the
     parameter's shape; sharded like a DTensor) and `step`: 12 bytes per parameter, as in DeepSpeed's ZeRO.
     Groups with a `momentum` are Muon's: `master` and `momentum_buffer`, 8 bytes per parameter.
     """
@@ -58,6 +59,8 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         self.muon = muon
         self.fp32_gradients: Fp32Gradients | None = None
         "with `--grad_dtype fp32`, under DDP or in one process"
+        self.loss_scale: LossScale | None = None
+        "with `--numerics fp16`: gradients are divided by it"
         self.grad_norm: torch.Tensor | None = None
         "norm of all gradients before clipping, in fp32; each step sets it"
 
@@ -81,21 +84,26 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         norms = [norm for _, pieces in chunks for norm in _norms(pieces, scratch)]
         a_gradient = gradient_of(chunks[0][1][0].param)
         self.grad_norm = _global_norm(norms, a_gradient, holds_flat_shards=self.holds_flat_shards)
-        clip = (
+        if self.loss_scale is not None:
+            self.grad_norm = self.grad_norm / self.loss_scale.value
+        factor = (
             (self.max_grad_norm / (self.grad_norm + 1e-6)).clamp(max=1.0) if self.max_grad_norm > 0 else None
         )
         is_bad = ~torch.isfinite(self.grad_norm)  # False for a fake tensor, so a rehearsal does step
+        if self.loss_scale is not None:
+            factor = (1.0 if factor is None else factor) / self.loss_scale.value
+            self.loss_scale.count_step(is_bad)
         if (self.muon is not None or not self.defaults["fused"]) and is_bad:
             return
         found_inf = is_bad.float() if self.defaults["fused"] else None
         for group in filter(is_muon, self.param_groups):
-            self._update_by_muon(group, clip)
+            self._update_by_muon(group, factor)
         if self.kernel is not None:
-            self._update_by_kernel(clip, found_inf)
+            self._update_by_kernel(factor, found_inf)
             return
         for group, pieces in chunks:
             if not is_muon(group):
-                self._update(group, pieces, clip, scratch, found_inf)
+                self._update(group, pieces, factor, scratch, found_inf)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none=set_to_none)
@@ -110,15 +118,18 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         self,
         group: dict[str, Any],
         pieces: list["_Piece"],
-        clip: torch.Tensor | None,
+        factor: torch.Tensor | None,
         scratch: torch.Tensor | None,
         found_inf: torch.Tensor | None,
     ) -> None:
-        """Do one step of AdamW on the masters of some pieces of a group, then copy them to the parameters."""
+        """Do one step of AdamW on the masters of some pieces of a group, then copy them to the parameters.
+
+        factor: of the gradients, for clipping and the loss scale; None: 1.
+        """
         states = [self.state_of(piece.param) for piece in pieces]
         gradients = _in_dtype(pieces, self.master_dtype, scratch)
-        if clip is not None:
-            torch._foreach_mul_(gradients, clip)
+        if factor is not None:
+            torch._foreach_mul_(gradients, factor)
         masters = [
             piece.of(state.get("master", piece.param)) for state, piece in zip(states, pieces, strict=True)
         ]
@@ -160,7 +171,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
                 [masters[index] for index in followers],
             )
 
-    def _update_by_kernel(self, clip: torch.Tensor | None, found_inf: torch.Tensor) -> None:
+    def _update_by_kernel(self, factor: torch.Tensor | None, found_inf: torch.Tensor) -> None:
         """Do one step of AdamW on all parameters with a gradient, one call of the kernel per group."""
         for group in self.param_groups:
             params = [
@@ -181,11 +192,11 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
                 self.kernel(
                     *([local_part(tensor) for tensor in tensors] for tensors in lists),
                     **{name: group[name] for name in ("lr", "betas", "eps", "weight_decay")},
-                    **{"steps": steps, "clip": clip, "found_inf": found_inf},
+                    **{"steps": steps, "clip": factor, "found_inf": found_inf},
                 )
             torch._foreach_sub_(steps, [found_inf] * len(steps))
 
-    def _update_by_muon(self, group: dict[str, Any], clip: torch.Tensor | None) -> None:
+    def _update_by_muon(self, group: dict[str, Any], factor: torch.Tensor | None) -> None:
         """Do one step of Muon on the masters of a group, then copy them to the parameters."""
         parts, process_group = [], None
         params = [param for param in group["params"] if gradient_of(param) is not None]
@@ -194,7 +205,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             matrix, process_group = of_parameter(param)
             tensors = (gradient_of(param), state[MOMENTUM], state.get("master", param))
             parts.append(LocalMatrix(matrix, *(local_part(tensor).detach().view(-1) for tensor in tensors)))
-        self.muon.step(parts, process_group, lr=group["lr"], weight_decay=group["weight_decay"], clip=clip)
+        self.muon.step(parts, process_group, lr=group["lr"], weight_decay=group["weight_decay"], clip=factor)
         pairs = [(param, self.state[param]["master"]) for param in params if "master" in self.state[param]]
         if pairs:
             torch._foreach_copy_(

@@ -43,10 +43,10 @@ class AdamWKernel:
     ) -> None:
         """Do one step. Each list has a tensor per parameter; those of a parameter have the same elements.
 
-        Gradients and weights are bf16 or fp32, alike in all parameters; the rest is fp32. `weights` get the
-        rounded masters, and are the masters themselves where weights are fp32. On the device, too, are the
-        scalars: `steps`, the number of this step; `clip`, a factor of the gradients; `found_inf`, not 0 where
-        nothing may change.
+        Gradients and weights are bf16, fp16 or fp32, alike in all parameters; the rest is fp32. `weights` get
+        the rounded masters, and are the masters themselves where weights are fp32. On the device, too, are
+        the scalars: `steps`, the number of this step; `clip`, a factor of the gradients; `found_inf`, not 0
+        where nothing may change.
         """
         gradients = [gradient.contiguous() for gradient in gradients]
         lists = (gradients, masters, moments, squares, weights)
@@ -88,7 +88,7 @@ def _on(device: torch.device, table: torch.Tensor) -> torch.Tensor:
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
-_TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @triton.jit

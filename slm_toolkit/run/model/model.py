@@ -56,13 +56,18 @@ def hf_config(spec: ModelSpec, *, seq_len: int) -> PretrainedConfig:
     )
 
 
+_DTYPES = {"aligned": torch.bfloat16, "pure_bf16": torch.bfloat16, "fp16": torch.float16}
+"of the module's parameters, by --numerics; fp32 otherwise"
+
+
 def build_model(spec: ModelSpec, config: RunConfig, *, documents_apart: bool = False) -> PreTrainedModel:
     """Return the model in training mode on CPU, with the same weights on every rank and under every strategy.
 
     A folder or hub id with weights is fine-tuned. Any other model gets random weights from the seed, rounded
     to bf16, so that runs start from the same weights whatever their numerics. The dtype is bf16 for
-    `--numerics aligned` and `pure_bf16` (so master weights start from the same rounding under every engine),
-    else fp32. `documents_apart`: batches have position_ids that restart with each document.
+    `--numerics aligned` and `pure_bf16` and fp16 for `fp16` (so master weights start from the same rounding
+    under every engine), else fp32. `documents_apart`: batches have position_ids that restart with each
+    document.
 
     Raises ValueError if the attention kernel is unknown or not installed, or if a fused kernel does not fit.
     """
@@ -90,10 +95,11 @@ def build_model(spec: ModelSpec, config: RunConfig, *, documents_apart: bool = F
         quantize(model)
     if config.peft != "none":
         add_adapter(model, config, base=spec.path)
-    if config.numerics in ("aligned", "pure_bf16"):
+    dtype = _DTYPES.get(config.numerics)
+    if dtype is not None:
         # only parameters: rounding RoPE's frequencies, which are a buffer, would change the model
         for param in _whole_params(model):
-            param.data = param.data.bfloat16()
+            param.data = param.data.to(dtype)
     if config.torch_compile:
         # one graph per layer's backward under DDP; by default Dynamo splits it at every 25 MB bucket
         torch._dynamo.config.optimize_ddp = False  # private

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import math
 import resource
 import sys
 import time
@@ -165,7 +166,7 @@ class GradientCounter:
     """
 
     def __init__(self, accelerator: Accelerator, model: torch.nn.Module) -> None:
-        self.model, self.engine = model, deepspeed_engine(accelerator)
+        self.accelerator, self.model, self.engine = accelerator, model, deepspeed_engine(accelerator)
         self.num_bytes: int | None = None
         self.dtypes: frozenset[str] = frozenset()
         self.norms: dict[str, float | None] = {}
@@ -191,7 +192,19 @@ class GradientCounter:
         dtypes = [gradient.dtype for gradient in gradients if gradient is not None]
         self.dtypes = frozenset(str(dtype).removeprefix("torch.") for dtype in dtypes)
         with torch.profiler.record_function(READING_GRADIENTS):
-            self.norms = gradient_norms(self.module, self.engine)
+            norms = gradient_norms(self.module, self.engine)
+        scale = self._loss_scale()
+        self.norms = {name: None if norm is None else norm / scale for name, norm in norms.items()}
+
+    @property
+    def overflowed(self) -> bool:
+        """True if a gradient is not finite, the same on all ranks: in fp16 that is normal."""
+        return not all(math.isfinite(norm) for norm in self.norms.values() if norm is not None)
+
+    def _loss_scale(self) -> float:
+        if self.accelerator.scaler is not None:
+            return self.accelerator.scaler.get_scale()
+        return getattr(self.engine.optimizer, "loss_scale", 1.0) if self.engine is not None else 1.0
 
 
 def live_gradients(model: torch.nn.Module, engine: Any) -> list[torch.Tensor | None]:

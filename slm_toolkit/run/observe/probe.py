@@ -136,8 +136,12 @@ class NumericsProbe:
             else None,
             master_weight_dtype=_state_dtypes(
                 state["master_weights"] or state["parameters"],
-                # a warm-up from 0 leaves the masters as they were copied from bf16 weights
-                rounded=lambda fits: all(fits) and any(group["lr"] for group in self.optimizer.param_groups),
+                # a warm-up from 0, or a step that overflows, leaves the masters as copies of 16-bit weights
+                rounded=lambda fits: (
+                    all(fits)
+                    and any(group["lr"] for group in self.optimizer.param_groups)
+                    and not gradients.overflowed
+                ),
             ),
             optimizer_state_dtype=_state_dtypes(
                 [tensor for tensor in state["optimizer"] if tensor.dim() > 0], rounded=any
@@ -256,15 +260,19 @@ def _dtypes(tensors: Any) -> str | None:
 
 
 def _state_dtypes(tensors: list[torch.Tensor], *, rounded: Callable[[list[bool]], bool]) -> str | None:
-    """Return the dtypes of `tensors`, marked as rounded if the values in fp32 tensors fit in bf16.
+    """Return the dtypes of `tensors`, marked as rounded if the values in fp32 tensors fit in 16 bits.
 
     rounded: `all` if every tensor must fit, `any` if one is enough. Zeros don't count, because parameters
     without a gradient have zeros.
     """
     in_fp32 = [local_part(tensor).detach().flatten() for tensor in tensors if tensor.dtype == torch.float32]
     samples = [part[part != 0] for part in (whole[:_SOME_ELEMENTS] for whole in in_fp32)]
-    in_bf16 = [bool((part == part.bfloat16()).all()) for part in samples if part.numel() >= _FEWEST_ELEMENTS]
-    return f"{_dtypes(tensors)}{ROUNDED}" if in_bf16 and rounded(in_bf16) else _dtypes(tensors)
+    samples = [part for part in samples if part.numel() >= _FEWEST_ELEMENTS]
+    for dtype in (torch.bfloat16, torch.float16):
+        fits = [bool((part == part.to(dtype)).all()) for part in samples]
+        if fits and rounded(fits):
+            return f"{_dtypes(tensors)}{ROUNDED}{_name(dtype)}"
+    return _dtypes(tensors)
 
 
 def _operators(profiled: profile) -> list[_Operator]:

@@ -64,7 +64,6 @@ class RunWatch:
         self.dataset_losses = DatasetLosses(dataset_names, accelerator.device) if several else None
         self.num_graphs_compiled: list[int] = []
         self.phase = self.clock.phase
-        self.gradients_reduced = self.gradients.count
         self.gpu_before, self.gpu, self.host = gpu.state, GpuWatch(gpu.handle), HostWatch()
         reset_peak_memory(accelerator.device)
 
@@ -73,7 +72,7 @@ class RunWatch:
         """Measure one optimizer step, and probe the first one.
 
         While torch.compile still compiles, later steps are probed too, because a step that traces does not
-        run the compiled kernels.
+        run the compiled kernels. So are those after one that overflowed in fp16: it updated nothing.
         """
         probing = self._probe_next
         if not probing and len(self.num_graphs_compiled) == self.num_probed_steps:
@@ -92,8 +91,14 @@ class RunWatch:
         if probing:
             self.num_probed_steps += 1
             self.numerics = dataclasses.asdict(probe.result(self.gradients))
-            self._probe_next = max(gather_to_all(compiled)) > 0 and self.num_probed_steps < MOST_PROBED_STEPS
+            again = max(gather_to_all(compiled)) > 0
+            if self.gradients.overflowed:
+                self.gradients, again = GradientCounter(self.accelerator, self.model), True
+            self._probe_next = again and self.num_probed_steps < MOST_PROBED_STEPS
             self.clock.pause()
+
+    def gradients_reduced(self) -> None:
+        self.gradients.count()
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
@@ -176,7 +181,7 @@ class RunWatch:
         settings = optimizer_settings(self.optimizer, deepspeed_engine(self.accelerator))
         return {
             "numerics": self.numerics and {**self.numerics, "optimizer_settings_at_end": settings},
-            "parameter_grad_norms": self.gradients.norms,
+            "parameter_grad_norms": {} if self.gradients.overflowed else self.gradients.norms,
             "num_probed_steps": self.num_probed_steps,
             "step_seconds": [rank["seconds"] for rank in ranks],
             "phase_seconds": [rank["phases"] for rank in ranks],

@@ -70,7 +70,7 @@ def test_the_defaults_break_no_rule() -> None:
         ({"max_steps": 10**13}, "--max_steps is 10000000000000: at most 1,000,000,000,000"),
         ({"weight_decay": float("nan")}, "--weight_decay is nan: not below 0"),
         ({"max_loss": float("inf")}, "--max_loss is inf: above 0"),
-        ({"numerics": "int8"}, "--numerics is 'int8': one of aligned, stock, pure_bf16, fp32"),
+        ({"numerics": "int8"}, "--numerics is 'int8': one of aligned, stock, pure_bf16, fp16, fp32"),
         ({"run_name": "a\nb"}, "--run_name is 'a\\nb': it has unprintable characters"),
     ],
 )

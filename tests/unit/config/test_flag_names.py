@@ -69,7 +69,7 @@ def test_the_tables_name_flags_that_exist_and_no_name_twice(capsys: pytest.Captu
         ("--batch_size 4", "hint: --per_device_train_batch_size N: sequences of one process"),
         ("--bf16", "hint: --numerics: aligned (the default) computes in bf16"),
         ("--bf16 true", "hint: --numerics: aligned (the default) computes in bf16"),
-        ("--fp16", "hint: --numerics aligned (the default) computes in bf16; fp16 needs --numerics stock"),
+        ("--fp16", "hint: --numerics fp16"),
         ("--warmup_ratio 0.1", "hint: --warmup_steps N"),
         ("--use_lora", "hint: --peft lora"),
         ("--deepspeed ds.json", "hint: --strategy NAME or FILE"),
@@ -85,13 +85,14 @@ def test_a_name_that_may_mean_something_else_gets_a_hint(
     assert "find_batch_size" not in said
 
 
-def test_what_the_hint_of_fp16_names_runs_fp16(tmp_path: Path) -> None:
-    """A strategy file with mixed_precision fp16, --numerics stock and a GPU; not one of the three alone."""
-    for word in ("--numerics stock", "mixed_precision: fp16", "a GPU"):
-        assert word in HINTS["fp16"]
+def test_a_file_with_fp16_runs_where_the_hint_of_fp16_says(tmp_path: Path) -> None:
+    """With --numerics fp16 anywhere; accelerate's own fp16, of --numerics stock, needs a GPU."""
+    assert HINTS["fp16"] == "--numerics fp16"
     path = tmp_path / "half.yaml"
     path.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: fp16\n")
     asked = find_strategy(str(path)).mixed_precision
+    assert precision_problem(asked, RunConfig(numerics="fp16"), has_gpu=False) is None
+    assert precision_problem("bf16", RunConfig(numerics="fp16"), has_gpu=False) is not None
     assert precision_problem(asked, RunConfig(numerics="stock"), has_gpu=True) is None
     assert precision_problem(asked, RunConfig(numerics="stock"), has_gpu=False) is not None
     assert precision_problem(asked, RunConfig(numerics="aligned"), has_gpu=True) is not None
