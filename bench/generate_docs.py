@@ -539,7 +539,7 @@ def _planted_faults() -> str:
 def _parity() -> str:
     clean = _json_lines(RESULTS / "parity" / "clean.jsonl")
     rows = []
-    for numerics in ("fp32", "aligned", "pure_bf16", "stock"):
+    for numerics in ("fp32", "aligned", "pure_bf16", "fp16", "stock"):
         found = [result["distances"] for result in clean if result["name"].split()[1] == numerics]
         for against, key, limits in (
             ("fp32", "fp32", LOW_PRECISION),
@@ -563,8 +563,9 @@ def _parity() -> str:
         "## Parity: how far runs without a fault differ\n\n"
         "```bash\npython bench/planted_faults.py --clean --out clean\n```\n\n"
         + _table(head, rows)
-        + f"\n{len(clean)} comparisons without a fault, {red} red. 2026-11-24, two CPU cores, 18 minutes. A"
-        " cell is the largest difference of its comparisons. *Loss* is absolute, of the first five steps."
+        + f"\n{len(clean)} comparisons without a fault, {red} red. 2026-11-24, in fp16 2026-11-27, two CPU"
+        " cores, 37 minutes. A cell is the largest difference of its comparisons. *Loss* is absolute, of the"
+        " first five steps."
         " *Gradient norm* is the distance of the ratio from 1, in the same steps. *One parameter's norm* is"
         " the same for one parameter's gradient in step 1."
         " The limits, in the same order, are those of the first five steps; a dash means: not compared. They"
