@@ -166,6 +166,20 @@ def _no_numbers() -> None:
         assert not math.isfinite(engine.get_global_grad_norm()), f"ZeRO-{stage}: the norm is a number"
 
 
+def _scale_from_outside() -> None:
+    for stage in (1, 2, 3):
+        engine, _ = _stepped(stage)
+        zero, norms = engine.optimizer, []
+        for scale in (4.0, 1.0):
+            zero.override_loss_scale(scale)
+            assert zero.loss_scale == scale, f"ZeRO-{stage}: loss_scale is {zero.loss_scale}"
+            engine.backward(engine(torch.ones(1, _SIZES[0][1], dtype=torch.bfloat16)).float().sum())
+            engine.step()
+            assert not zero.overflow
+            norms.append(float(engine.get_global_grad_norm()))
+        assert norms[0] == norms[1] > 0, f"ZeRO-{stage} does not divide by the scale that it multiplies by"
+
+
 def _cpu_adam() -> None:
     import inspect
 
@@ -305,6 +319,13 @@ ZERO = (
         "leave it out, as under every engine, and see it by its norm",
         "run/engine/engine.py: optimizer_step, which has to keep DeepSpeed from stepping then",
         _no_numbers,
+    ),
+    Leaning(
+        "deepspeed: a loss scale from outside",
+        ("override_loss_scale", "loss_scale", "overflow"),
+        "have one rule of the loss scale under every engine, and unscaled gradient norms",
+        "run/engine/engine.py: scale_losses and optimizer_step; run/observe/measure.py",
+        _scale_from_outside,
     ),
     Leaning(
         "deepspeed: its Adam on the host",

@@ -5,11 +5,13 @@ import shlex
 import subprocess
 import sys
 
+import pytest
 from conftest import ROOT
 
 RUNS = re.findall(r"^RUN (.*)$", (ROOT / "Dockerfile").read_text().replace("\\\n", " "), re.M)
 
 
+@pytest.mark.slow
 def test_the_pinned_versions_install_together() -> None:
     """pip resolves and finds every package, and installs none: torch's CUDA build is 5 GB."""
     (line,) = [line for line in RUNS if line.startswith("pip install")]

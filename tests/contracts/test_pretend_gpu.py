@@ -98,7 +98,7 @@ SLOW = pytest.mark.slow
     ("strategy", "num_gpus"),
     [
         ("ddp", 2),
-        ("fsdp_full_shard", 1),
+        pytest.param("fsdp_full_shard", 1, marks=SLOW),
         ("ds_zero2", 1),
         pytest.param("fsdp_full_shard", 2, marks=SLOW),
         pytest.param("fsdp_shard_grad_op", 2, marks=SLOW),

@@ -35,7 +35,15 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ddp", "fsdp_full_shard", "ds_zero1", pytest.param("ds_zero2", marks=pytest.mark.quick)]
+    "strategy",
+    [
+        "ddp",
+        "fsdp_full_shard",
+        *(
+            pytest.param("ds_zero1", marks=pytest.mark.slow),
+            pytest.param("ds_zero2", marks=pytest.mark.quick),
+        ),
+    ],
 )
 def test_an_engine_skips_the_same_steps_with_the_same_losses(
     strategy: str, alone: dict, tmp_path: Path

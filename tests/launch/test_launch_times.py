@@ -79,6 +79,7 @@ def test_notes_that_are_missing_or_damaged_make_the_times_unknown(tmp_path: Path
         assert train(tmp_path, *steps)["launches"] == []
 
 
+@pytest.mark.slow
 def test_the_bench_kills_and_prints_shares_that_add_up(tmp_path: Path) -> None:
     few = ("--max_steps", "40", "--save_steps", "5", "--seq_len", "32", "--kills_per_hour", "0", "400")
     # the first moment of seed 1 is 0.14 of the mean of 9 s: 1.3 s after the launch, while no run has ended

@@ -7,6 +7,7 @@ from conftest import launch, record_under, slm
 
 FEW = ("--model", "slm-1m", "--seq_len", "64", "--max_steps", "6", "--optim", "muon")
 SHARDED = ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "ds_zero1", "ds_zero2", "ds_zero3")
+MARKS = {"ds_zero2": pytest.mark.quick, "fsdp_shard_grad_op": pytest.mark.slow, "ds_zero1": pytest.mark.slow}
 STOP = 3
 
 
@@ -28,7 +29,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 @pytest.mark.parametrize(
     "strategy",
-    [pytest.param(name, marks=pytest.mark.quick if name == "ds_zero2" else ()) for name in SHARDED],
+    [pytest.param(name, marks=MARKS.get(name, ())) for name in SHARDED],
 )
 def test_an_engine_has_the_losses_of_one_process(strategy: str, alone: dict, tmp_path: Path) -> None:
     record = trained(tmp_path, strategy, "--numerics", "fp32")

@@ -46,6 +46,7 @@ def test_hugging_faces_trainer_is_a_row_of_its_own_with_our_losses(tmp_path: Pat
     assert {row["strategy"]: row["rank"] for row in again} == {"ddp": 1, "Hugging Face Trainer, ddp": 1}
 
 
+@pytest.mark.slow
 def test_a_dataset_micro_steps_and_a_schedule_change_no_loss(tmp_path: Path, texts: Path) -> None:
     # 32 sequences a step: the epoch of some 350 is over after eleven steps, and the next has another order
     words = ("--dataset", str(texts / "licence.txt"), "--per_device_train_batch_size", "8")

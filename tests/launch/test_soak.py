@@ -40,6 +40,7 @@ train.main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 def test_no_tensor_is_kept_of_a_step(tmp_path: Path) -> None:
     """Of 32 steps; two data sets, each of whose losses is noted, too."""
     for name in ("a", "b"):

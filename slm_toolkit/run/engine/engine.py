@@ -371,7 +371,7 @@ def optimizer_step(
             return model.get_global_grad_norm()
         overflow = bool(model.optimizer.overflow)
         accelerator.scaler.count_step(torch.tensor(overflow))
-        return float("inf") if overflow else model.get_global_grad_norm()  # else that of the step before
+        return float("inf") if overflow else model.get_global_grad_norm()  # not every stage has it then
     inner = optimizer.optimizer
     if isinstance(inner, AdamWWithMasterWeights):
         optimizer.step()

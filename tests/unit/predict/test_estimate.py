@@ -227,8 +227,8 @@ def test_single_counts_one_gpu_and_equal_rows_come_once() -> None:
 
 
 @pytest.mark.full
-def test_20_000_configurations_come_out() -> None:
-    batches = [str(size) for size in range(1, 22)]
+def test_thousands_of_configurations_come_out() -> None:
+    batches = [str(size) for size in range(1, 22, 5)]
     rows = estimated(
         *("--strategy", "ddp", "ds_zero1", "ds_zero2", "ds_zero3", "fsdp_full_shard"),
         *("--num_gpus", "8", "16", "32", "64", "--gpu", "a100-40gb", "h200", "--seq_len", "512", "1024"),
@@ -236,7 +236,7 @@ def test_20_000_configurations_come_out() -> None:
         *("--gradient_checkpointing", "none", "full", "selective_op"),
         *("--per_device_train_batch_size", *batches),
     )
-    assert len(rows) == 5 * 4 * 2 * 2 * 2 * 2 * 3 * 21 == 20_160
+    assert len(rows) == 5 * 4 * 2 * 2 * 2 * 2 * 3 * 5 == 4_800
     assert all(row["peak_allocated_bytes"] > 0 for row in rows)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from slm_toolkit.run.engine import loss_scale
-from slm_toolkit.run.engine.loss_scale import GROWTH_INTERVAL, INITIAL_SCALE, LossScale
+from slm_toolkit.run.engine.loss_scale import GROWTH_INTERVAL, LossScale
 from slm_toolkit.run.engine.optimizer import AdamWWithMasterWeights
 
 
@@ -15,12 +15,17 @@ from slm_toolkit.run.engine.optimizer import AdamWWithMasterWeights
 def test_it_follows_the_rule_of_torchs_scaler(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_scale, "GROWTH_INTERVAL", 3)
     scale, random = LossScale("cpu"), Random(seed)
-    wanted, tracker = torch.full((), INITIAL_SCALE), torch.zeros((), dtype=torch.int32)
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer, scaler = torch.optim.SGD([weight]), torch.amp.GradScaler("cpu", growth_interval=3)
     for _ in range(200):
-        is_bad = torch.tensor(random.random() < 0.2)
-        scale.count_step(is_bad)
-        torch._amp_update_scale_(wanted, tracker, is_bad.float(), 2.0, 0.5, 3)
-        assert (scale.get_scale(), int(scale.num_good)) == (wanted.item(), int(tracker))
+        is_bad = random.random() < 0.2
+        scale.count_step(torch.tensor(is_bad))
+        scaler.scale(weight * (math.inf if is_bad else 1e-3)).sum().backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        wanted = scaler.state_dict()
+        assert (scale.get_scale(), int(scale.num_good)) == (wanted["scale"], wanted["_growth_tracker"])
 
 
 def test_it_halves_down_to_one_and_doubles_after_2000_good_steps() -> None:
