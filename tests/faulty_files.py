@@ -287,6 +287,13 @@ OF_FLAGS = (
     Planted("bf16-differs", ZERO2, json={"bf16.enabled": False}),
     Planted("zero1-becomes-another-optimizer", ZERO1, json={"data_types": {"grad_accum_dtype": "fp32"}}),
     Planted("communication-dtype", ZERO2, json={"communication_data_type": "fp16"}),
+    Planted(
+        *("communication-dtype", ZERO2),
+        json={"communication_data_type": "bf16"},
+        flags={"numerics": "fp16"},
+        tag="bf16 with fp16",
+    ),
+    Planted("fp16-differs", ZERO2, json={"fp16.enabled": False}, flags={"numerics": "fp16"}, tag="off"),
     Planted("communication-dtype-alone", ZERO2, json={"communication_data_type": "fp32"}),
     Planted(
         *("communication-dtype-differs", ZERO2),
@@ -310,6 +317,11 @@ OF_MACHINES = (
     Planted("libaio-absent", NVME, host={**_HERE, "has_libaio": False}),
     Planted("compiler-absent", OFFLOAD, host={**_HERE, "has_compiler": False}),
     Planted("gpu-without-bf16", DDP, host={**_HERE, "gpu_names": ("Tesla V100-SXM2-32GB",) * 8}),
+    Planted(
+        *("gpu-without-flash-attention", DDP),
+        host={**_HERE, "gpu_names": ("Tesla V100-SXM2-32GB",) * 8},
+        flags={"numerics": "fp16", "attn_implementation": "flash_attention_2"},
+    ),
     Planted(
         "small-shm", DDP, host={**_HERE, "gpu_names": ("NVIDIA H100 80GB HBM3",) * 8, "shm_bytes": 2**26}
     ),

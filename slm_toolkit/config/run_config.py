@@ -288,6 +288,7 @@ class RunConfig:
             ExcludesStrategy(
                 "is_zero_0", "{flag} needs ZeRO-1, 2 or 3 under DeepSpeed", own=("pure_bf16", "fp16")
             ),
+            ExcludesStrategy("is_fsdp1", "{flag} under FSDP1: use fsdp_version: 2", own=("fp16",)),
         ),
         may_change_on_resume=False,
         losses="rounded",
@@ -944,7 +945,7 @@ class RunConfig:
         "stop",
         "on a NaN or infinite loss or gradient, or a loss above --max_loss. stop: end the run and name "
         "the step's sequences. skip: skip the step, at most 10 in a row. Weights are never updated with a "
-        "NaN or infinite value",
+        "NaN or infinite value. In fp16 an infinite gradient halves the loss scale instead, 20 times at most",
         group="optimizer",
         choices=("stop", "skip"),
         losses="same",

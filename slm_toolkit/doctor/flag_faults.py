@@ -216,12 +216,20 @@ def _communication(case: Case) -> Iterator[Finding]:
     reduces = content.get("communication_data_type")
     keeps = types.get("grad_accum_dtype") if isinstance(types, dict) else None
     wide, severity = ("fp32", "float32"), "unwise"
-    if keeps in wide and case.zero_stage == 1 and numerics != "fp32" and flag != "fp32":
+    if numerics == "fp16":
+        if reduces in (None, "auto", "fp16") and keeps not in wide:
+            return
+        severity, name = "wrong", "communication-dtype"
+        sentence = (
+            f"communication_data_type is {reduces or 'absent'}, grad_accum_dtype is {keeps or 'absent'}"
+        )
+        why, then = "with --numerics fp16 the other strategies sum and reduce gradients in fp16", ""
+    elif keeps in wide and case.zero_stage == 1 and numerics != "fp32" and flag != "fp32":
         severity, name = "wrong", "zero1-becomes-another-optimizer"
         sentence = f"grad_accum_dtype is {keeps} under ZeRO-1"
         why = "DeepSpeed then uses its BF16_Optimizer, which takes 5 bytes more per parameter"
         then = ", or stage 2; --reduce_dtype fp32 if you want it so"
-    elif (reduces == "fp16" and numerics != "fp16") or reduces not in (None, "fp32", "bf16", "fp16", "auto"):
+    elif reduces == "fp16" or (reduces is not None and reduces not in ("fp32", "bf16", "fp16", "auto")):
         severity, name, sentence = "wrong", "communication-dtype", f"communication_data_type is {reduces}"
         why = (
             "gradients of bf16 weights overflow in fp16"
@@ -236,7 +244,7 @@ def _communication(case: Case) -> Iterator[Finding]:
         )
         why = "one of the two keys alone is not enough: gradients are still accumulated, or reduced, in bf16"
         then = ", or --reduce_dtype fp32, which sets both"
-    elif numerics in ("aligned", "pure_bf16", "fp16") and reduces in wide and flag != "fp32":
+    elif numerics in ("aligned", "pure_bf16") and reduces in wide and flag != "fp32":
         name = "communication-dtype-differs"
         sentence = f"the JSON reduces gradients in fp32, --reduce_dtype is {flag or 'bf16'}"
         why = (

@@ -117,6 +117,13 @@ def _gpus(case: Case) -> Iterator[Finding]:
             "slower than fp32",
             change="--numerics fp16 (or fp32), or another GPU",
         )
+    elif old and case.flags.attn_implementation == "flash_attention_2":
+        yield wrong(
+            "gpu-without-flash-attention",
+            f"{', '.join(old)} with --attn_implementation flash_attention_2",
+            why="FlashAttention-2 needs Ampere or a later GPU",
+            change="--attn_implementation sdpa",
+        )
 
 
 def _shm(case: Case) -> Iterator[Finding]:

@@ -138,7 +138,11 @@ def cause_of(record: RunRecord, reference: RunRecord) -> str | None:
     if ran is None or expected is None:
         return causes[0] if causes else None
     same_ranks = len(ran.batch_hashes or []) == len(expected.batch_hashes or [])
-    if same_ranks and ran.batch_hashes != expected.batch_hashes:
+    if (
+        same_ranks
+        and record.num_probed_steps == reference.num_probed_steps
+        and ran.batch_hashes != expected.batch_hashes
+    ):
         causes.append("the batches of step 1 differ")
     if _have_same_flags(record, reference):
         causes += [str(other) for other in differences(ran, expected) if other.field != "batch_hashes"]
@@ -415,9 +419,14 @@ def compare_with(
     """Compare losses and gradient norms of the steps that both runs have.
 
     With a reference of `slm compare --parity`, all its steps count; with another run, the first PARITY_STEPS.
+    Against fp32, those before the first one that overflowed in fp16.
     Raises ValueError if the runs share no step.
     """
     num_steps = len(reference.losses) if reference.is_parity_reference else PARITY_STEPS
+    num_norms = num_steps
+    if record.skipped_steps and reference.config.numerics == "fp32":  # which has no overflows to skip
+        num_steps = min(num_steps, record.skipped_steps[0])
+        num_norms = num_steps - 1
     gaps = [
         float("inf") if None in pair else abs(pair[1] - pair[0])
         for pair in list(zip(reference.losses, record.losses, strict=False))[:num_steps]
@@ -426,7 +435,7 @@ def compare_with(
         raise ValueError(f"{record.run_name} and {reference.run_name} share no step")
     allowed = [loss_tolerance or at_step.loss for at_step in limits_by_step(limits, len(gaps))]
     worst = max(range(len(gaps)), key=lambda step: gaps[step] / allowed[step])
-    ratio, norm_limit = _grad_norm_ratio(reference, record, limits, num_steps)
+    ratio, norm_limit = _grad_norm_ratio(reference, record, limits, num_norms)
     parameter, parameter_ratio = _worst_parameter(reference, record, limits)
     parity = Parity(
         reference=FP32_REFERENCE if _is_fp32_reference(reference) else _name_of(reference),

@@ -84,8 +84,8 @@ class AfterStep:
         self._skipped: list[int] = []
         "steps that did not change the weights, because a loss or gradient was not finite or too large"
         self._has_loss_scale = "fp16" in (config.numerics, accelerator.mixed_precision)
-        self._num_overflows = 0
-        "steps in a row, up to now, whose gradients overflowed in fp16"
+        self._overflows: list[int] = []
+        "skipped steps, too: those whose gradients overflowed in fp16"
         self._weights_of_ranks: list[dict[str, Any]] = []
         "results of weights_of_ranks: one per checkpoint, and one for the end"
         self._signal = StopSignal(*_stop_signals(config))
@@ -141,7 +141,7 @@ class AfterStep:
         return {
             "losses": [finite(loss) for loss in self.losses],
             "grad_norms": [None if norm is None else finite(norm) for norm in self._grad_norms],
-            "skipped_steps": self._skipped,
+            "skipped_steps": sorted(self._skipped + self._overflows),
             "weights_of_ranks": self._weights_of_ranks,
         }
 
@@ -179,20 +179,20 @@ class AfterStep:
             self._grad_norms.append(of_step.grad_norms[self._accelerator.process_index])
             if self.reached_after is None and is_reached(self.losses, self._config.until_loss):
                 self.reached_after = of_step.step + 1
-            if not of_step.bad_ranks(self._max_loss):
-                self._num_overflows = 0
-            elif self._has_loss_scale and not of_step.is_loss_bad(self._max_loss):
-                self._overflowed(of_step)
-            else:
+            if self._has_loss_scale and not of_step.is_loss_bad(self._max_loss):
+                self._note_overflow(of_step)
+            elif of_step.bad_ranks(self._max_loss):
                 self._skip_or_end(of_step)
         if step is not None and (numbers := [s.stop_signal for s in seen if s.stop_signal]):
             self._stop(numbers[0], step)
 
-    def _overflowed(self, seen: Seen) -> None:
-        """Note a step whose gradients overflowed in fp16: the loss scale halves until they are finite."""
-        self._num_overflows += 1
-        self._skipped.append(seen.step + 1)
-        if self._num_overflows == MOST_OVERFLOWS:
+    def _note_overflow(self, seen: Seen) -> None:
+        """Note the step if its gradients overflowed in fp16; end the run after too many in a row."""
+        if not seen.bad_ranks(self._max_loss):
+            return
+        self._overflows.append(seen.step + 1)
+        in_a_row = list(range(seen.step + 2 - MOST_OVERFLOWS, seen.step + 2))
+        if self._overflows[-MOST_OVERFLOWS:] == in_a_row:
             self._end(
                 f"step {seen.step + 1}: the gradients of {MOST_OVERFLOWS} steps in a row overflowed in fp16",
                 "lower --learning_rate, or compute in bf16 or fp32: --numerics",

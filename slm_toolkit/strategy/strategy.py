@@ -543,6 +543,12 @@ def contradictions(
             f"{strategy.path}: the DeepSpeed JSON says bf16.enabled {str(enabled).lower()}, "
             f"--numerics {config.numerics} needs {str(needs_bf16).lower()}"
         )
+    in_fp16 = (deepspeed.get("fp16") or {}).get("enabled", "auto")
+    if config.numerics == "fp16" and in_fp16 not in ("auto", True):
+        problems.append(
+            f"{strategy.path}: the DeepSpeed JSON says fp16.enabled {str(in_fp16).lower()}, "
+            "--numerics fp16 needs true"
+        )
     where = strategy.path or strategy.name
     problems += [f"{where}: {problem}" for problem in strategy_problems(config, strategy)]
     if config.reduces_in_fp32 and strategy.zero_stage == 0:

@@ -4,27 +4,29 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import WHEN_LOADED, launch, planted, record_under
+from conftest import WHEN_LOADED, Finished, launch, planted, record_under, slm_here
 
 FEW = ("--model", "slm-1m", "--seq_len", "64", "--max_steps", "8", "--numerics", "fp16")
 SAVED = 6
 OVERFLOWS = [1, 2, 3]
 "steps, from a scale of 2^20 on, that two ranks skip"
-LARGE_SCALE = WHEN_LOADED + (
-    "when_loaded('slm_toolkit.run.engine.loss_scale', lambda m: setattr(m, 'INITIAL_SCALE', 2.0**20))\n"
-)
+SCALE = "when_loaded('slm_toolkit.run.engine.loss_scale', lambda m: setattr(m, 'INITIAL_SCALE', 2.0**{}))\n"
 
 
-def trained(folder: Path, strategy: str, *flags: str) -> dict:
-    """Train two processes, or one, on the same four sequences per step."""
+def launched(folder: Path, strategy: str, *flags: str, power: int = 20) -> Finished:
+    """Train two processes, or one, on the same four sequences per step, from a scale of 2^power."""
     num_processes = 1 if strategy == "single" else 2
     batch = ("--per_device_train_batch_size", str(4 // num_processes))
-    done = launch(
+    return launch(
         *(*FEW, *batch, *flags, "--output_dir", str(folder), "--run_name", "run"),
         config=f"accel_configs/{strategy}.yaml",
         launcher=("--num_processes", str(num_processes)),
-        env=planted(folder, LARGE_SCALE),
+        env=planted(folder, WHEN_LOADED + SCALE.format(power)),
     )
+
+
+def trained(folder: Path, strategy: str, *flags: str) -> dict:
+    done = launched(folder, strategy, *flags)
     assert done.code == 0, done.err
     return record_under(folder)
 
@@ -68,3 +70,17 @@ def test_the_loss_scale_moves_to_another_engine(tmp_path: Path) -> None:
         rest = trained(tmp_path / strategy, strategy, "--resume_from_checkpoint", str(checkpoint))
         assert rest["skipped_steps"] == []  # with the initial scale, three steps would overflow again
         assert rest["losses"] == pytest.approx(whole["losses"][SAVED:], abs=1e-4, rel=0)
+
+
+def test_a_run_ends_after_twenty_overflows_in_a_row(tmp_path: Path) -> None:
+    done = launched(tmp_path, "single", "--max_steps", "24", power=60)
+    assert done.code == 1
+    assert "step 20: the gradients of 20 steps in a row overflowed in fp16" in done.err
+    assert "hint: lower --learning_rate, or compute in bf16 or fp32: --numerics" in done.err
+
+
+def test_a_run_of_overflows_alone_writes_a_record_that_can_be_read(tmp_path: Path) -> None:
+    done = launched(tmp_path, "single", "--max_steps", "2", power=60)
+    assert done.code == 0, done.err
+    assert slm_here("report", str(tmp_path), "--json").code == 0
+    assert record_under(tmp_path)["skipped_steps"] == [1, 2]

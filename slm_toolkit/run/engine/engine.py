@@ -171,7 +171,8 @@ def scale_losses(accelerator: Accelerator, model: torch.nn.Module, optimizer: to
     if hasattr(model, "zero_optimization_stage"):  # DeepSpeed keeps a number on the host
         accelerator.scaler = LossScale("cpu", tells=model.optimizer.override_loss_scale)
     else:
-        optimizer.optimizer.loss_scale = accelerator.scaler = LossScale(accelerator.device)
+        a_param = optimizer.param_groups[0]["params"][0]  # with CPU offload its gradients are on the host
+        optimizer.optimizer.loss_scale = accelerator.scaler = LossScale(a_param.device)
 
 
 def reduce_as_asked(model: torch.nn.Module, config: RunConfig) -> Fp32Gradients | None:

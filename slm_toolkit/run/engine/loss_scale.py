@@ -25,7 +25,7 @@ class LossScale:
         """`tells`: called with the scale from now on, whenever it may have changed; then the host waits."""
         self._tells = tells
         self.value = torch.tensor(INITIAL_SCALE, device=device)
-        "fp32, a scalar on the device, so that updating it never makes the host wait"
+        "fp32, a scalar beside the gradients, so that updating it never makes the host wait"
         self.num_good = torch.zeros((), dtype=torch.int32, device=device)
         "good steps since the last change"
         self._tell()
@@ -35,7 +35,7 @@ class LossScale:
             self._tells(self.get_scale())
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss * self.value
+        return loss * self.value.to(loss.device)
 
     def get_scale(self) -> float:
         return self.value.item()

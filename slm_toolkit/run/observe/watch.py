@@ -77,6 +77,8 @@ class RunWatch:
         probing = self._probe_next
         if not probing and len(self.num_graphs_compiled) == self.num_probed_steps:
             reset_peak_memory(self.accelerator.device)  # compiling and probing took more memory than training
+        if probing and self.gradients.overflowed:  # count again, those of this step
+            self.gradients = GradientCounter(self.accelerator, self.model)
         probe = NumericsProbe(self.accelerator, self.model, self.optimizer) if probing else nullcontext()
         graphs = num_compiled_graphs()
         self._before_step = self.num_tokens_drawn, self.num_padding
@@ -91,9 +93,7 @@ class RunWatch:
         if probing:
             self.num_probed_steps += 1
             self.numerics = dataclasses.asdict(probe.result(self.gradients))
-            again = max(gather_to_all(compiled)) > 0
-            if self.gradients.overflowed:
-                self.gradients, again = GradientCounter(self.accelerator, self.model), True
+            again = max(gather_to_all(compiled)) > 0 or self.gradients.overflowed
             self._probe_next = again and self.num_probed_steps < MOST_PROBED_STEPS
             self.clock.pause()
 

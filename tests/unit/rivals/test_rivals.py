@@ -72,6 +72,7 @@ def test_they_do_the_work_of_our_run_and_nothing_more() -> None:
     "given",
     [
         {"peft": "lora"},
+        {"numerics": "fp16"},
         {"eval_steps": 5},
         {"save_steps": 5},
         {"numerics": "pure_bf16"},
