@@ -150,6 +150,7 @@ def test_a_scaled_learning_rate_is_told_and_used(tmp_path: Path) -> None:
     assert find_model("slm-1m").num_layers == 4
 
 
+@pytest.mark.slow
 def test_lm_eval_that_fails_is_told_by_its_last_line_and_its_log(tmp_path: Path) -> None:
     """A folder without a model; or, where lm-eval is not installed, Python's own word on that."""
     with pytest.raises(ValueError, match="lm-eval ended with exit code 1: .+\nhint: its whole output is in "):

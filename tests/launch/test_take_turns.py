@@ -43,6 +43,7 @@ def test_rounds_are_paired_and_waiting_counts_as_no_step(tmp_path: Path) -> None
     assert {record.started_at for record in records_in(tmp_path)} == {r.started_at for r in records}
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_its_turns_to_the_others(tmp_path: Path) -> None:
     words = ["compare", *TINY, "--strategy", "single", "--seed", "0", "1", "2", "--max_steps", "150"]
     command = [str(Path(sys.executable).with_name("slm")), *words, "--output_dir", str(tmp_path)]

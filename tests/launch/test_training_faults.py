@@ -256,7 +256,8 @@ def set_clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-@pytest.mark.parametrize("jump_hours", [-2, pytest.param(24, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("jump_hours", [-2, 24])
 def test_a_clock_that_is_set_while_a_run_trains_changes_nothing(
     jump_hours: int, set_clock: Path, tmp_path: Path
 ) -> None:
