@@ -2,7 +2,7 @@
 
     python bench/planted_faults.py --out /tmp/faults           # all faults; goes on where it was stopped
     python bench/planted_faults.py --out /tmp/faults --only "no causal mask"
-    python bench/planted_faults.py --out /tmp/faults --sample  # five faults, --parity alone: a minute
+    python bench/planted_faults.py --out /tmp/faults --sample  # five faults, --parity alone: 100 s
     python bench/planted_faults.py --out /tmp/clean --clean    # comparisons without a fault: none may be red
 
 A fault strikes the runs that its `where` names, of slm-1m on two CPU processes. Guards: `slm compare --parity

@@ -41,10 +41,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict:
     [
         "ddp",
         "fsdp_full_shard",
-        *(
-            pytest.param("ds_zero1", marks=pytest.mark.slow),
-            pytest.param("ds_zero2", marks=pytest.mark.quick),
-        ),
+        pytest.param("ds_zero1", marks=pytest.mark.slow),
+        pytest.param("ds_zero2", marks=pytest.mark.quick),
     ],
 )
 def test_an_engine_skips_the_same_steps_with_the_same_losses(
@@ -53,7 +51,7 @@ def test_an_engine_skips_the_same_steps_with_the_same_losses(
     record = trained(tmp_path, strategy)
     assert record["skipped_steps"] == alone["skipped_steps"] == OVERFLOWS
     assert [norm is None for norm in record["grad_norms"]] == [True] * 3 + [False] * 5
-    # no skipped step changed a weight: five times 1e-4 would, at the gate's limit of one step
+    # the engines differ by 2e-5 at most; a step too many or too few changes a loss by 0.02 or more
     assert record["losses"] == pytest.approx(alone["losses"], abs=1e-4, rel=0)
     seen = record["numerics"]
     dtypes = ("parameter_dtype", "compute_dtype", "gradient_dtype", "reduction_dtype")
