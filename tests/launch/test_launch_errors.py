@@ -153,7 +153,7 @@ def test_plain_python_trains_in_one_process(tmp_path: Path) -> None:
         (
             "mixed_precision: fp16",
             "fp32",
-            "--numerics fp32 computes in fp32: use --numerics stock for fp16, or remove",
+            "--numerics fp32 computes in fp32: use --numerics fp16 for fp16, or remove",
         ),
         ("mixed_precision: fp16", "pure_bf16", "--numerics pure_bf16 computes in bf16"),
         ("fp16: true", "aligned", "mixed precision is fp16"),
