@@ -31,9 +31,10 @@ HALVES = (
     *("development", "held_out", "fresh", "fused_mlp", "adapters", "adapters_held_out"),
     *("adapters_today", "adapters_today_held_out"),
     *("today", "today_held_out", "gradients", "gradients_held_out"),
+    *("sequences", "sequences_held_out"),
 )
 "those that docs/accuracy.md shows"
-_NUMBERS = ("per_device_train_batch_size", "seq_len", "gradient_accumulation_steps", "lora_r")
+_NUMBERS = ("per_device_train_batch_size", "seq_len", "gradient_accumulation_steps", "lora_r", "sp_size")
 _FRACTIONS = ("lora_dropout",)
 FLAGS_OF_GRADIENTS = ("grad_dtype", "keep_grads", "adam_dtype")
 _FOUND = ("status", "reason", "peak_bytes", "reserved_bytes", "peak_phase", "peak_module", "parts")
@@ -60,7 +61,15 @@ def main() -> None:
             print(f"  reserved, against replays: {summary(replayed)}")
         if args.write:
             write_estimates(args.folder / f"{half}.csv")
-        if half in ("development", "adapters", "adapters_today", "small_zero", "today", "gradients"):
+        if half in (
+            "development",
+            "adapters",
+            "adapters_today",
+            "small_zero",
+            "today",
+            "gradients",
+            "sequences",
+        ):
             for error, row in sorted(rows, key=lambda found: -abs(found[0]))[: args.worst]:
                 asked = " ".join(str(row[name]) for name in row if name not in _NOT_FLAGS[2:])
                 print(f"    {error:+.2%}  {asked}, traced at {row['peak_phase']} {row['peak_module']}")

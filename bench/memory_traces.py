@@ -14,6 +14,8 @@
     python bench/memory_traces.py --half gradients_held_out
     python bench/memory_traces.py --half adapters_today  # adapters of Qwen3, Gemma, Phi-3, ...; looked at
     python bench/memory_traces.py --half adapters_today_held_out
+    python bench/memory_traces.py --half sequences       # long sequences that ranks share; looked at
+    python bench/memory_traces.py --half sequences_held_out
 
 Each configuration is a real run of `slm_toolkit.train --rehearse N` in a process of its own, forked from one
 that has imported everything, with the environment that `accelerate launch` would set.
@@ -46,12 +48,12 @@ SEED = 20261120
 HALVES = (
     *("development", "held_out", "fresh", "fused_mlp", "adapters", "adapters_held_out"),
     *("small_zero", "small_zero_held_out", "today", "today_held_out", "gradients", "gradients_held_out"),
-    *("adapters_today", "adapters_today_held_out"),
+    *("adapters_today", "adapters_today_held_out", "sequences", "sequences_held_out"),
 )
 NUM, FRESH, FUSED_MLP, ADAPTERS, SMALL_ZERO, SMALL_ZERO_HELD_OUT = 280, 110, 60, 140, 240, 60
 GRADIENTS, GRADIENTS_HELD_OUT = 40, 30
 SMALL_ZERO_SEED = 1
-TODAY, ADAPTERS_TODAY = 96, 96
+TODAY, ADAPTERS_TODAY, SEQUENCES = 96, 96, 80
 AXES: dict[str, tuple[Any, ...]] = {
     "model": (
         *("slm-100m", "slm-500m", "slm-1b", "slm-2b"),
@@ -161,6 +163,22 @@ OF_GRADIENTS: dict[str, tuple[Any, ...]] = {
     "adam_dtype": (LEFT_OUT, "bf16"),
 }
 "what is refused together is left out"
+OF_SEQUENCES: dict[str, tuple[Any, ...]] = {
+    "model": ("slm-10m", "slm-100m", "slm-500m", "smollm2-135m", "llama-3.2-1b", "qwen2.5-0.5b"),
+    "strategy": ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "ds_zero1", "ds_zero2", "ds_zero3"),
+    "num_gpus": (8, 16),
+    "sp_size": (2, 4, 8),
+    "per_device_train_batch_size": (1, 1, 2),
+    "seq_len": (2048, 8192, 16384, 32768),
+    "gradient_checkpointing": ("none", "none", "full", "selective_layer", "selective_op"),
+    "loss_kernel": ("hf", "fused_logits", "fused_linear", "fused_linear"),
+    "norm_kernel": ("hf", "fused"),
+    "mlp_kernel": ("hf", "hf", "fused"),
+    "numerics": ("aligned", "aligned", "stock", "pure_bf16", "fp32"),
+    "optim": ("adamw_torch_fused",),
+    "gradient_accumulation_steps": (1, 1, 4),
+}
+"ranks share each sequence"
 
 _FOUND = ("status", "reason", "peak_bytes", "reserved_bytes", "peak_phase", "peak_module", "parts")
 _TAKE_SECONDS_TO_IMPORT = (
@@ -232,7 +250,9 @@ def halves(configurations: list[dict[str, Any]], seed: int = SEED) -> dict[str, 
         "adapters_today": adapters_today[::2],
         "adapters_today_held_out": adapters_today[1::2],
     }
-    return {**drawn, **of_adapters, **small, **gradients}
+    sequences = sample(SEQUENCES, seed + 8, OF_SEQUENCES)
+    of_sequences = {"sequences": sequences[::2], "sequences_held_out": sequences[1::2]}
+    return {**drawn, **of_adapters, **small, **gradients, **of_sequences}
 
 
 def main() -> None:

@@ -25,7 +25,13 @@ from slm_toolkit.record.run_record import (
     run_name_of,
 )
 from slm_toolkit.strategy.groups import fit_groups, parallel_problems
-from slm_toolkit.strategy.strategy import Strategy, as_flags_say, contradictions, find_strategy
+from slm_toolkit.strategy.strategy import (
+    Strategy,
+    as_flags_say,
+    contradictions,
+    find_strategy,
+    group_problems,
+)
 
 PAIRS = (
     Pair("max_batch", "largest_batch", is_needed=True),
@@ -146,7 +152,9 @@ def plan_runs(
     for strategy in strategies:
         for config in configs:
             problems += contradictions(strategy, config, has_gpu=has_gpu)
-            problems += parallel_problems(strategy, num_ranks=config.rehearse or processes)
+            num_ranks = config.rehearse or processes
+            problems += parallel_problems(strategy, num_ranks=num_ranks)
+            problems += [] if strategy.is_single else group_problems(config, num_ranks)
     if problems:
         raise ValueError(
             "\n".join(dict.fromkeys(problems)) + "\nhint: `slm compare --help all` explains each flag"
@@ -210,14 +218,15 @@ def _parity_reference(config: RunConfig, *, numerics: str, num_processes: int) -
     """Return a single-process run that sees in each step the sequences that all ranks of `config` see.
 
     Rank r's batch number i is the data's batch i * num_processes + r, so a single process with num_processes
-    times as many micro-steps sees the same batches.
+    times as many micro-steps sees the same batches. With --sp_size the same holds for groups of ranks.
     """
     has_fp32 = config.attn_implementation in ("eager", "sdpa")  # flash-attn has not
     return dataclasses.replace(
         config,
         numerics=numerics,
         fp32_steps=0,
-        gradient_accumulation_steps=config.gradient_accumulation_steps * num_processes,
+        gradient_accumulation_steps=config.gradient_accumulation_steps * num_processes // config.sp_size,
+        sp_size=1,
         attn_implementation=config.attn_implementation if has_fp32 else "sdpa",
         **PLAIN,
         torch_compile_mode="default",

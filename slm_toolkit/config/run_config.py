@@ -515,6 +515,32 @@ class RunConfig:
         label="accum",
         heading="{} micro-steps",
     )
+    sp_size: int = Flag(
+        1,
+        "ranks that share each sequence, for sequences too long for one GPU: each computes a part of the "
+        "tokens, and attention exchanges heads between them (Ulysses). Works under every strategy",
+        group="batch",
+        other_names=(
+            *("sequence_parallel_size", "sequence_parallel", "ulysses_sequence_parallel_size"),
+            *("ulysses_size", "context_parallel_size", "cp_size"),
+        ),
+        grid=True,
+        least=1,
+        excludes=(
+            Excludes(
+                "attn_implementation",
+                "attention between ranks needs sdpa",
+                values=("eager", "flex_attention", *(f"flash_attention_{version}" for version in (2, 3, 4))),
+            ),
+            Excludes("torch_compile", "its exchanges between ranks are not compiled"),
+        ),
+        excludes_strategies=(ExcludesStrategy("is_single", "{flag}: {strategy} is one process"),),
+        losses="same",
+        estimate="counts",
+        column="SP",
+        label="sp",
+        heading="{} ranks per sequence",
+    )
     find_batch_size: bool = Flag(
         False,
         "after running out of memory, start again with a smaller --per_device_train_batch_size. "
@@ -1309,7 +1335,11 @@ def fits_float8(*widths: int) -> bool:
 
 
 def _size_problems(config: RunConfig) -> list[str]:
-    num_tokens = config.per_device_train_batch_size * (config.seq_len or FP8_MULTIPLE)
+    if config.seq_len is not None and config.seq_len % config.sp_size:
+        return [
+            f"--sp_size {config.sp_size} with --seq_len {config.seq_len}: use a multiple of {config.sp_size}"
+        ]
+    num_tokens = config.per_device_train_batch_size * (config.seq_len or FP8_MULTIPLE) // config.sp_size
     if config.fp8 == "none" or num_tokens % FP8_MULTIPLE == 0:
         return []
     return [

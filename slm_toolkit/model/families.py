@@ -238,6 +238,9 @@ def _replaced_kernels(spec: ModelSpec, config: RunConfig) -> list[tuple[str, dic
             "--attn_implementation eager (on a GPU, also flash_attention_2 or flex_attention)"
         )
         found.append((sentence, {"attn_implementation": "eager"}))
+    if config.sp_size > 1 and spec.sliding_window is not None:
+        sentence = f"--sp_size {config.sp_size}: {spec.name} has a sliding window, which ranks can't share"
+        found.append((f"{sentence}; leave it out", {"sp_size": 1}))
     if spec.after_head != "nothing" and config.loss_kernel == "fused_linear":
         sentence = (
             f"--loss_kernel fused_linear: {spec.name} changes the head's logits before the loss "

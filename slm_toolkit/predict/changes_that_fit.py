@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 
 from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.model.families import kernel_problems
 from slm_toolkit.predict.estimate import Change, Estimate, estimate
 from slm_toolkit.predict.setup.setup import Setup, unknown_to_estimates, with_flags
 from slm_toolkit.strategy.groups import fit_groups
@@ -30,7 +31,7 @@ def changes_that_fit(setup: Setup, before: Estimate) -> list[Change]:
     no single one is enough, three only if no two are. Empty if three are not enough.
     """
     flags_only = [_kernels, _checkpointing, _smaller_batches]
-    found = _fewest(setup, before, [], [*flags_only, _strategies])[:4]
+    found = _fewest(setup, before, [], [*flags_only, _shared_sequences, _strategies])[:4]
     found += _fewest(setup, before, [], flags_only)[:1]
     found += _fewest(setup, before, [_more_gpus], flags_only)[:1]
     return list(dict.fromkeys(found))
@@ -86,7 +87,7 @@ def _has_estimate(setup: Setup) -> bool:
         return False
     problems = [
         *sharding.problems(num_gpus=setup.num_gpus, gpus_per_node=setup.ranks_per_node),
-        *contradictions(strategy, setup.config),
+        *contradictions(strategy, setup.config, num_processes=setup.num_gpus),
         *(setup.like.problems([strategy]) if setup.like else []),
         *setup.config.problems(),
         *unknown_to_estimates(setup.config, gpu=setup.gpu, spec=setup.spec),
@@ -98,7 +99,7 @@ def _described(before: Setup, after: Setup) -> str:
     """Return what differs: `batch 4 instead of 8 with --gradient_accumulation_steps 2`."""
     names = (
         *("gradient_accumulation_steps", "loss_kernel", "norm_kernel", "mlp_kernel"),
-        "gradient_checkpointing",
+        *("gradient_checkpointing", "sp_size"),
     )
     flags = [
         f"--{name} {value}"
@@ -141,6 +142,19 @@ def _smaller_batches(setup: Setup) -> Iterator[_Option]:
             yield _with_flags(
                 per_device_train_batch_size=batch // factor, gradient_accumulation_steps=factor * steps
             )
+
+
+def _shared_sequences(setup: Setup) -> Iterator[_Option]:
+    """Yield groups that share sequences, with as many more micro-steps, if a GPU has only one sequence."""
+    config = setup.config
+    if config.per_device_train_batch_size > 1 or kernel_problems(
+        setup.spec, with_flags(setup, sp_size=2).config
+    ):
+        return
+    size, steps = 2 * config.sp_size, config.gradient_accumulation_steps
+    while size <= setup.ranks_per_node:
+        yield _with_flags(sp_size=size, gradient_accumulation_steps=steps * size // config.sp_size)
+        size *= 2
 
 
 def _strategies(setup: Setup) -> Iterator[_Option]:

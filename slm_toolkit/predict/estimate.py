@@ -61,6 +61,7 @@ class Estimate:
     per_device_train_batch_size: int
     "with --largest_batch, the largest that fits; 0 if not even 1 fits (the bytes are then those of 1)"
     seq_len: int
+    sp_size: int
     attn_implementation: str
     numerics: str
     reduce_dtype: str | None
@@ -204,6 +205,7 @@ def estimate(
         gpus_per_node=setup.ranks_per_node,
         per_device_train_batch_size=config.per_device_train_batch_size,
         seq_len=config.seq_len,
+        sp_size=config.sp_size,
         attn_implementation=config.attn_implementation,
         numerics=config.numerics,
         reduce_dtype=config.reduce_dtype,

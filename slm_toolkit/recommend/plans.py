@@ -381,7 +381,10 @@ def _observed(setup: Setup, observations: Observations) -> Observed | None:
 
 def _micro_steps(workload: Workload, config: RunConfig, num_gpus: int) -> int | None:
     """Return the number of micro-steps nearest to the workload's tokens per step, or None if too far off."""
-    tokens_per_micro_step = num_gpus * config.per_device_train_batch_size * config.seq_len
+    if num_gpus % config.sp_size:
+        return None
+    num_groups = num_gpus // config.sp_size
+    tokens_per_micro_step = num_groups * config.per_device_train_batch_size * config.seq_len
     micro_steps = max(1, round(workload.global_batch_tokens / tokens_per_micro_step))
     difference = abs(micro_steps * tokens_per_micro_step / workload.global_batch_tokens - 1)
     return micro_steps if difference <= _GLOBAL_BATCH_TOLERANCE else None
@@ -411,9 +414,8 @@ def _plan(
             verdict = "fits" if is_measured or headroom >= 0 else "does not fit"
     if verdict not in ("fits", "may fit") or tokens_per_second is None:
         return None
-    tokens_per_step = (
-        row.num_gpus * config.gradient_accumulation_steps * config.per_device_train_batch_size
-    ) * config.seq_len
+    sequences_of_group = config.gradient_accumulation_steps * config.per_device_train_batch_size
+    tokens_per_step = row.num_gpus // config.sp_size * sequences_of_group * config.seq_len
     price = offer.deployment.price
     paid = {"tokens_per_second": tokens_per_second, "num_gpus": row.num_gpus}
     per_gpu_hour = price.usd_per_gpu_hour if price else 0.0

@@ -66,6 +66,7 @@ RIVALS = {
 }
 _REFUSED = (
     *("peft", "fp8", "tf32", "adam_dtype", "reduce_dtype", "grad_dtype", "keep_grads", "scale_lr"),
+    "sp_size",
     *("parity_task", "rehearse", "trace_memory", "eval_dataset", "eval_steps", "num_train_epochs"),
     *("max_tokens", "until_loss", "stage_ends"),
     *("save_steps", "on_bad_step", "max_loss", "find_batch_size", "streaming", "lm_eval_tasks"),

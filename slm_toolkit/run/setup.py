@@ -91,6 +91,7 @@ from slm_toolkit.run.model.adapters import check_adapters
 from slm_toolkit.run.model.loss_recorder import RecordedLoss
 from slm_toolkit.run.model.model import build_model
 from slm_toolkit.run.model.padding import without_padding
+from slm_toolkit.run.model.sequence_parallel import SequenceGroup, join_sequence_group
 from slm_toolkit.run.observe.allocations import AllocationTrace
 from slm_toolkit.run.observe.launch_times import LaunchNotes, NoLaunchNotes
 from slm_toolkit.run.observe.machine_load import GpuBefore, driver_version, look_at_gpu
@@ -157,6 +158,7 @@ class Job:
     "one line: the sequences per step, and the learning rate if it was scaled"
     search: BatchSizeFinder
     control_group: ProcessGroup | None
+    sequence_group: SequenceGroup
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,7 @@ def set_up(
         batch_described=start.batch_described,
         search=BatchSizeFinder(start.config),
         control_group=start.control_group,
+        sequence_group=start.sequence_group,
     )
     return job, _record_at_start(job, folder, built, request.config, arguments, started)
 
@@ -330,6 +333,7 @@ class _Start:
     "with this attempt's batch size and learning rate"
     accelerator: Accelerator
     control_group: ProcessGroup | None
+    sequence_group: SequenceGroup
     checkpoint: Checkpoint | None
     description: dict[str, Any]
     "like Job.description, but without the data"
@@ -361,7 +365,7 @@ def _choose_start(request: _Request, folder: _ClaimedFolder) -> _Start:
     name_groups_anew()
     with folder.machines.connecting():
         accelerator = start_accelerator(launch, config, project_dir=str(run_dir))
-        group = control_group(accelerator)
+        group, sequence_group = control_group(accelerator), join_sequence_group(config.sp_size)
     checkpoint = choose(candidates, accelerator)
     if checkpoint is not None and request.config.base_batch_size is None:
         base = checkpoint.manifest.written_by["base_batch_size"]
@@ -370,6 +374,7 @@ def _choose_start(request: _Request, folder: _ClaimedFolder) -> _Start:
         config=dataclasses.replace(config, learning_rate=config.learning_rate_of(per_step)),
         accelerator=accelerator,
         control_group=group,
+        sequence_group=sequence_group,
         checkpoint=checkpoint,
         description=description,
         launch_description=launch_description(config, launch.strategy, launch.num_processes),
@@ -411,7 +416,11 @@ def _build(request: _Request, start: _Start, run_dir: Path) -> _Built:
         description = {**description, DATA: data.contents}
     stage = f"{'loading' if has_weights(spec) else 'building'} {spec.name}"
     with starting(run_dir, stage, is_main=is_main), tensors_of(config):
-        model = build_model(spec, config, documents_apart=data is not None and data.documents_apart)
+        model = build_model(
+            *(spec, config),
+            documents_apart=data is not None and data.documents_apart,
+            sequence_group=start.sequence_group,
+        )
     if is_fake(config):
         start.accelerator.device_placement = False
         stay_in_place(model)
@@ -496,7 +505,10 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
     loss_recorder = RecordedLoss(job.model, of_tokens=job.data is not None and len(job.data.names) > 1)
     optimizer = build_optimizer(job.model, config, job.launch.strategy)
     set_seed(config.seed)
-    loaders = [] if job.data is None else [make_loader(job.data.train, config, train=True)]
+    loader_of = job.sequence_group.loader_of
+    loaders = (
+        [] if job.data is None else [loader_of(make_loader(job.data.train, config, train=True), accelerator)]
+    )
     with trace or nullcontext(), without_unused_imports(job.launch.strategy):
         model, optimizer, *loaders = accelerator.prepare(job.model, optimizer, *loaders)
     let_collectives_wait()
@@ -506,10 +518,9 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
     if (sums := reduce_as_asked(model, config)) is not None:
         optimizer.optimizer.fp32_gradients = sums
     held_out = job.data.held_out if job.data is not None else {}
+    num_groups = accelerator.num_processes // config.sp_size
     eval_loaders = {
-        name: accelerator.prepare_data_loader(
-            make_loader(sequences, config, train=False, num_ranks=accelerator.num_processes)
-        )
+        name: loader_of(make_loader(sequences, config, train=False, num_ranks=num_groups), accelerator)
         for name, sequences in held_out.items()
     }
     with user_errors():

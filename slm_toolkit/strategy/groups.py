@@ -25,10 +25,10 @@ from slm_toolkit.strategy.strategy import (
 )
 
 _COPIES, _SHARD = f"{PREFIX}dp_replicate_size", f"{PREFIX}dp_shard_size"
-_NOT_YET = {
-    "tp_size": "tensor parallelism",
-    "cp_size": "context parallelism",
-    "sp_size": "sequence parallelism",
+_NOT_RUN = {
+    "tp_size": "slm_toolkit does not run tensor parallelism yet",
+    "cp_size": "slm_toolkit does not run context parallelism; --sp_size {size} shares sequences, too",
+    "sp_size": "leave it out, and give --sp_size {size}, which shares sequences under every strategy",
 }
 
 
@@ -57,10 +57,10 @@ def check_groups(strategy: Strategy, *, num_ranks: int | None = None) -> None:
 
 
 def not_run_yet(sizes: Mapping[str, int]) -> list[str]:
-    """Return a sentence for each kind of parallelism that slm_toolkit neither trains nor estimates."""
+    """Return a sentence for each kind of parallelism that slm_toolkit does not read from a YAML."""
     return [
-        f"{name} {sizes[name]}: slm_toolkit does not run {kind} yet"
-        for name, kind in _NOT_YET.items()
+        f"{name} {sizes[name]}: {why.format(size=sizes[name])}"
+        for name, why in _NOT_RUN.items()
         if sizes.get(name, 1) > 1
     ]
 

@@ -531,6 +531,7 @@ def contradictions(
             f"{strategy.path}: the DeepSpeed JSON says train_batch_size {total}, the flags give {batch} x "
             f"{steps} micro-steps x {num_processes} processes"
         )
+    problems += [] if num_processes is None else group_problems(config, num_processes)
     precision = mixed_precision or strategy.mixed_precision
     if problem := precision_problem(precision, config, has_gpu=has_gpu):
         of_files = precision == strategy.mixed_precision
@@ -560,6 +561,13 @@ def contradictions(
             f"{where}: --numerics pure_bf16 with gradients in fp32: ZeRO-1 then has fp32 master weights"
         )
     return problems
+
+
+def group_problems(config: RunConfig, num_ranks: int) -> list[str]:
+    """Return a sentence if the ranks can't form groups that share sequences."""
+    if num_ranks % config.sp_size == 0:
+        return []
+    return [f"--sp_size {config.sp_size} with {num_ranks} ranks: it must divide their number"]
 
 
 def _no_accelerate_config(settings: dict[str, Any], path: Path) -> str:

@@ -30,6 +30,7 @@ RUNS = {  # strategies and ranks of the runs that a recipe does with TRY=1
     "cheapest_100m": [("single", 1), ("single", 1)],
     "eight_gpus_1b": [("ddp", 2), ("fsdp_shard_grad_op", 2)],
     "little_ram": [("in_pieces", 2)],
+    "long_sequences": [("fsdp_full_shard", 2), ("fsdp_full_shard", 2)],
     "lora": [("single", 1), ("single", 1)],
     "memory_dry_run": [("fsdp_shard_grad_op", 64)],
     "mixed_data": [("single", 1)],

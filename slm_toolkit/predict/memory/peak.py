@@ -217,7 +217,7 @@ def _shared(setup: Setup) -> float:
     """
     config = setup.config
     e = 2 if setup.compute == BF16 else 4
-    rope = 2 * config.seq_len * setup.spec.head_dim * e
+    rope = 2 * config.seq_len // config.sp_size * setup.spec.head_dim * e
     recomputes = config.gradient_checkpointing != "none" or config.peft != "none"
     if not recomputes:
         return rope

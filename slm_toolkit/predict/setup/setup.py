@@ -214,7 +214,7 @@ class Setup:
     @property
     def num_tokens(self) -> int:
         """Tokens in one micro-step on one rank."""
-        return self.config.per_device_train_batch_size * self.config.seq_len
+        return self.config.per_device_train_batch_size * self.config.seq_len // self.config.sp_size
 
     @cached_property
     def calibration(self) -> Calibration:
@@ -287,6 +287,8 @@ def unknown_to_estimates(
             "--torch_compile with --peft qlora: no closed form for layers that 4-bit weights cut into "
             "several graphs; measure them on a GPU"
         )
+    if config.sp_size > 1 and config.peft != "none":
+        problems.append(f"--sp_size {config.sp_size} with --peft {config.peft}: no closed form for it")
     problems += [_float8_problem(config, gpu, spec), _liger_problem(config, spec), unknown_targets(config)]
     return list(filter(None, problems))
 

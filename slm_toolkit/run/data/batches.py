@@ -92,6 +92,9 @@ def model_inputs(batch: dict[str, torch.Tensor], config: RunConfig) -> dict[str,
     """
     tokens = batch["input_ids"]
     inputs = {"input_ids": tokens, "labels": batch.get("labels", tokens)}
+    if config.sp_size > 1:
+        names = ("shift_labels", "position_ids", "attention_mask")
+        return inputs | {name: batch[name] for name in names if name in batch}
     if "position_ids" not in batch:
         return inputs
     inputs["position_ids"] = batch["position_ids"]
@@ -104,8 +107,15 @@ def model_inputs(batch: dict[str, torch.Tensor], config: RunConfig) -> dict[str,
 
 def num_labels(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return the number of tokens with a loss: those with a label, except the first of each sequence."""
-    labels = batch.get("labels", batch["input_ids"])
-    return (labels[:, 1:] != IGNORE_INDEX).sum()
+    return labels_by_sequence(batch).sum()
+
+
+def labels_by_sequence(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the number of tokens with a loss in each sequence of a batch, or in this rank's part of it."""
+    next_tokens = batch.get("shift_labels")
+    if next_tokens is None:
+        next_tokens = batch.get("labels", batch["input_ids"])[:, 1:]
+    return (next_tokens != IGNORE_INDEX).sum(dim=1)
 
 
 def steps_by_labels(

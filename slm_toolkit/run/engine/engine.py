@@ -447,14 +447,18 @@ def check_engine(running: RunningEngine, launch: Launch) -> None:
 
 def sequences_per_step(config: RunConfig, launch: Launch) -> int:
     """Return the effective batch size, over all ranks and micro-steps."""
-    return config.per_device_train_batch_size * micro_steps(launch, config) * launch.num_processes
+    num_groups = launch.num_processes // config.sp_size
+    return config.per_device_train_batch_size * micro_steps(launch, config) * num_groups
 
 
 def describe_batch(config: RunConfig, per_step: int, launch: Launch) -> str:
     """Return one line: the effective batch size, and the learning rate if it is scaled."""
+    ranks = f"{launch.num_processes} processes"
+    if config.sp_size > 1:
+        ranks = f"{launch.num_processes // config.sp_size} groups of {config.sp_size} processes"
     batch = (
         f"a step is {per_step} sequences of {config.seq_len} tokens: {config.per_device_train_batch_size} x "
-        f"{micro_steps(launch, config)} micro-steps x {launch.num_processes} processes"
+        f"{micro_steps(launch, config)} micro-steps x {ranks}"
     )
     if config.scale_lr == "none":
         return batch

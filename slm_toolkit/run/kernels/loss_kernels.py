@@ -27,6 +27,7 @@ def fused_logits_loss(
     labels: torch.Tensor,
     vocab_size: int,
     *,
+    shift_labels: torch.Tensor | None = None,
     num_items_in_batch: torch.Tensor | None = None,
     arithmetic: Arithmetic = "pytorch",
     chunks: LossChunks = _BY_RULE,
@@ -39,19 +40,21 @@ def fused_logits_loss(
     nothing. Without gradients, as in evaluation, the logits stay unchanged. The kernels of torch.compile and
     Triton make no fp32 copy of a chunk.
     """
-    targets = _next_tokens(labels).to(logits.device)
+    targets = _next_tokens(labels, shift_labels).to(logits.device)
     num_items = _num_valid(targets) if num_items_in_batch is None else num_items_in_batch
     return _FusedLogitsLoss.apply(logits, targets, num_items, torch.is_grad_enabled(), arithmetic, chunks)
 
 
 @torch.no_grad()
-def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def token_losses(
+    logits: torch.Tensor, labels: torch.Tensor, *, shift_labels: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return each token's fp32 loss in the shape of `labels`, 0 without a label; reads the logits once.
 
     By PyTorch's operations, with an fp32 copy of a chunk: only several datasets with fused_logits need it.
     """
     losses = torch.empty(labels.numel(), device=logits.device, dtype=torch.float32)
-    targets, flat = _next_tokens(labels).to(logits.device), logits.reshape(-1, logits.shape[-1])
+    targets, flat = _next_tokens(labels, shift_labels).to(logits.device), logits.flatten(0, -2)
     num_items = torch.ones((), device=logits.device)
     _sum_of_losses_(
         *(flat, targets, num_items),
@@ -84,6 +87,8 @@ class LossHead(torch.nn.Linear):
 
     labels: torch.Tensor | None = None
     "labels of the current forward pass"
+    shift_labels: torch.Tensor | None = None
+    "of the current forward pass, if its labels are shifted already: those that the tokens predict"
     last_loss: torch.Tensor | None = None
     "the loss in fp32, before an engine's output cast rounds it"
     num_items: torch.Tensor | None = None
@@ -98,6 +103,7 @@ class LossHead(torch.nn.Linear):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         labels, self.labels = self.labels, None
+        shift_labels, self.shift_labels = self.shift_labels, None
         losses, self.token_losses = self.token_losses, None
         if labels is None:
             return super().forward(hidden)
@@ -106,7 +112,7 @@ class LossHead(torch.nn.Linear):
             dtype = torch.get_autocast_dtype(device_type)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
         with torch.autocast(device_type, enabled=False):
-            targets = _next_tokens(labels).to(hidden.device)
+            targets = _next_tokens(labels, shift_labels).to(hidden.device)
             num_items = _num_valid(targets) if self.num_items is None else self.num_items
             with_gradient = torch.is_grad_enabled()
             sums = (targets, num_items, with_gradient, self.arithmetic, self.chunks, losses, self.vocab_size)
@@ -196,13 +202,15 @@ class _FusedLinearLoss(torch.autograd.Function):
 
 def give_labels_to_head(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A forward pre-hook that passes the labels to the head, because transformers' forward does not."""
-    model.get_output_embeddings().labels = kwargs.get("labels")
+    head = model.get_output_embeddings()
+    head.labels, head.shift_labels = kwargs.get("labels"), kwargs.get("shift_labels")
 
 
 def loss_of_head(
     logits: torch.Tensor,
     labels: torch.Tensor,
     vocab_size: int,
+    shift_labels: torch.Tensor | None = None,
     num_items_in_batch: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return `logits`, which is the loss that LossHead computed; replaces transformers' loss function."""
@@ -210,8 +218,13 @@ def loss_of_head(
     return logits
 
 
-def _next_tokens(labels: torch.Tensor) -> torch.Tensor:
-    """Return the label that each token predicts, as one dimension; a sequence's last token has none."""
+def _next_tokens(labels: torch.Tensor, shift_labels: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the label that each token predicts, as one dimension; a sequence's last token has none.
+
+    `shift_labels`: these labels, if the caller has them already.
+    """
+    if shift_labels is not None:
+        return shift_labels.reshape(-1)
     return functional.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:].reshape(-1)
 
 

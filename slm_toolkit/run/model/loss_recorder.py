@@ -53,7 +53,7 @@ class RecordedLoss:
         in_head = isinstance(self.head, LossHead)
         if self.of_tokens and not in_head and torch.is_grad_enabled():
             # before the loss, because a fused loss overwrites logits with their gradient
-            self.last_of_tokens = token_losses(logits, labels)
+            self.last_of_tokens = token_losses(logits, labels, shift_labels=arguments.get("shift_labels"))
         num_items = {} if self._num_items is None else {"num_items_in_batch": self._num_items}
         loss = self.function(logits=logits, labels=labels, vocab_size=vocab_size, **arguments, **num_items)
         if torch.is_grad_enabled():
@@ -62,7 +62,9 @@ class RecordedLoss:
         if self.limit is not None and torch.is_grad_enabled():
             mean = self.last
             if self._num_items is not None:
-                num_labels = (labels[:, 1:] != IGNORE_INDEX).sum().clamp(min=1)
+                next_tokens = arguments.get("shift_labels")
+                next_tokens = labels[:, 1:] if next_tokens is None else next_tokens
+                num_labels = (next_tokens != IGNORE_INDEX).sum().clamp(min=1)
                 mean = mean * self._num_items / num_labels
             loss = loss * torch.where(mean > self.limit, torch.nan, 1.0)
         return loss

@@ -31,6 +31,7 @@ from slm_toolkit.model.names import has_weights
 from slm_toolkit.run.kernels.layer_kernels import decoder_layers, use_fp8, use_kernels, use_liger
 from slm_toolkit.run.model.adapters import add_adapter, quantize
 from slm_toolkit.run.model.padding import pad_widths
+from slm_toolkit.run.model.sequence_parallel import WHOLE, SequenceGroup
 from slm_toolkit.run.peers.step_exchange import gather_to_all
 
 
@@ -60,7 +61,13 @@ _DTYPES = {"aligned": torch.bfloat16, "pure_bf16": torch.bfloat16, "fp16": torch
 "of the module's parameters, by --numerics; fp32 otherwise"
 
 
-def build_model(spec: ModelSpec, config: RunConfig, *, documents_apart: bool = False) -> PreTrainedModel:
+def build_model(
+    spec: ModelSpec,
+    config: RunConfig,
+    *,
+    documents_apart: bool = False,
+    sequence_group: SequenceGroup = WHOLE,
+) -> PreTrainedModel:
     """Return the model in training mode on CPU, with the same weights on every rank and under every strategy.
 
     A folder or hub id with weights is fine-tuned. Any other model gets random weights from the seed, rounded
@@ -74,7 +81,9 @@ def build_model(spec: ModelSpec, config: RunConfig, *, documents_apart: bool = F
     set_seed(config.seed)
     check_attention(spec, config)
     shape = hf_config(spec, seq_len=config.seq_len)
-    attention = transformers_name(config.attn_implementation, shape, documents_apart=documents_apart)
+    attention = transformers_name(
+        config.attn_implementation, shape, documents_apart=documents_apart, sequence_group=sequence_group
+    )
     options = {"attn_implementation": attention, "dtype": torch.float32}
     if has_weights(spec) and config.rehearse is None:
         model = _with_weights(spec.path, options)
@@ -226,7 +235,13 @@ SDPA_BACKENDS = {
 _ON_CPU = ("sdpa_math", "sdpa_flash")
 
 
-def transformers_name(kernel: str, config: PretrainedConfig, *, documents_apart: bool = False) -> str:
+def transformers_name(
+    kernel: str,
+    config: PretrainedConfig,
+    *,
+    documents_apart: bool = False,
+    sequence_group: SequenceGroup = WHOLE,
+) -> str:
     """Register SDPA or its backend with transformers. Return the name of the attention there.
 
     If every layer of `config` attends to all earlier tokens, no mask function is registered, because batches
@@ -253,7 +268,7 @@ def transformers_name(kernel: str, config: PretrainedConfig, *, documents_apart:
     if documents_apart or _has_windows(config):
         name = f"masked_{name}"
         AttentionMaskInterface.register(name, sdpa_mask)
-    AttentionInterface.register(name, partial(_attention, backend))
+    AttentionInterface.register(name, partial(_attention, backend, sequence_group))
     return name
 
 
@@ -263,10 +278,23 @@ def _has_windows(config: PretrainedConfig) -> bool:
     return bool(kinds - {"full_attention"}) or getattr(config, "sliding_window", None) is not None
 
 
-def _attention(backend: SDPBackend | None, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+def _attention(
+    backend: SDPBackend | None,
+    group: SequenceGroup,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    num_heads = query.shape[1]
+    if group.size > 1:
+        query, key, value = group.heads_for_tokens(query, key, value)
     backend_context: AbstractContextManager = nullcontext() if backend is None else sdpa_kernel(backend)
     with backend_context:
-        return sdpa_attention_forward(*args, **kwargs)
+        output, _ = sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+    return (output if group.size == 1 else group.tokens_for_heads(output, num_heads)), None
 
 
 # Activation checkpointing: backward recomputes some decoder layers, or some of their operators.

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from slm_toolkit.hardware.gpus import num_cores
 from slm_toolkit.record.run_record import finite
 from slm_toolkit.record.steady_rate import block_rates, num_warmup_steps
-from slm_toolkit.run.kernels.loss_kernels import IGNORE_INDEX
+from slm_toolkit.run.data.batches import labels_by_sequence
 from slm_toolkit.run.model.loss_recorder import RecordedLoss
 from slm_toolkit.run.observe.machine_load import GpuBefore, GpuWatch, HostWatch, allocator_retries
 from slm_toolkit.run.observe.measure import (
@@ -222,8 +222,7 @@ class DatasetLosses:
     def add(self, batch: dict[str, torch.Tensor], token_losses: torch.Tensor) -> None:
         """Add a micro-step. `token_losses` is 0 where a token has no label."""
         dataset = batch["dataset"]
-        labels = batch.get("labels", batch["input_ids"])
-        counts = (labels[:, 1:] != IGNORE_INDEX).sum(dim=1)
+        counts = labels_by_sequence(batch)
         sums = token_losses.view(len(dataset), -1).sum(dim=1)
         self._step.index_add_(1, dataset, torch.stack([sums, counts]).to(self._step.dtype))
 
