@@ -82,6 +82,9 @@ def precision_of(config: Mapping[str, Any]) -> str:
     return "tf32" if config.get("tf32") else config["numerics"]
 
 
+_SEQUENCES_OF_A_STEP = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "seq_len", "sp_size", "world_size"),
+)
 _OF_OPTIMIZER = (
     *(
         "learning_rate",
@@ -166,7 +169,7 @@ class Numerics:
     )
     tokens_per_step: int | None = _probed(
         "tokens that went through the model in one optimizer step, over all ranks",
-        settings=(*("per_device_train_batch_size", "gradient_accumulation_steps", "seq_len", "world_size"),),
+        settings=_SEQUENCES_OF_A_STEP,
     )
     attention: str | None = _probed(
         "attention kernel that ran", settings=("attn_implementation", "torch_compile", "seq_len")
@@ -188,7 +191,7 @@ class Numerics:
     batch_hashes: list[str] | None = _probed(
         "hash of the tokens in each rank's first step",
         settings=(
-            *("per_device_train_batch_size", "gradient_accumulation_steps", "seq_len", "world_size"),
+            *_SEQUENCES_OF_A_STEP,
             *("seed", "model", "dataset", "dataset_config_name", "text_column", "tokenizer_name"),
             *("streaming", "validation_split_percentage", "eval_steps", "eval_batches"),
         ),

@@ -505,14 +505,12 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
     loss_recorder = RecordedLoss(job.model, of_tokens=job.data is not None and len(job.data.names) > 1)
     optimizer = build_optimizer(job.model, config, job.launch.strategy)
     set_seed(config.seed)
-    loader_of = job.sequence_group.loader_of
-    loaders = (
-        [] if job.data is None else [loader_of(make_loader(job.data.train, config, train=True), accelerator)]
-    )
+    loader, loader_of = None, job.sequence_group.loader_of
     with trace or nullcontext(), without_unused_imports(job.launch.strategy):
-        model, optimizer, *loaders = accelerator.prepare(job.model, optimizer, *loaders)
+        if job.data is not None:
+            loader = loader_of(make_loader(job.data.train, config, train=True), accelerator)
+        model, optimizer = accelerator.prepare(job.model, optimizer)
     let_collectives_wait()
-    loader = loaders[0] if loaders else None
     if config.numerics == "fp16":
         scale_losses(accelerator, model, optimizer)
     if (sums := reduce_as_asked(model, config)) is not None:

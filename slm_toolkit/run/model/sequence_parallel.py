@@ -61,7 +61,7 @@ class SequenceGroup:
         """Prepare a DataLoader that gives all ranks of a group the same batches."""
         if self.size == 1:
             return accelerator.prepare_data_loader(loader)
-        prepared = prepare_data_loader(
+        return prepare_data_loader(
             loader,
             accelerator.device,
             num_processes=accelerator.num_processes // self.size,
@@ -73,8 +73,6 @@ class SequenceGroup:
             use_seedable_sampler=accelerator.use_seedable_sampler,
             non_blocking=accelerator.non_blocking,
         )
-        prepared._is_accelerate_prepared = True  # private; or `Accelerator.prepare` would do it again
-        return prepared
 
     def heads_for_tokens(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
