@@ -328,7 +328,8 @@ def around_steps(job: Job, prepared: Prepared, record: RunRecord) -> AroundSteps
         exchange=StepExchange(accelerator, job.control_group),
         notes=notes,
         bad_steps=BadStepFiles(
-            accelerator, job.run_dir, prepared.loader, prepared.num_micro_steps, job.data.tokenizer
+            *(accelerator, job.run_dir, prepared.loader, prepared.num_micro_steps, job.data.tokenizer),
+            group_size=config.sp_size,
         ),
         writer=prepared.checkpoint_writer,
         resumed_from=job.checkpoint.path if job.checkpoint else None,

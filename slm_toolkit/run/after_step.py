@@ -277,8 +277,14 @@ class BadStepFiles:
         loader: DataLoader,
         num_micro_steps: int,
         tokenizer: Any,
+        *,
+        group_size: int = 1,
     ) -> None:
-        """`tokenizer`: None for synthetic tokens, which are written as numbers."""
+        """`tokenizer`: None for synthetic tokens, which are written as numbers.
+
+        group_size: ranks that share their sequences.
+        """
+        self._group_size = group_size
         self._accelerator, self._run_dir, self._loader = accelerator, run_dir, loader
         self._num_micro_steps, self._tokenizer = num_micro_steps, tokenizer
 
@@ -309,10 +315,11 @@ class BadStepFiles:
         loader, num_micro_steps = self._loader, self._num_micro_steps
         epoch, skip = place_in_data(loader, step, num_micro_steps)
         if isinstance(loader.dataset, IterableDataset):
-            num_ranks = self._accelerator.num_processes
-            size = loader.batch_size  # of one rank
+            num_groups = self._accelerator.num_processes // self._group_size
+            group = self._accelerator.process_index // self._group_size
+            size = loader.batch_size  # of one group
             for batch in range(skip, skip + num_micro_steps):
-                first = (batch * num_ranks + self._accelerator.process_index) * size
+                first = (batch * num_groups + group) * size
                 yield from range(first, first + size)
             return
         epoch_before = loader.iteration
