@@ -59,6 +59,8 @@ _HALVES = {  # file of results/memory: what it holds
     "today_held_out": "the same families, only counted",
     "gradients": "gradients in fp32 or kept between steps, moments in bf16; read, and two terms corrected",
     "gradients_held_out": "the same; one row, 15 % off, was read and led to a fix",
+    "sequences": "`--sp_size`, 2,048 to 32,768 tokens; read, and two terms corrected",
+    "sequences_held_out": "the same; one row, 6.2 % off, was read and led to a fix",
 }
 _ARMS = {  # of bench/throughput.py, in results/throughput/cpu.txt
     "trainer": "Hugging Face Trainer, sdpa, fused AdamW",

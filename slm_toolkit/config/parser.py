@@ -30,7 +30,7 @@ SAME_MEANING = {name: flag.other_names for name, flag in FLAGS.items() if flag.o
 
 _BATCH = (
     "--per_device_train_batch_size N: sequences of one process and micro-step. A step has N x "
-    "--gradient_accumulation_steps x the number of processes"
+    "--gradient_accumulation_steps x the number of processes (divided by --sp_size)"
 )
 _PRECISION = (
     "--numerics: aligned (the default) computes in bf16 with fp32 master weights; stock uses accelerate's "

@@ -483,7 +483,7 @@ class RunConfig:
     )
     per_device_train_batch_size: int = Flag(
         4,
-        "sequences per process and micro-step",
+        "sequences per process and micro-step (with --sp_size, per group of processes)",
         group="batch",
         basic=True,
         other_names=(

@@ -215,7 +215,7 @@ def _logits(setup: Setup) -> Iterator[Finding]:
     config, params = setup.config, setup.spec.num_params
     if config.loss_kernel != "hf":
         return
-    tokens = config.per_device_train_batch_size * config.seq_len
+    tokens = setup.num_tokens
     logits = _LOGIT_BYTES * tokens * setup.spec.vocab_size
     chunked = with_flags(setup, loss_kernel="fused_linear")
     chunked = dataclasses.replace(chunked, config=with_kernels_of(chunked.spec, chunked.config))

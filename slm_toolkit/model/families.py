@@ -239,7 +239,7 @@ def _replaced_kernels(spec: ModelSpec, config: RunConfig) -> list[tuple[str, dic
         )
         found.append((sentence, {"attn_implementation": "eager"}))
     if config.sp_size > 1 and spec.sliding_window is not None:
-        sentence = f"--sp_size {config.sp_size}: {spec.name} has a sliding window, which ranks can't share"
+        sentence = f"--sp_size {config.sp_size}: {spec.name} has sliding windows, which it does not know"
         found.append((f"{sentence}; leave it out", {"sp_size": 1}))
     if spec.after_head != "nothing" and config.loss_kernel == "fused_linear":
         sentence = (

@@ -10,7 +10,13 @@ from slm_toolkit.model.families import kernel_problems
 from slm_toolkit.predict.estimate import Change, Estimate, estimate
 from slm_toolkit.predict.setup.setup import Setup, unknown_to_estimates, with_flags
 from slm_toolkit.strategy.groups import fit_groups
-from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, Strategy, contradictions, find_strategy
+from slm_toolkit.strategy.strategy import (
+    STUDIED_STRATEGIES,
+    Strategy,
+    contradictions,
+    find_strategy,
+    group_problems,
+)
 
 MOST_CHANGES = 3
 "changes that are combined if fewer are not enough"
@@ -87,7 +93,8 @@ def _has_estimate(setup: Setup) -> bool:
         return False
     problems = [
         *sharding.problems(num_gpus=setup.num_gpus, gpus_per_node=setup.ranks_per_node),
-        *contradictions(strategy, setup.config, num_processes=setup.num_gpus),
+        *contradictions(strategy, setup.config),
+        *group_problems(setup.config, setup.num_gpus),
         *(setup.like.problems([strategy]) if setup.like else []),
         *setup.config.problems(),
         *unknown_to_estimates(setup.config, gpu=setup.gpu, spec=setup.spec),
@@ -151,10 +158,11 @@ def _shared_sequences(setup: Setup) -> Iterator[_Option]:
         setup.spec, with_flags(setup, sp_size=2).config
     ):
         return
-    size, steps = 2 * config.sp_size, config.gradient_accumulation_steps
-    while size <= setup.ranks_per_node:
-        yield _with_flags(sp_size=size, gradient_accumulation_steps=steps * size // config.sp_size)
-        size *= 2
+    steps = config.gradient_accumulation_steps
+    for factor in range(2, setup.ranks_per_node // config.sp_size + 1):
+        size = factor * config.sp_size
+        if setup.ranks_per_node % size == 0:
+            yield _with_flags(sp_size=size, gradient_accumulation_steps=factor * steps)
 
 
 def _strategies(setup: Setup) -> Iterator[_Option]:

@@ -144,11 +144,11 @@ def workloads_of(given: dict[str, Any], length: Length) -> tuple[list[Workload],
     return found, [*notes, *(f"left out: {problem.splitlines()[0]}" for problem in unreached)]
 
 
-_KERNELS = ("attn_implementation", "loss_kernel", "norm_kernel", "mlp_kernel")
+_KERNELS = ("attn_implementation", "loss_kernel", "norm_kernel", "mlp_kernel", "sp_size")
 
 
 def _given_problems(spec: ModelSpec, given: dict[str, Any]) -> list[str]:
-    """Return a sentence for each kernel that the user gave and the model does not have."""
+    """Return a sentence for each flag that the user gave and the model can't follow."""
     asked = ({name: value} for name in _KERNELS for value in given.get(name, []))
     return [
         problem

@@ -25,7 +25,7 @@ from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.report.recorded_estimate import config_that_ran, strategy_that_ran
 from slm_toolkit.report.rows import row_of
 from slm_toolkit.strategy.groups import fit_groups
-from slm_toolkit.strategy.strategy import Strategy, contradictions
+from slm_toolkit.strategy.strategy import Strategy, contradictions, group_problems
 
 _ENOUGH_BATCHES = 2
 "batches of one set of flags that fit and are estimated, the largest first: a smaller one is no faster"
@@ -165,6 +165,12 @@ def search(
         for count in offer.counts:
             if count not in candidates_by_count:
                 candidates_by_count[count] = _candidates(workload, configs, count)
+            unshared = [group_problems(config, count) for config in configs]
+            result.left_out.extend(
+                f"{count} x {offer.gpu.name}: {problem}" for problems in unshared for problem in problems
+            )
+            if all(unshared):
+                continue
             if not candidates_by_count[count]:
                 goal = f"{workload.global_batch_tokens:,.0f} tokens per step (--global_batch_tokens)"
                 result.left_out.append(

@@ -502,7 +502,11 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
     if config.trace_memory or is_fake(config):
         trace = AllocationTrace(fake=is_fake(config), device_type=accelerator.device.type)
         trace.adopt(job.model.parameters(), "parameters")
-    loss_recorder = RecordedLoss(job.model, of_tokens=job.data is not None and len(job.data.names) > 1)
+    loss_recorder = RecordedLoss(
+        job.model,
+        of_tokens=job.data is not None and len(job.data.names) > 1,
+        sequence_group=job.sequence_group,
+    )
     optimizer = build_optimizer(job.model, config, job.launch.strategy)
     set_seed(config.seed)
     loader, loader_of = None, job.sequence_group.loader_of

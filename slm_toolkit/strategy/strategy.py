@@ -567,7 +567,7 @@ def group_problems(config: RunConfig, num_ranks: int) -> list[str]:
     """Return a sentence if the ranks can't form groups that share sequences."""
     if num_ranks % config.sp_size == 0:
         return []
-    return [f"--sp_size {config.sp_size} with {num_ranks} ranks: it must divide their number"]
+    return [f"--sp_size {config.sp_size}: it must divide the number of ranks, which is {num_ranks}"]
 
 
 def _no_accelerate_config(settings: dict[str, Any], path: Path) -> str:

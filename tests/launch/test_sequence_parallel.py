@@ -1,5 +1,6 @@
 """--sp_size on real processes: ranks that share sequences have the losses of one process with whole ones."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,31 @@ def test_two_groups_of_two_and_a_group_that_does_not_divide_the_heads(tmp_path: 
     assert three["losses"] == pytest.approx(whole["losses"], abs=1e-5, rel=0)
 
 
+@pytest.mark.parametrize("strategy", ["fsdp_full_shard", "ds_zero2"])
+def test_in_bf16_with_a_limit_for_each_micro_steps_loss(
+    strategy: str, documents: tuple[str, ...], tmp_path: Path
+) -> None:
+    """One micro-step's loss, and so the limit of --on_bad_step skip, is that of whole sequences."""
+    flags = (*documents, "--numerics", "aligned", "--on_bad_step", "skip")
+    whole = trained(tmp_path / "whole", "single", *flags)
+    shared = trained(tmp_path / "shared", strategy, *flags, ranks=2, sp=2)
+    assert shared["losses"] == pytest.approx(whole["losses"], abs=1e-3, rel=0)  # the gate's limit for bf16
+    assert shared["numerics"]["reduction_dtype"] == "bfloat16"
+
+
+def test_the_progress_shows_the_loss_of_all_tokens(documents: tuple[str, ...], tmp_path: Path) -> None:
+    """Rank 0 has the beginnings, and padding has no loss: its own part would show about twice the loss."""
+    done = launch(
+        *(*FEW, *documents, "--sp_size", "2", "--logging_steps", "1", "--packing", "none"),
+        *("--output_dir", str(tmp_path), "--run_name", "run"),
+        config="accel_configs/ddp.yaml",
+        launcher=("--num_processes", "2"),
+    )
+    assert done.code == 0, done.err
+    shown = [float(loss) for loss in re.findall(r"^step \d+/6 +loss ([\d.]+)", done.err, re.MULTILINE)]
+    assert shown == pytest.approx(record_under(tmp_path)["losses"], abs=1e-3)
+
+
 def test_a_checkpoint_moves_between_ranks_that_share_and_ranks_that_do_not(tmp_path: Path) -> None:
     saves = ("--save_steps", str(STOP))
     shared = trained(tmp_path / "shared", "ds_zero2", *saves, ranks=2, sp=2)
@@ -115,7 +141,7 @@ when_loaded("slm_toolkit.run.model.sequence_parallel", plant)
     ("flags", "says"),
     [
         (("--sp_size", "3", "--seq_len", "64"), "--sp_size 3 with --seq_len 64: use a multiple of 3"),
-        (("--sp_size", "4"), "--sp_size 4 with 2 ranks: it must divide their number"),
+        (("--sp_size", "4"), "--sp_size 4: it must divide the number of ranks, which is 2"),
         (("--sp_size", "2", "--attn_implementation", "eager"), "attention between ranks needs sdpa"),
         (("--sp_size", "2", "--torch_compile"), "its exchanges between ranks are not compiled"),
         (("--sp_size", "2", "--strategy", "single"), "--sp_size 2: single is one process"),

@@ -14,6 +14,7 @@ from slm_toolkit.predict.memory.activations import (
     LayerMemory,
     Moment,
     gradients_made,
+    heads_per_head,
     layers_of,
 )
 from slm_toolkit.predict.memory.engine_bytes import (
@@ -30,7 +31,7 @@ from slm_toolkit.predict.memory.engine_bytes import (
 )
 from slm_toolkit.predict.memory.loss import loss_memory
 from slm_toolkit.predict.memory.zero_gradients import Instant
-from slm_toolkit.predict.setup.setup import AUTOCAST, BF16, Setup, unknown_to_estimates
+from slm_toolkit.predict.setup.setup import AUTOCAST, BF16, FP32, Setup, unknown_to_estimates
 from slm_toolkit.record.memory_timeline import PARTS
 
 _CHANGING = (
@@ -185,10 +186,12 @@ def _parameters_here(setup: Setup, num_bytes: int) -> int:
 
 
 def _not_saved(setup: Setup) -> float:
-    """Return the bytes that forward needs in the FFN of a last layer that is checkpointed, so saves nothing.
+    """Return the bytes that forward needs in a last layer that is checkpointed, so saves nothing.
 
-    These are the residual stream, the FFN's input, and three tensors of the FFN's width: the activation of
-    the gate, up, and their product. LoRA needs four: the activation, up, and the adapter's output twice.
+    In the FFN these are the residual stream, the FFN's input, and three tensors of the FFN's width: the
+    activation of the gate, up, and their product. LoRA needs four: the activation, up, and the adapter's
+    output twice. With shared sequences more may be needed in attention: its input, query, key and value, and
+    these as one tensor before and after the exchange.
     """
     if not setup.recomputed[-1]:
         return 0
@@ -197,7 +200,12 @@ def _not_saved(setup: Setup) -> float:
         adapters is not None and adapters.rank > 0 and {"up_proj", "gate_up_proj"} & {*adapters.targets}
     )
     widths = 2 * spec.hidden_size + (4 if is_adapted else 3) * spec.ffn_size
-    return widths * setup.num_tokens * (2 if setup.compute == BF16 else 4)
+    in_ffn, in_attention = widths * (2 if setup.compute == BF16 else 4), 0.0
+    if setup.config.sp_size > 1:
+        of_heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        e, exchanged = 4 if setup.compute == FP32 else 2, heads_per_head(spec, setup.config.sp_size)
+        in_attention = e * (spec.hidden_size + of_heads * (1 + 2 * exchanged))
+    return max(in_ffn, in_attention) * setup.num_tokens
 
 
 def _saved_below(layers: list[LayerMemory]) -> list[float]:

@@ -29,7 +29,8 @@ def transfer_seconds(transfer: Transfer, cluster: Cluster) -> float | None:
     nodes = transfer.num_nodes
     sharing = transfer.groups_per_node if nodes > 1 else 1
     if cluster.is_measured(num_nodes=nodes):
-        line = cluster.fits[transfer.collective]
+        # no network measurement times an all-to-all
+        line = cluster.fits["all_gather" if transfer.collective == "all_to_all" else transfer.collective]
         rate = line.bus_bytes_per_second or math.inf
         return transfer.num_calls * line.latency_seconds + transfer.sent_bytes * sharing / rate
     rate = LINK_SHARE * cluster.link_bytes_per_second
@@ -37,7 +38,10 @@ def transfer_seconds(transfer: Transfer, cluster: Cluster) -> float | None:
         network = cluster.node_bytes_per_second(transfer.ranks_per_node * transfer.groups_per_node)
         if network is None:
             return None
-        rate = min(rate, NODE_NETWORK_SHARE * network / sharing)
+        of_network = NODE_NETWORK_SHARE * network / sharing
+        if transfer.collective == "all_to_all":  # there is no ring: a node sends what all its ranks send
+            of_network *= transfer.sent_bytes / (transfer.ranks_per_node * transfer.inter_node_bytes)
+        rate = min(rate, of_network)
     return min(
         transfer.num_calls * latency + sent_bytes / (share * rate)
         for latency, sent_bytes, share in _ways(transfer, cluster)
@@ -58,6 +62,8 @@ def _ways(transfer: Transfer, cluster: Cluster) -> Iterator[tuple[float, float, 
         slower = _LL_BETWEEN_NODES if protocol == "LL" and nodes > 1 else 1.0
         start, per_hop, per_network_hop = (_RING[protocol][column] for column in (0, link, 3))
         hops = (ranks - nodes) * slower * per_hop + (nodes - 1) * max(per_network_hop, least)
+        if transfer.collective == "all_to_all":  # all at once
+            hops = per_hop if nodes == 1 else max(per_network_hop, least)
         yield (start + rounds * hops) * 1e-6, transfer.sent_bytes, _RING_RATE[protocol]
         if transfer.collective == "all_reduce":
             start, per_hop, per_network_hop = (_TREE[protocol][column] for column in (0, link, 3))

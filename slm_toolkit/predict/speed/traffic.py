@@ -29,7 +29,7 @@ class Transfer:
     name: str
     "key of traffic_bytes: gather_forward, gather_backward, reduce_gradients, ..."
     collective: str
-    "all_reduce, all_gather or reduce_scatter"
+    "all_reduce, all_gather, reduce_scatter or all_to_all"
     num_bytes: float
     "size of the whole tensors, summed over the step's collectives"
     ranks: int
@@ -57,7 +57,12 @@ class Transfer:
 
     @property
     def inter_node_bytes(self) -> float:
-        """The part of `sent_bytes` that leaves the node: a ring has one outgoing link per node."""
+        """The part of `sent_bytes` that leaves the node.
+
+        A ring has one outgoing link per node. In an all-to-all each rank sends to each rank of other nodes.
+        """
+        if self.collective == "all_to_all":
+            return self.num_bytes * (self.ranks - self.ranks_per_node) / self.ranks
         return self.sent_bytes / self.ranks_per_node if self.ranks > self.ranks_per_node else 0.0
 
     @property
@@ -82,8 +87,7 @@ def transfers(setup: Setup, *, reduces_each_micro_step: bool = False) -> tuple[T
 def _of_heads(setup: Setup) -> Transfer:
     """Return the all-to-alls around attention: heads of query, key and value, and of the output.
 
-    Backward exchanges their gradients, and a recomputed layer exchanges again. An all-to-all of n ranks sends
-    (n - 1) / n of what a rank has, as an all-gather of 1 / n of that by each.
+    Backward exchanges their gradients, and a recomputed layer exchanges again.
     """
     spec, config = setup.spec, setup.config
     ranks, num_passes = config.sp_size, 2 * spec.num_layers + sum(setup.recomputed)
@@ -93,7 +97,7 @@ def _of_heads(setup: Setup) -> Transfer:
     times = config.gradient_accumulation_steps * num_passes
     return Transfer(
         "exchange_heads",
-        "all_gather",
+        "all_to_all",
         num_bytes=times * per_pass,
         ranks=ranks,
         ranks_per_node=per_node,
@@ -106,7 +110,7 @@ def _of_heads(setup: Setup) -> Transfer:
 def _of_muon(setup: Setup) -> Transfer:
     """Return Muon's transfers: updates to the owners of matrices and back, or under DDP from them to all.
 
-    An all-to-all or a broadcast by every rank in turn sends as much as an all-gather.
+    A broadcast by every rank in turn sends as much as an all-gather.
     """
     is_sharded = bool(setup.strategy.sharded_parts)
     ranks = setup.shard_ranks if is_sharded else setup.num_gpus
@@ -119,7 +123,7 @@ def _of_muon(setup: Setup) -> Transfer:
         num_calls = min(num_calls, 2 * (ranks - 1))
     return Transfer(
         "exchange_updates",
-        "all_gather",
+        "all_to_all" if is_sharded else "all_gather",
         # each rank has 1/n of a sharded matrix, and sends and receives that
         num_bytes=2 * of_all / ranks if is_sharded else of_all,
         ranks=ranks,

@@ -372,7 +372,7 @@ def _check_settings(checkpoint: Path, manifest: Manifest, run: dict[str, Any]) -
         raise ValueError(
             f"{checkpoint}: a step had {before.get('sequences_per_step')} sequences, but now has "
             f"{run['sequences_per_step']}\nhint: keep the product --per_device_train_batch_size x "
-            "--gradient_accumulation_steps x processes"
+            "--gradient_accumulation_steps x processes / --sp_size"
         )
 
 

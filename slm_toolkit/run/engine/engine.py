@@ -455,7 +455,7 @@ def describe_batch(config: RunConfig, per_step: int, launch: Launch) -> str:
     """Return one line: the effective batch size, and the learning rate if it is scaled."""
     ranks = f"{launch.num_processes} processes"
     if config.sp_size > 1:
-        ranks = f"{launch.num_processes // config.sp_size} groups of {config.sp_size} processes"
+        ranks += f" / {config.sp_size} that share each sequence"
     batch = (
         f"a step is {per_step} sequences of {config.seq_len} tokens: {config.per_device_train_batch_size} x "
         f"{micro_steps(launch, config)} micro-steps x {ranks}"

@@ -6,17 +6,21 @@ import torch
 from transformers import PreTrainedModel
 
 from slm_toolkit.run.kernels.loss_kernels import IGNORE_INDEX, LossHead, token_losses
+from slm_toolkit.run.model.sequence_parallel import WHOLE, SequenceGroup
 
 
 class RecordedLoss:
-    """The model's loss function, which also keeps its last value.
+    """The model's loss function, which also keeps its last value (of the group, if ranks share sequences).
 
     FSDP2's mixed precision casts all outputs of the model to bf16, including the loss. The reported loss is
     therefore kept where it is computed.
     """
 
-    def __init__(self, model: PreTrainedModel, *, of_tokens: bool = False) -> None:
-        """`of_tokens`: also keep each token's loss."""
+    def __init__(
+        self, model: PreTrainedModel, *, of_tokens: bool = False, sequence_group: SequenceGroup = WHOLE
+    ) -> None:
+        """`of_tokens`: also keep each token's loss. `sequence_group`: the ranks that share sequences."""
+        self._group = sequence_group
         self.function = model.loss_function
         self.head = model.get_output_embeddings()
         self.of_tokens = of_tokens
@@ -59,12 +63,18 @@ class RecordedLoss:
         if torch.is_grad_enabled():
             self.num_tokens += labels.numel()
         self.last = self.head.last_loss if in_head else loss.detach()
-        if self.limit is not None and torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return loss
+        if (
+            self._group.size > 1
+        ):  # one part of a sequence may have another loss, and fewer labels, than others
+            self.last = self._group.mean(self.last.clone())
+        if self.limit is not None:
             mean = self.last
             if self._num_items is not None:
                 next_tokens = arguments.get("shift_labels")
                 next_tokens = labels[:, 1:] if next_tokens is None else next_tokens
-                num_labels = (next_tokens != IGNORE_INDEX).sum().clamp(min=1)
+                num_labels = self._group.mean((next_tokens != IGNORE_INDEX).sum().float()).clamp(min=1)
                 mean = mean * self._num_items / num_labels
             loss = loss * torch.where(mean > self.limit, torch.nan, 1.0)
         return loss

@@ -53,6 +53,7 @@ class SequenceGroup:
         }
         if "padding" in batch:  # at the sequences' ends
             part["padding"] = (end - tokens.shape[1] + batch["padding"]).clamp(0, end - start)
+            part["padding_of_group"] = batch["padding"] / self.size
         if positions is not None:
             part["attention_mask"] = _mask_of_documents(positions)
         return part
@@ -74,6 +75,12 @@ class SequenceGroup:
             non_blocking=accelerator.non_blocking,
         )
 
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the mean over the group of each value, on every rank."""
+        if self.size > 1:
+            torch.distributed.all_reduce(values, group=self.process_group)
+        return values / self.size
+
     def heads_for_tokens(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
@@ -92,7 +99,9 @@ class SequenceGroup:
             ]
         by_rank = [state.unflatten(1, (self.size, -1)).permute(1, 3, 0, 2, 4) for state in states]
         numbers = [state.shape[3] for state in by_rank]  # heads for each rank
-        received = _Exchange.apply(torch.cat(by_rank, dim=3), self.process_group).flatten(0, 1)
+        joined = torch.cat(by_rank, dim=3)
+        del states, by_rank  # frees the padded ones before the exchange allocates its result
+        received = _Exchange.apply(joined, self.process_group).flatten(0, 1)
         return tuple(part.permute(1, 2, 0, 3) for part in received.split(numbers, dim=2))
 
     def tokens_for_heads(self, output: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -137,4 +146,4 @@ def _mask_of_documents(positions: torch.Tensor) -> torch.Tensor:
     """Return which tokens see which, [sequences, 1, tokens, tokens]: earlier ones of the same document."""
     documents = (positions == 0).cumsum(dim=1)
     same = documents[:, None, :, None] == documents[:, None, None, :]
-    return same.tril()
+    return same.tril_()  # in place: it is the largest tensor of a long sequence

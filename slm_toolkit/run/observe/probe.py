@@ -46,8 +46,9 @@ _SOME_ELEMENTS = 1000
 _FEWEST_ELEMENTS = 16
 "nonzero elements that are needed, because fewer may be round numbers by chance"
 _FLOAT8_OPERATORS = ("aten::_scaled_mm", "aten::_to_copy")
-# gloo:all_reduce, nccl:_reduce_scatter_base, ...: the backend records these names when it sends the data
-_REDUCTION = re.compile(r"\w+:(_?reduce|_?all_?reduce|_?reduce_scatter|_?all_?to_?all)\w*")
+# gloo:all_reduce, nccl:_reduce_scatter_base, ...: the backend records these names when it sends the data.
+# All-to-alls exchange heads or Muon's updates; ZeRO++ reduces by them, but in dtypes that are not looked for.
+_REDUCTION = re.compile(r"\w+:(_?reduce|_?all_?reduce|_?reduce_scatter)\w*")
 _KINETO_DTYPES = {
     "c10::BFloat16": "bfloat16",
     "c10::Half": "float16",
