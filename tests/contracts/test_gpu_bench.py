@@ -93,6 +93,7 @@ def test_arms_that_fail_crash_or_hang_are_lines_and_the_others_complete(tmp_path
     assert "archive:" in done.out
 
 
+@pytest.mark.slow
 def test_a_call_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     out = tmp_path / "out"
     arms = arms_file(tmp_path, trained("first"), script(tmp_path, "hang", HANG), trained("last"))
@@ -208,6 +209,7 @@ def test_the_plan_is_three_calls_that_hold_each_part_once() -> None:
     assert set(of_memory) == {(strategy, n) for strategy in measure.STRATEGIES for n in (1, 8)}
 
 
+@pytest.mark.slow
 def test_micro_benchmarks_are_timed_once_each(tmp_path: Path) -> None:
     out = tmp_path / "micro.jsonl"
     command = (sys.executable, str(ROOT / "bench/gpu/micro.py"), "--smoke", "--out", str(out))

@@ -131,6 +131,7 @@ def test_a_strategy_trains_on_pretended_gpus_as_on_a_cpu(
     assert row["peak_allocated_bytes"] == pytest.approx(estimate, rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_batch_is_halved_until_it_fits_the_pretended_gpu(tmp_path: Path) -> None:
     done = pretend(
         *("-m", "slm_toolkit.train", "--model", "slm-1m", "--seq_len", "256", "--max_steps", "2"),

@@ -15,6 +15,7 @@ SMALL = ("--models", "slm-1m", "--seq_len", "64", "--batch_size", "2", "--steps"
 SMALL += ("--core", "-1")  # no core of its own: the tests that run beside it use all
 
 
+@pytest.mark.slow
 def test_arms_in_turn_train_on_the_same_work(tmp_path: Path) -> None:
     arms = ("--arms", "trainer", "ours", "--rounds", "2", "--numerics", "fp32")
     out = tmp_path / "rows.json"

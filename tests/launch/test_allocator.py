@@ -39,6 +39,7 @@ def test_a_library_in_mallocs_place_is_named() -> None:
     assert seen(LD_PRELOAD=library) == "tcmalloc"
 
 
+@pytest.mark.slow
 def test_runs_under_two_allocators_are_two_rows_that_say_so(tmp_path: Path) -> None:
     first = slm(*RUN, "--output_dir", str(tmp_path))
     second = slm(*RUN, "--output_dir", str(tmp_path), env={"THP_MEM_ALLOC_ENABLE": "1"})

@@ -32,6 +32,7 @@ def test_two_strategies_are_compared_and_kept(tmp_path: Path, capfd: pytest.Capt
     )
 
 
+@pytest.mark.slow
 def test_a_users_own_script_is_compared_with_a_grid_of_its_arguments(tmp_path: Path) -> None:
     with patch.dict(os.environ, WARM.env()):
         report = api.compare(

@@ -92,6 +92,7 @@ def test_prefetching_and_reading_ahead_change_no_loss(tmp_path: Path) -> None:
     assert ahead["numerics"]["batch_hashes"] == plain["numerics"]["batch_hashes"]
 
 
+@pytest.mark.slow
 def test_a_compile_mode_runs_where_parameters_stay(tmp_path: Path) -> None:
     flags = ("--torch_compile", "--torch_compile_mode", "reduce-overhead")
     record = trained(tmp_path, *flags, strategy="single")
@@ -211,6 +212,7 @@ def test_prefetching_finds_layers_in_the_wrapper_of_fsdps_own_checkpointing(tmp_
     assert gathered("--fsdp_prefetch", "3") > gathered()
 
 
+@pytest.mark.slow
 def test_two_workers_would_read_a_stream_in_another_order(tmp_path: Path) -> None:
     text = tmp_path / "a.txt"
     text.write_text("some text " * 999)

@@ -5,6 +5,7 @@ import struct
 import sys
 from pathlib import Path
 
+import pytest
 from conftest import run, slm
 from made_records import needs_browser
 
@@ -25,6 +26,7 @@ def test_each_figure_becomes_a_png_and_an_svg(tmp_path: Path) -> None:
     assert "AMD EPYC (2 cores); 2026-11-20" in svg  # a picture in a slide says what it is
 
 
+@pytest.mark.slow
 @needs_browser
 def test_the_study_is_drawn_with_its_origin_in_every_title(tmp_path: Path) -> None:
     done = slm("report", "--paper", "--figures", str(tmp_path / "figures"))

@@ -39,7 +39,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict:
 @pytest.mark.parametrize(
     "strategy",
     [
-        "ddp",
+        pytest.param("ddp", marks=pytest.mark.slow),
         "fsdp_full_shard",
         pytest.param("ds_zero1", marks=pytest.mark.slow),
         pytest.param("ds_zero2", marks=pytest.mark.quick),

@@ -103,6 +103,7 @@ def test_a_comparison_without_a_network_launches_nothing(tmp_path: Path) -> None
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_an_adapter_of_a_cached_model_is_trained_offline_and_names_its_base(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     snapshot = cache_model(tmp_path, "some/tiny")

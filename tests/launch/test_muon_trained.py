@@ -43,6 +43,7 @@ def test_an_engine_has_the_losses_of_one_process(strategy: str, alone: dict, tmp
     assert record["losses"][-1] < record["losses"][0] - 0.05
 
 
+@pytest.mark.slow
 def test_odd_shards_and_reduction_in_fp32_and_micro_steps(tmp_path: Path) -> None:
     """BF16_Optimizer is ZeRO-1's class with fp32 gradients; three ranks divide no width of the model."""
     flags = ("--reduce_dtype", "fp32", "--gradient_accumulation_steps", "2")
@@ -58,7 +59,10 @@ def test_odd_shards_and_reduction_in_fp32_and_micro_steps(tmp_path: Path) -> Non
         assert losses == pytest.approx(found["ddp"], abs=1e-3, rel=0)  # the gate's limit for bf16
 
 
-@pytest.mark.parametrize(("written", "resumed"), [("ds_zero3", "fsdp_full_shard"), ("ds_zero1", "single")])
+@pytest.mark.parametrize(
+    ("written", "resumed"),
+    [("ds_zero3", "fsdp_full_shard"), pytest.param("ds_zero1", "single", marks=pytest.mark.slow)],
+)
 def test_momentum_moves_between_engines(written: str, resumed: str, tmp_path: Path) -> None:
     flags = ("--numerics", "fp32")
     whole = trained(tmp_path / "whole", written, *flags, "--save_steps", str(STOP))

@@ -136,6 +136,7 @@ def test_gradients_reduced_in_fp32_are_seen_in_the_collectives(tmp_path: Path) -
         assert row["numerics_differences"] == differs
 
 
+@pytest.mark.slow
 def test_sums_in_fp32_are_kept_whole_under_ddp_and_zero_1(tmp_path: Path) -> None:
     words = ("--strategy", "ddp", "ds_zero1", "--grad_dtype", "fp32", "--gradient_accumulation_steps", "2")
     done = compare(*words, "--parity", "4", folder=tmp_path)
@@ -149,6 +150,7 @@ def test_sums_in_fp32_are_kept_whole_under_ddp_and_zero_1(tmp_path: Path) -> Non
     assert optimizer["ds_zero1"] == "BF16_Optimizer over AdamW"
 
 
+@pytest.mark.slow
 def test_stock_reduces_in_fp32_if_asked(tmp_path: Path) -> None:
     words = ("--strategy", "ddp", "fsdp_full_shard", "--numerics", "stock", "--reduce_dtype", "fp32")
     done = compare(*words, "--parity", "4", folder=tmp_path)

@@ -85,6 +85,7 @@ def test_every_strategy_rehearses_as_two_real_processes_run(folder: Path) -> Non
     assert_alike(folder, tuple(strategy for strategy in STUDIED_STRATEGIES if strategy not in FAST))
 
 
+@pytest.mark.slow
 def test_float8_is_rehearsed_as_a_gpu_has_it_not_as_it_is_emulated(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     shape = ("--model", "slm-10m", "--seq_len", "512", "--per_device_train_batch_size", "16")
@@ -219,7 +220,7 @@ main(sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("gradients", ["good", "bad"])
+@pytest.mark.parametrize("gradients", [pytest.param("good", marks=pytest.mark.slow), "bad"])
 def test_a_rehearsal_on_real_tensors_steps_or_fails(tmp_path: Path, gradients: str) -> None:
     """torch 2.11's fake group reduced gradients to whatever memory held: no step was taken, the record ok."""
     script = tmp_path / "real.py"

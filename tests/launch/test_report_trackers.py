@@ -153,6 +153,7 @@ def test_only_trackers_that_are_known_are_offered(runs: Path) -> None:
     assert "invalid choice: 'mlflow'" in done.err
 
 
+@pytest.mark.slow
 def test_a_comparison_ends_in_the_tracker_and_its_runs_are_not_trained_twice(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     words = ["compare", "--json", "--model", "slm-1m", "--max_steps", "3", "--seq_len", "32"]

@@ -21,6 +21,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     return compare("--strategy", "ddp", "ds_zero2", *FLAGS, folder=folder)
 
 
+@pytest.mark.slow
 def test_each_engine_steps_with_the_rate_and_epsilon_asked(both: Comparison) -> None:
     for row in both.rows.values():
         assert row["status"] == "ok", row["reason"]

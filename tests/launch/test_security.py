@@ -313,7 +313,12 @@ def test_a_file_of_a_gigabyte_is_refused_unread(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("verb", "strategy"), [("compare", "ds_zero2"), ("train", "ddp"), ("launch", "ds_zero1")]
+    ("verb", "strategy"),
+    [
+        ("compare", "ds_zero2"),
+        pytest.param("train", "ddp", marks=pytest.mark.slow),
+        pytest.param("launch", "ds_zero1", marks=pytest.mark.slow),
+    ],
 )
 def test_python_files_of_the_working_folder_are_not_imported(
     verb: str, strategy: str, tmp_path: Path

@@ -200,6 +200,7 @@ def test_two_strategies_are_queued_run_and_collected_on_one_node_and_on_two(
     assert shown.count(",".join(hosts.names)) == 2
 
 
+@pytest.mark.slow
 def test_a_users_own_script_is_a_job(cluster: dict[str, str], tmp_path: Path) -> None:
     script = ROOT / "tests" / "scripts" / "loop.py"
     words = ("--launcher", "slurm", "--script", str(script), "--strategy", "ddp", "--json")

@@ -213,6 +213,7 @@ def test_a_full_disk_is_named_with_rank_path_and_free_bytes(
     note(faulty, f"disk full: {request.node.callspec.id}", record_property)
 
 
+@pytest.mark.slow
 def test_a_disk_that_becomes_read_only_is_named_when_the_record_is_written(
     small_disk: Path, tmp_path: Path, record_property: Report
 ) -> None:

@@ -75,6 +75,7 @@ def test_a_budget_of_tokens_takes_the_same_steps_under_each_engine(tmp_path: Pat
     assert {record.config.max_tokens for record in records} == {"2K"}
 
 
+@pytest.mark.slow
 def test_a_compiled_model_trains_and_is_saved_under_its_own_names(tmp_path: Path, texts: Path) -> None:
     arguments = (
         "--model",
@@ -106,6 +107,7 @@ def test_every_engine_trains_alike_with_an_option(option: str, tmp_path: Path) -
     assert {row["status"] for row in done.rows.values()} == {"ok"}
 
 
+@pytest.mark.slow
 def test_tied_embeddings_train_and_reload_under_sharding(tmp_path: Path, texts: Path) -> None:
     (tmp_path / "tied").mkdir()
     (tmp_path / "tied" / "config.json").write_text(json.dumps(TIED))

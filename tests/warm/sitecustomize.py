@@ -58,6 +58,7 @@ def _is_our_file(word: str) -> bool:
 
 def run_there(words: list[str]) -> None:
     """Ends this process as that one ends; comes back where that one does not run it."""
+    import contextlib
     import json
     import signal
     import socket
@@ -82,9 +83,15 @@ def run_there(words: list[str]) -> None:
         pid = int(answers.readline() or 0)
         if not pid:
             return
+
+        def pass_on(number: int, _: object) -> None:
+            """An exception here would end this file, and Python would then run the program a second time."""
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and its status is under way
+                os.kill(pid, number)
+
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, lambda number, _: os.kill(pid, number))
+                signal.signal(number, pass_on)
         code = os.waitstatus_to_exitcode(int(answers.readline() or 9))
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)
