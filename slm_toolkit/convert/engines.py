@@ -220,7 +220,7 @@ FSDP_ALONE = (
     Alone("parallelism_config_cp_backend", "ZeRO has no context parallelism", ("torch", None)),
     Alone(
         "parallelism_config_sp_size",
-        "not converted: under ZeRO the script must also support it",
+        "not converted: under ZeRO the script must also support it; slm_toolkit.train has --sp_size",
         (1, None),
     ),
     Alone("parallelism_config_sp_backend", "belongs to sequence parallelism", ("deepspeed", None)),

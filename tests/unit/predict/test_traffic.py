@@ -163,5 +163,14 @@ def test_ranks_that_share_sequences_exchange_heads() -> None:
     # query, key, value and output in bf16, of each of 9 layers, in forward and backward; 7/8 leave the rank
     expected = 4 * 16 * 64 * 2 * 4096 * 9 * 2 * 7 / 8
     assert row.traffic_bytes["exchange_heads"] == pytest.approx(expected)
-    assert traffic("ddp", sp_size=1).keys() == traffic("ddp").keys()
-    assert "exchange_heads" not in traffic("ddp")
+    assert row.traffic_bytes["inter_node"] == 0
+
+
+def test_a_group_on_two_nodes_sends_half_of_its_heads_between_them() -> None:
+    """16 ranks, 8 on each node: of 16 parts, 7 go to a rank of the same node, 8 leave it, one stays."""
+    given = {"model": "slm-100m", "seq_len": 8192, "per_device_train_batch_size": 1, "sp_size": 16}
+    (row,) = estimates(given, [find_strategy("ddp")], gpus=[None], num_gpus=[16], gpus_per_node=8)
+    heads = row.traffic_bytes["exchange_heads"]
+    # DDP's ring of 16 ranks sends 2 M x 15/16 per rank, of which an eighth leaves the node
+    assert row.traffic_bytes["inter_node"] - 2 * M * 15 / 16 / 8 == pytest.approx(heads * 8 / 15)
+    assert row.traffic_bytes["intra_node"] - 2 * M * 15 / 16 * 7 / 8 == pytest.approx(heads * 7 / 15)
