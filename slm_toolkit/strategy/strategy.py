@@ -18,6 +18,7 @@ from slm_toolkit.config.flag_metadata import strategy_problems
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.strategy.deepspeed_json import is_deepspeed_config, read_deepspeed_config
 from slm_toolkit.strategy.deepspeed_optimizer import optimizer_problems, without_optimizer
+from slm_toolkit.strategy.deepspeed_parts import part_problems
 from slm_toolkit.strategy.passed_on import refused_of_json, refused_of_yaml
 from slm_toolkit.strategy.settings import (
     DeepSpeedSettings,
@@ -521,7 +522,8 @@ def contradictions(
         for key, flag in flags.items()
         if deepspeed.get(key, "auto") not in ("auto", getattr(config, flag))
     ]
-    problems += [f"{strategy.path}: {problem}" for problem in optimizer_problems(deepspeed, config)]
+    of_json = [*part_problems(deepspeed), *optimizer_problems(deepspeed, config)]
+    problems += [f"{strategy.path}: {problem}" for problem in of_json]
     steps = config.gradient_accumulation_steps
     if config.numerics == "stock" and strategy.deepspeed is not None:
         steps = strategy.deepspeed.num_micro_steps or steps
