@@ -168,13 +168,13 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def _checked_config(args: argparse.Namespace) -> RunConfig:
     """Return the flags of the run. Raises ValueError for invalid flags."""
-    config = config_from_args(args)
+    config = config_from_args(args).with_defaults(has_gpu=True)
     problems = config.problems()
     no_fix = Pair("overwrite", "fix", ": only --fix writes files", is_needed=True)
     problems += pair_problems(flags_given(args), [no_fix])
     if problems:
         raise all_of(problems, verb="doctor")
-    return config.with_defaults(has_gpu=True)
+    return config
 
 
 def _cases(args: argparse.Namespace, config: RunConfig) -> list["Case"]:

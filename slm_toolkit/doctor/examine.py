@@ -17,7 +17,7 @@ from slm_toolkit.hardware.gpus import Gpu, gpu_of_name
 from slm_toolkit.predict.estimate import estimate
 from slm_toolkit.predict.flag_checks import placement_problems
 from slm_toolkit.predict.setup.setup import Deployment, Setup, known_to_estimates, unlike_the_model
-from slm_toolkit.strategy.strategy import Strategy, contradictions, strategy_of
+from slm_toolkit.strategy.strategy import Strategy, contradictions, group_problems, strategy_of
 
 _CHECKS = {  # each check, and the topic of its findings that name none
     key_faults: "launch",
@@ -116,18 +116,21 @@ def _strategy(case: Case) -> tuple[Strategy | None, list[Finding]]:
             why=why,
             change="remove the flag, or use another strategy",
         )
-        for sentence in contradictions(strategy, case.flags)
+        for sentence in (
+            *contradictions(strategy, case.flags),
+            *([] if strategy.is_single else group_problems(case.flags, case.num_ranks)),
+        )
     ]
     count, per_node = case.num_ranks, min(case.num_ranks, case.gpus_per_node)
     try:
-        group_problems = placement_problems([strategy], num_gpus=[count], gpus_per_node=per_node)
+        undivided = placement_problems([strategy], num_gpus=[count], gpus_per_node=per_node)
     except ValueError:  # there is no estimate of this strategy: `_setups` adds a note
-        group_problems = []
+        undivided = []
     refused += [
         _refusal(*(case, "groups-do-not-divide", sentence, "fsdp"), why=why, change="another --num_gpus")
-        for sentence in group_problems
+        for sentence in undivided
     ]
-    return (None if group_problems else strategy), refused
+    return (None if undivided else strategy), refused
 
 
 def _refusal(case: Case, name: str, sentence: str, topic: str, *, why: str, change: str) -> Finding:
