@@ -331,8 +331,6 @@ FAULTS = (
 SAMPLE = (
     ("eps 1e-7", _FSDP),
     ("one projection never reduced", _DDP),
-    ("noise on one rank's weights", RANK_1),
-    ("documents see each other", LOW),
     ("RoPE's theta x 1.1", _DS),
 )
-"name and where of five that tests plant each time: of optimizer, reduction, one rank, data and model"
+"name and where of three that tests plant each time: of optimizer, reduction and model"

@@ -2,7 +2,7 @@
 
     python bench/planted_faults.py --out /tmp/faults           # all faults; goes on where it was stopped
     python bench/planted_faults.py --out /tmp/faults --only "no causal mask"
-    python bench/planted_faults.py --out /tmp/faults --sample  # five faults, --parity alone: 100 s
+    python bench/planted_faults.py --out /tmp/faults --sample  # three faults, --parity alone: 60 s
     python bench/planted_faults.py --out /tmp/clean --clean    # comparisons without a fault: none may be red
 
 A fault strikes the runs that its `where` names, of slm-1m on two CPU processes. Guards: `slm compare --parity
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the results, and of the runs")
     parser.add_argument("--only", help="faults whose name holds this")
     parser.add_argument("--clean", action="store_true", help="compare runs without a fault")
-    parser.add_argument("--sample", action="store_true", help="five faults of all kinds, with --parity only")
+    parser.add_argument("--sample", action="store_true", help="three faults, with --parity only")
     parser.add_argument("--table", action="store_true", help="print what is there, run nothing")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

@@ -49,6 +49,7 @@ def lines_of(out: Path) -> dict[str, dict[str, Any]]:
     return {line["name"]: line for line in map(json.loads, (out / "arms.jsonl").read_text().splitlines())}
 
 
+@pytest.mark.slow
 def test_arms_that_fail_crash_or_hang_are_lines_and_the_others_complete(tmp_path: Path) -> None:
     out = tmp_path / "out"
     full = "raise MemoryError('CUDA out of memory. Tried to allocate 4.00 GiB')"

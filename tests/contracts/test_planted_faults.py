@@ -8,12 +8,12 @@ from pathlib import Path
 from conftest import ROOT
 
 
-def test_five_planted_faults_are_caught(tmp_path: Path) -> None:
+def test_three_planted_faults_are_caught(tmp_path: Path) -> None:
     words = [sys.executable, str(ROOT / "bench" / "planted_faults.py"), "--sample", "--out", str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
     results = [json.loads(line) for line in (tmp_path / "sample.jsonl").read_text().splitlines()]
-    assert len(results) == 5
+    assert len(results) == 3
     assert [result["fault"] for result in results if not result["parity"]] == []
     # caught by what they compute, not since a run fell over
     assert [result["said"] for result in results if " failed: " in result["said"]] == []

@@ -89,6 +89,7 @@ def test_a_second_stage_begins_at_its_step_under_any_strategy_and_after_a_resume
     assert records[rest]["losses"] == pytest.approx(records[whole]["losses"][3:], abs=1e-5, rel=0)
 
 
+@pytest.mark.slow
 def test_the_losses_of_mixed_datasets_make_up_the_whole(tmp_path: Path) -> None:
     chat = write_rows(tmp_path / "chat.jsonl", [ROWS["messages"], ROWS["messages"]] * 40)
     text = write_rows(tmp_path / "text.jsonl", [{"text": "abcdefgh " * 30}] * 40)

@@ -91,7 +91,7 @@ def test_their_checkpoint_continues_here_with_their_losses(
     ("strategy", "form", "engine"),
     [
         pytest.param("ds_zero2", "dcp", "fsdp2", marks=pytest.mark.slow),
-        ("fsdp_full_shard", "universal", "zero3"),
+        pytest.param("fsdp_full_shard", "universal", "zero3", marks=pytest.mark.slow),
         pytest.param("ddp", "universal", "zero2", marks=pytest.mark.slow),
     ],
 )

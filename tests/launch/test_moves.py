@@ -17,6 +17,8 @@ PLACES = {  # strategy and processes: sequences per process and micro-step, micr
     ("ds_zero3", 2): (4, 1),
     ("single", 1): (8, 1),
 }
+ALWAYS = ("ddp", "ds_zero3")
+"strategies whose bits are compared in every run of the tests; of the others by `-m slow`"
 CIRCLE = list(zip(PLACES, [*list(PLACES)[1:], next(iter(PLACES))], strict=True))
 "each place is left once and reached once"
 Stayed = Callable[[tuple[str, int]], tuple[dict, Path]]
@@ -53,7 +55,13 @@ def stayed(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Stayed:
     return stay
 
 
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: place[0])
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(place, marks=() if place[0] in ALWAYS else pytest.mark.slow, id=place[0])
+        for place in PLACES
+    ],
+)
 def test_a_resume_has_bit_by_bit_the_losses_of_the_run_that_never_stopped(
     place: tuple[str, int], stayed: Stayed, tmp_path: Path, text: Path
 ) -> None:

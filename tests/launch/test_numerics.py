@@ -125,6 +125,7 @@ def test_pure_bf16_keeps_no_fp32_state_and_the_strategies_still_agree(tmp_path: 
     assert sum(state.values()) == pytest.approx(8 * 951_424, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_gradients_reduced_in_fp32_are_seen_in_the_collectives(tmp_path: Path) -> None:
     strategies = ("--strategy", "ddp", "fsdp_full_shard", "ds_zero2", "ds_zero3")
     done = compare(*strategies, "--reduce_dtype", "fp32", "--parity", "4", folder=tmp_path)

@@ -113,6 +113,7 @@ def test_another_seed_on_one_rank_is_caught(tmp_path: Path) -> None:
     assert (code, row["parity_holds"]) == (1, False)
 
 
+@pytest.mark.slow
 def test_an_accumulation_of_the_json_that_is_not_the_scripts_is_caught_and_named(tmp_path: Path) -> None:
     """No fault put in: `stock` does what accelerate does, which is to follow DeepSpeed's JSON."""
     shipped = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())

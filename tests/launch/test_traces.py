@@ -28,7 +28,9 @@ def traced(configuration: dict[str, Any]) -> dict[str, Any]:
     ("table", "asked"),
     [
         pytest.param("adapters", {"strategy": "ddp", "peft": "ia3"}, marks=pytest.mark.quick),
-        ("adapters", {"strategy": "fsdp_shard_grad_op", "peft": "lora"}),
+        pytest.param(
+            *("adapters", {"strategy": "fsdp_shard_grad_op", "peft": "lora"}), marks=pytest.mark.slow
+        ),
         (
             "small_zero",
             {
@@ -65,7 +67,13 @@ def test_the_triton_kernel_of_adamw_needs_no_copies_of_gradients() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "num_gpus"),
-    [("ddp", 2), ("fsdp_full_shard", 2), ("ds_zero1", 2), ("ds_zero2", 8), ("ds_zero3", 2), ("single", 1)],
+    [
+        *(("fsdp_full_shard", 2), ("ds_zero2", 8), ("ds_zero3", 2)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("ddp", 2), ("ds_zero1", 2), ("single", 1))
+        ),
+    ],
 )
 def test_the_step_of_muon_peaks_as_estimated(strategy: str, num_gpus: int, tmp_path: Path) -> None:
     """With layers so wide and so few tokens, most peaks are in Newton-Schulz's products."""
@@ -88,7 +96,9 @@ def test_the_step_of_muon_peaks_as_estimated(strategy: str, num_gpus: int, tmp_p
 
 
 @pytest.mark.parametrize("kernel", ["fused_linear", "fused_logits"])
-@pytest.mark.parametrize(("tokens", "triton"), [(512, False), (2048, False), (2048, True)])
+@pytest.mark.parametrize(
+    ("tokens", "triton"), [pytest.param(512, False, marks=pytest.mark.slow), (2048, False), (2048, True)]
+)
 def test_the_peak_under_loss_chunks_is_that_of_a_trace(
     kernel: str, tokens: int, triton: bool, tmp_path: Path
 ) -> None:

@@ -57,6 +57,7 @@ def test_the_live_rate_is_the_reports_rate(tmp_path: Path) -> None:
     assert lines[-1] == f"{row.tokens_per_second:,.0f} tokens/s"
 
 
+@pytest.mark.slow
 def test_trackio_has_every_steps_loss(tmp_path: Path) -> None:
     pytest.importorskip("trackio")
     done = launch(
