@@ -1,4 +1,4 @@
-"""Five faults of bench/fault_list.py, planted in real trainings: `slm compare --parity` turns red."""
+"""Three faults of bench/fault_list.py, planted in real trainings: `slm compare --parity` turns red."""
 
 import json
 import subprocess
