@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# How do I train a 1B model on 128k tokens: checkpoint activations, or share each sequence between GPUs?
+# How do I train a 1B model on 128k tokens per sequence?
 # hardware: 8 x a100-40gb
 # memory: 23.5 of 39.4 GiB per GPU, 35 GiB of host RAM per node
 # time: 8.7 h
