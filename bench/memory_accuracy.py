@@ -34,6 +34,8 @@ HALVES = (
     *("sequences", "sequences_held_out"),
 )
 "those that docs/accuracy.md shows"
+READ = ("development", "adapters", "adapters_today", "small_zero", "today", "gradients", "sequences")
+"those whose worst rows may be looked at"
 _NUMBERS = ("per_device_train_batch_size", "seq_len", "gradient_accumulation_steps", "lora_r", "sp_size")
 _FRACTIONS = ("lora_dropout",)
 FLAGS_OF_GRADIENTS = ("grad_dtype", "keep_grads", "adam_dtype")
@@ -61,15 +63,7 @@ def main() -> None:
             print(f"  reserved, against replays: {summary(replayed)}")
         if args.write:
             write_estimates(args.folder / f"{half}.csv")
-        if half in (
-            "development",
-            "adapters",
-            "adapters_today",
-            "small_zero",
-            "today",
-            "gradients",
-            "sequences",
-        ):
+        if half in READ:
             for error, row in sorted(rows, key=lambda found: -abs(found[0]))[: args.worst]:
                 asked = " ".join(str(row[name]) for name in row if name not in _NOT_FLAGS[2:])
                 print(f"    {error:+.2%}  {asked}, traced at {row['peak_phase']} {row['peak_module']}")

@@ -521,8 +521,8 @@ class RunConfig:
         "tokens, and attention exchanges heads between them (Ulysses). Works under every strategy",
         group="batch",
         other_names=(
-            *("sequence_parallel_size", "sequence_parallel", "ulysses_sequence_parallel_size"),
-            *("ulysses_size", "context_parallel_size", "cp_size"),
+            *("sequence_parallel_size", "ulysses_sequence_parallel_size", "ulysses_size"),
+            *("context_parallel_size", "cp_size"),
         ),
         grid=True,
         least=1,
