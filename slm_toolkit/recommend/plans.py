@@ -387,7 +387,7 @@ def _observed(setup: Setup, observations: Observations) -> Observed | None:
 
 def _micro_steps(workload: Workload, config: RunConfig, num_gpus: int) -> int | None:
     """Return the number of micro-steps nearest to the workload's tokens per step, or None if too far off."""
-    if num_gpus % config.sp_size:
+    if group_problems(config, num_gpus):
         return None
     num_groups = num_gpus // config.sp_size
     tokens_per_micro_step = num_groups * config.per_device_train_batch_size * config.seq_len

@@ -8,26 +8,24 @@ runtime/tensor_parallel. None was tried on a GPU.
 from collections.abc import Mapping
 from typing import Any
 
+_COMPILE = (
+    "DeepCompile begins when a script calls engine.compile(), and slm_toolkit does not call it, so nothing "
+    "would be compiled: remove it; --torch_compile compiles the layers"
+)
+_AUTO_TP = "slm_toolkit does not run tensor parallelism yet, and counts each rank's tokens: remove it"
+_ZENFLOW = (
+    "ZenFlow applies most gradients some steps later, so its losses are not those of other strategies: "
+    "remove it; without it, this is ZeRO-Offload"
+)
+_SUPER_OFFLOAD = (
+    "SuperOffload has an AdamW of its own on the host and needs an NVIDIA GPU; nobody has run it here: "
+    "remove it; without it, this is ZeRO-Offload"
+)
 _PARTS = {
-    (
-        "compile",
-        "deepcompile",
-    ): "DeepCompile begins when a script calls engine.compile(), and slm_toolkit does "
-    "not call it, so nothing would be compiled: remove it; --torch_compile compiles the layers",
-    ("tensor_parallel", "autotp_size"): "slm_toolkit does not run tensor parallelism yet, and counts each "
-    "rank's tokens: remove it",
-    ("tensor_parallel", "tp_size"): "slm_toolkit does not run tensor parallelism yet: remove it",
-    (
-        "zero_optimization",
-        "zenflow",
-    ): "ZenFlow applies most gradients some steps later, so its losses are not "
-    "those of other strategies: remove it; without it, this is ZeRO-Offload",
-    (
-        "zero_optimization",
-        "offload_optimizer",
-        "super_offload",
-    ): "SuperOffload has an AdamW of its own on the "
-    "host and needs an NVIDIA GPU; nobody has run it here: remove it; without it, this is ZeRO-Offload",
+    "compile.deepcompile": _COMPILE,
+    "tensor_parallel.autotp_size": _AUTO_TP,
+    "zero_optimization.zenflow": _ZENFLOW,
+    "zero_optimization.offload_optimizer.super_offload": _SUPER_OFFLOAD,
 }
 "reasons by path in the JSON"
 
@@ -35,14 +33,14 @@ _PARTS = {
 def part_problems(deepspeed: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each part that a JSON turns on and slm_toolkit does not run."""
     return [
-        f"the DeepSpeed JSON has {'.'.join(path)}: {why}"
+        f"the DeepSpeed JSON has {path}: {why}"
         for path, why in _PARTS.items()
         if _is_on(_value_at(deepspeed, path))
     ]
 
 
-def _value_at(settings: Any, path: tuple[str, ...]) -> Any:
-    for key in path:
+def _value_at(settings: Any, path: str) -> Any:
+    for key in path.split("."):
         settings = settings.get(key) if isinstance(settings, Mapping) else None
     return settings
 

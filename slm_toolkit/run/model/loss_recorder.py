@@ -65,9 +65,7 @@ class RecordedLoss:
         self.last = self.head.last_loss if in_head else loss.detach()
         if not torch.is_grad_enabled():
             return loss
-        if (
-            self._group.size > 1
-        ):  # one part of a sequence may have another loss, and fewer labels, than others
+        if self._group.size > 1:  # parts of a sequence have different losses and numbers of labels
             self.last = self._group.mean(self.last.clone())
         if self.limit is not None:
             mean = self.last
