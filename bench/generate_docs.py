@@ -377,33 +377,34 @@ def _strategies() -> str:
 
 def _optimizers() -> str:
     found = json.loads((RESULTS / "optimizers" / "optimizers.json").read_text())
-    names = {"adamw_torch_fused": "AdamW", "muon": "Muon"}
     losses = []
     for row in found["losses"]:
         mean, spread = statistics.fmean(row["losses"]), statistics.stdev(row["losses"])
         data = "synthetic tokens" if row["dataset"] == "synthetic" else "the text of docs/*.md"
-        by_rate = ", ".join(f"{loss:.3f}" for loss in row["loss_by_learning_rate"].values())
-        name, rate = names[row["optimizer"]], f"{row['learning_rate']:g}"
-        losses.append((data, name, rate, f"{mean:.4f}", f"{spread:.4f}", by_rate))
-    rates = ", ".join(f"{float(rate):g}" for rate in found["losses"][0]["loss_by_learning_rate"])
+        by_rate = ", ".join(f"{float(r):g}: {loss:.3f}" for r, loss in row["loss_by_learning_rate"].items())
+        rate = f"{row['learning_rate']:g}"
+        cells = (f"{mean:.4f}", f"{spread:.4f}", by_rate or "AdamW's rate", row["date"])
+        losses.append((data, row["optimizer"], rate, *cells))
     peaks = {(row["strategy"], row["optimizer"]): row for row in found["memory"]}
+    names = list(dict.fromkeys(name for _, name in peaks))
     memory = []
     for strategy in dict.fromkeys(name for name, _ in peaks):
         cells = [f"`{strategy}`"]
         for optimizer in names:
             row = peaks[strategy, optimizer]
             traced, predicted = row["peak_allocated_bytes"], row["estimated_peak_bytes"]
-            cells += [f"{traced / 2**30:.3f}", f"{predicted / traced - 1:+.2%}"]
+            cells.append(f"{traced / 2**30:.3f} ({predicted / traced - 1:+.2%})")
         memory.append(tuple(cells))
-    head = ("data", "optimizer", "learning rate", "loss", "standard deviation", f"one seed at {rates}")
+    head = ("data", "optimizer", "learning rate", "loss", "standard deviation", "one seed at", "date")
     return (
-        "## Muon against AdamW\n\n"
+        "## Optimizers\n\n"
         "```bash\npython bench/optimizers.py --out results/optimizers\n```\n\n"
         + _table(head, losses)
-        + f"\nOf {found['date']}: slm-3m, {found['steps']} steps of 512 tokens, three seeds at the best"
-        f" learning rate; a loss is the mean of the last {found['last']} steps. The text is seen once.\n\n"
-        + _table(("strategy", "AdamW, GiB", "estimate", "Muon, GiB", "estimate"), memory)
-        + "\nPeaks of slm-100m, one sequence of 1,024 tokens, traced while one process played rank 0 of 8.\n"
+        + f"\nslm-3m, {found['steps']} steps of 512 tokens, three seeds at the best learning rate; a loss is"
+        f" the mean of the last {found['last']} steps. The text is seen once.\n\n"
+        + _table(("strategy", *names), memory)
+        + "\nPeaks in GiB of slm-100m, one sequence of 1,024 tokens, traced while one process played rank 0"
+        " of 8; in parentheses the estimate against them.\n"
     )
 
 

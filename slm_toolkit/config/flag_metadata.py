@@ -59,6 +59,8 @@ class Flag:
     "value if the flag is typed without one"
     synonyms: dict[str, str] = dataclasses.field(default_factory=dict)
     "other spellings of values"
+    instead: dict[str, str] = dataclasses.field(default_factory=dict)
+    "other trainers' values that there are none of here, and what to give instead"
     grid: bool = False
     "whether `slm compare` takes several values"
     one_run_only: bool = False
@@ -99,6 +101,12 @@ class Flag:
     "its name in a row's label; None: the flag's name"
     heading: str | None = None
     "line above a table if all rows have the same value, not the default; {} becomes the value"
+
+    def value_of(self, word: str) -> str:
+        """Return a typed value in our spelling. Raises ValueError for a value of other trainers only."""
+        if word.lower() in self.instead:
+            raise ValueError(f"there is no {word}\nhint: {self.instead[word.lower()]}")
+        return self.synonyms.get(word.lower(), word)
 
     def has_closed_form(self, value: Any) -> bool:
         return self.no_closed_form is None or value in (self.closed_form_for or (self.default,))

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import itertools
+from functools import partial
 from typing import Any, get_args, get_origin
 
 from slm_toolkit.config.flag_metadata import Flag
@@ -43,14 +44,21 @@ def _options(f: dataclasses.Field, flag: Flag, *, several: bool) -> dict[str, An
         "metavar": None if flag.choices else "true|false" if kind is bool else kind.__name__.upper(),
         "help": text.replace("%", "%%"),
     }
-    if flag.synonyms:
-        options["type"] = lambda word: flag.synonyms.get(word.lower(), word)
+    if flag.synonyms or flag.instead:
+        options["type"] = partial(_value_of, flag)
     bare = True if kind is bool else flag.bare
     if several:
         options.update(nargs="+" if bare is None else "*", const=bare, action=_Several)
     elif bare is not None:
         options.update(nargs="?", const=bare)
     return options
+
+
+def _value_of(flag: Flag, word: str) -> str:
+    try:
+        return flag.value_of(word)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def config_from_args(args: argparse.Namespace) -> RunConfig:

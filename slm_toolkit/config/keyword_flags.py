@@ -78,7 +78,12 @@ def _converted(name: str, value: object, kind: type, flag: Flag) -> Any:
         return float(value)
     if type(value) is not kind:
         raise ValueError(f"--{name} is {value!r}: {_KIND_NAMES[kind]}")
-    return flag.synonyms.get(value.lower(), value) if kind is str else value
+    if kind is not str:
+        return value
+    try:
+        return flag.value_of(value)
+    except ValueError as error:
+        raise ValueError(f"argument --{name}: {error}") from None
 
 
 _KIND_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}

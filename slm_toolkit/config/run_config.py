@@ -54,6 +54,8 @@ _NO_CHECKPOINTS = (
 _RECORD_GRAPHS = ("reduce-overhead", "max-autotune")
 _OWN_KERNELS = (Excludes("use_liger_kernel", "it has its own"),)
 
+_NO_PAGES = "--adam_dtype int8, or a strategy that offloads, such as ds_zero2_offload"
+
 
 @dataclass_of_flags
 class RunConfig:
@@ -782,9 +784,16 @@ class RunConfig:
         "adamw_torch_fused: one kernel for all parameters. adamw_torch: takes a temporary as large as the "
         "parameters. adamw_triton: a Triton kernel that also clips gradients and rounds weights, and so "
         "moves 30 instead of 50 bytes per parameter; on a CPU the same as adamw_torch_fused. muon: Muon for "
-        "the matrices of the layers (4 bytes less per parameter), fused AdamW for the rest",
+        "the matrices of the layers (4 bytes less per parameter), fused AdamW for the rest. lion: one moment "
+        "(4 bytes less); give it a third to a tenth of AdamW's learning rate",
         group="optimizer",
-        choices=("adamw_torch", "adamw_torch_fused", "adamw_triton", "muon"),
+        choices=("adamw_torch", "adamw_torch_fused", "adamw_triton", "lion", "muon"),
+        instead={
+            **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit"), "--adam_dtype int8"),
+            **dict.fromkeys(("lion_32bit", "lion_8bit"), "--optim lion; --adam_dtype int8 for 8 bits"),
+            **dict.fromkeys(("paged_adamw_8bit", "paged_adamw_32bit", "paged_adamw"), _NO_PAGES),
+            "adafactor": "--adam_dtype int8 saves 6 of the 8 bytes per parameter that Adafactor would",
+        },
         other_names=("optimizer",),
         grid=True,
         excludes=(
@@ -794,9 +803,13 @@ class RunConfig:
                 values=("stock", "pure_bf16"),
                 own=("adamw_triton",),
             ),
-            Excludes("adam_dtype", "its moments are fp32", values=("bf16",), own=("adamw_triton",)),
-            Excludes("adam_dtype", "--numerics pure_bf16 has them in bf16", values=("bf16",), own=("muon",)),
-            Excludes("numerics", "it has its own master weights", values=("stock",), own=("muon",)),
+            Excludes(
+                "adam_dtype",
+                "its moments are fp32",
+                values=("bf16", "int8"),
+                own=("adamw_triton", "muon"),
+            ),
+            Excludes("numerics", "it has its own master weights", values=("stock",), own=("lion", "muon")),
             Excludes("numerics", "Muon's matrix products are in bf16", values=("fp16",), own=("muon",)),
             Excludes("peft", "Muon is for whole matrices, not for adapters", own=("muon",)),
             Excludes("pad_widths", "Muon's updates grow with the padded widths", own=("muon",)),
@@ -810,7 +823,7 @@ class RunConfig:
             ExcludesStrategy(
                 "offloads",
                 "{flag} with offload, whose optimizer runs on the CPU",
-                own=("adamw_triton", "muon"),
+                own=("adamw_triton", "lion", "muon"),
             ),
             ExcludesStrategy(
                 "is_fsdp1",
@@ -827,10 +840,11 @@ class RunConfig:
     )
     adam_dtype: str | None = Flag(
         None,
-        "dtype of AdamW's two moments (default: that of the weights it updates). bf16: 4 bytes less per "
-        "parameter; with --adam_beta2 0.999 the second moment is rounded where it was. Not under DeepSpeed",
+        "dtype of the moments of AdamW or Lion (default: that of the weights they update). bf16: 2 bytes "
+        "less per moment and parameter; with --adam_beta2 0.999 the second moment is rounded where it was. "
+        "int8: 3 bytes less; 8 bits with a scale per 256 elements, as in bitsandbytes' adamw_8bit",
         group="optimizer",
-        choices=("bf16", "fp32"),
+        choices=("int8", "bf16", "fp32"),
         grid=True,
         excludes=(
             Excludes(
@@ -841,9 +855,9 @@ class RunConfig:
         ),
         excludes_strategies=(
             ExcludesStrategy(
-                "is_deepspeed",
-                "{flag} under DeepSpeed, whose moments have the dtype of its master weights: leave it out",
-                own=("bf16",),
+                "offloads_under_deepspeed",
+                "{flag} under DeepSpeed with offload, whose CPU Adam has fp32 moments: leave it out",
+                own=("bf16", "int8"),
             ),
         ),
         may_change_on_resume=False,
@@ -1248,6 +1262,21 @@ class RunConfig:
         return self.numerics if self.numerics in ("fp16", "fp32") else "bf16"
 
     @property
+    def optimizer_rule(self) -> str:
+        """What `--optim` updates the weights by: adamw, lion or muon."""
+        return rule_of(self.optim)
+
+    @property
+    def num_moments(self) -> int:
+        """Moments of a parameter that Muon does not update."""
+        return 1 if self.optimizer_rule == "lion" else 2
+
+    @property
+    def has_narrow_moments(self) -> bool:
+        """Whether moments between steps are narrower than the weights that they update."""
+        return self.adam_dtype in ("bf16", "int8")
+
+    @property
     def reduces_in_fp32(self) -> bool:
         """True if the flags ask for gradients of bf16 weights to be reduced in fp32."""
         return self.numerics != "fp32" and "fp32" in (self.reduce_dtype, self.grad_dtype)
@@ -1394,6 +1423,11 @@ def _step_problems(config: RunConfig) -> list[str]:
             f"{steps}: together they are at most as many"
         )
     return problems
+
+
+def rule_of(optim: str) -> str:
+    """Return what a value of `--optim` updates the weights by: adamw, lion or muon."""
+    return optim.split("_")[0]
 
 
 def _source_problems(config: RunConfig) -> list[str]:

@@ -74,7 +74,8 @@ def _changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
     if config.optim == "adamw_torch":
         yield changed(optim="adamw_torch_fused")
     if (
-        config.optim not in ("adamw_triton", "muon")
+        config.optim in ("adamw_torch", "adamw_torch_fused")
+        and not config.has_narrow_moments
         and not setup.strategy.is_deepspeed
         and not setup.strategy.offloads
     ):

@@ -175,7 +175,7 @@ class Numerics:
         "attention kernel that ran", settings=("attn_implementation", "torch_compile", "seq_len")
     )
     optimizer_kernel: str | None = _probed(
-        "fused, triton, foreach, for-loop or muon, as run", settings=("optim",)
+        "fused, triton, foreach, for-loop, lion or muon, as run", settings=("optim",)
     )
     compiled: bool | None = _probed("whether a graph of torch.compile ran", settings=("torch_compile",))
     recomputed: bool | None = _probed(

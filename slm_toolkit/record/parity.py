@@ -11,7 +11,7 @@ from math import isfinite
 
 import msgspec
 
-from slm_toolkit.config.run_config import FLAGS
+from slm_toolkit.config.run_config import FLAGS, rule_of
 from slm_toolkit.config.schedule import share_of_peak
 from slm_toolkit.record.measurement_warnings import rank_differences
 from slm_toolkit.record.numerics import (
@@ -67,10 +67,11 @@ def _wrong_optimizer_settings(record: RunRecord, numerics: Numerics) -> list[str
             number = r"(lr|eps|decay|momentum) ([-+.\de]+)"
             ran = {name: float(value) for name, value in re.findall(number, group)}
             expected = {"lr": rate}
-            if "momentum" not in ran:  # AdamW's group, not Muon's
+            if "momentum" not in ran:  # AdamW's group or Lion's, not Muon's
                 beta1, beta2 = re.findall(r"betas (\S+) (\S+),", group)[0]
                 ran |= {"beta1": float(beta1), "beta2": float(beta2)}
-                expected |= {"eps": config.adam_epsilon}
+                if "eps" in ran:
+                    expected["eps"] = config.adam_epsilon
                 expected |= {"beta1": config.adam_beta1, "beta2": config.adam_beta2}
             expected["decay"] = config.weight_decay if ran["decay"] else 0.0
             problems += [
@@ -78,10 +79,9 @@ def _wrong_optimizer_settings(record: RunRecord, numerics: Numerics) -> list[str
                 for name, value in expected.items()
                 if not _is_close(ran[name], value)
             ]
-        if line and ("momentum" in line) != (config.optim == "muon"):
-            problems.append(
-                f"Muon {'updates' if 'momentum' in line else 'does not update'} parameters {when}"
-            )
+        rule = "muon" if line and "momentum" in line else "adamw" if line and "eps" in line else "lion"
+        if line and rule != config.optimizer_rule:
+            problems.append(f"the optimizer is {rule} {when}, not {config.optimizer_rule}")
         decays = re.findall(r"decay ([-+.\de]+)", line or "")
         if line and config.weight_decay and config.peft == "none" and "0" not in decays:
             problems.append(f"weight decay also applies to norms {when}")
@@ -587,7 +587,7 @@ def _task_of(record: RunRecord) -> bytes:
     settings["max_grad_norm"] = (
         settings["max_grad_norm"] or 0.0
     )  # stock numerics: the script sets no clipping
-    settings["optim"] = config.get("optim") == "muon"  # the others are all AdamW
+    settings["optim"] = rule_of(config.get("optim", ""))
     task = [settings, _sequences_per_step(record), record.asked["files"]]
     return msgspec.json.encode(task, order="sorted")
 

@@ -91,8 +91,8 @@ def problems_of(config: RunConfig) -> list[str]:
         problems.append("--ours_against with --numerics pure_bf16: the others train fp32 weights")
     if config.numerics == "fp16":
         problems.append("--ours_against with --numerics fp16: the others compute in bf16 or fp32")
-    if config.optim == "muon":
-        problems.append("--ours_against with --optim muon: the others train with AdamW")
+    if config.optimizer_rule != "adamw":
+        problems.append(f"--ours_against with --optim {config.optim}: the others train with AdamW")
     if config.attn_implementation.startswith("sdpa_"):
         name = config.attn_implementation
         problems.append(f"--ours_against with --attn_implementation {name}: the others know sdpa as a whole")

@@ -71,6 +71,6 @@ def test_momentum_moves_between_engines(written: str, resumed: str, tmp_path: Pa
     assert rest["losses"] == pytest.approx(whole["losses"][STOP:], abs=1e-5, rel=0)
     refused = slm("convert", str(checkpoint), "--to", "ds_universal", "--output", str(tmp_path / "out"))
     assert refused.code == 2
-    assert "was trained by Muon, whose momentum" in refused.err
+    assert "was trained with --optim muon" in refused.err
     assert "hint: --to hf_model" in refused.err
     assert not (tmp_path / "out").exists()

@@ -137,7 +137,6 @@ def test_gradients_reduced_in_fp32_are_seen_in_the_collectives(tmp_path: Path) -
         assert row["numerics_differences"] == differs
 
 
-@pytest.mark.slow
 def test_sums_in_fp32_are_kept_whole_under_ddp_and_zero_1(tmp_path: Path) -> None:
     words = ("--strategy", "ddp", "ds_zero1", "--grad_dtype", "fp32", "--gradient_accumulation_steps", "2")
     done = compare(*words, "--parity", "4", folder=tmp_path)

@@ -65,6 +65,17 @@ def test_the_triton_kernel_of_adamw_needs_no_copies_of_gradients() -> None:
     assert peak(setup).peak_bytes == pytest.approx(found["peak_bytes"], rel=0.001)
 
 
+def _of_wide_layers(folder: Path) -> dict[str, Any]:
+    """Flags for 16 tokens of a model whose layers have 34 million parameters."""
+    shape = {
+        **{"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 8},
+        **{"num_key_value_heads": 8, "vocab_size": 256, "tie_word_embeddings": False, "hidden_act": "silu"},
+        **{"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+    }
+    (folder / "config.json").write_text(json.dumps(shape))
+    return {"model": str(folder), "seq_len": 16, "per_device_train_batch_size": 1}
+
+
 @pytest.mark.parametrize(
     ("strategy", "num_gpus"),
     [
@@ -77,13 +88,7 @@ def test_the_triton_kernel_of_adamw_needs_no_copies_of_gradients() -> None:
 )
 def test_the_step_of_muon_peaks_as_estimated(strategy: str, num_gpus: int, tmp_path: Path) -> None:
     """With layers so wide and so few tokens, most peaks are in Newton-Schulz's products."""
-    shape = {
-        **{"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 8},
-        **{"num_key_value_heads": 8, "vocab_size": 256, "tie_word_embeddings": False, "hidden_act": "silu"},
-        **{"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
-    }
-    (tmp_path / "config.json").write_text(json.dumps(shape))
-    flags = {"model": str(tmp_path), "seq_len": 16, "per_device_train_batch_size": 1, "optim": "muon"}
+    flags = {**_of_wide_layers(tmp_path), "optim": "muon"}
     found = traced({"strategy": strategy, "num_gpus": num_gpus, **flags})
     assert found["status"] == "ok", found["reason"]
     is_in_backward = strategy in ("ds_zero2", "fsdp_full_shard")
@@ -93,6 +98,30 @@ def test_the_step_of_muon_peaks_as_estimated(strategy: str, num_gpus: int, tmp_p
     # two partitions split no matrix here, which spares a copy; the estimate is for ranks with a split one
     tolerance = 0.015 if strategy == "ds_zero1" else 0.002
     assert peak(setup).peak_bytes == pytest.approx(found["peak_bytes"], rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_gpus", "flags"),
+    [
+        ("fsdp_full_shard", 2, {"adam_dtype": "int8"}),
+        ("ds_zero3", 2, {"adam_dtype": "int8"}),
+        ("ds_zero2", 2, {"optim": "lion"}),
+        ("ds_zero3", 2, {"adam_dtype": "bf16"}),
+        pytest.param("ddp", 2, {"optim": "lion", "adam_dtype": "int8"}, marks=pytest.mark.slow),
+        pytest.param("ds_zero1", 2, {"adam_dtype": "int8"}, marks=pytest.mark.slow),
+        pytest.param("single", 1, {"adam_dtype": "bf16"}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_step_of_other_moments_peaks_as_estimated(
+    strategy: str, num_gpus: int, flags: dict[str, str], tmp_path: Path
+) -> None:
+    """With so few tokens, the peak is in the optimizer's step: moments of a chunk in fp32, and as bytes."""
+    flags = {**_of_wide_layers(tmp_path), **flags}
+    found = traced({"strategy": strategy, "num_gpus": num_gpus, **flags})
+    assert (found["status"], found["peak_phase"]) == ("ok", "optimizer"), found["reason"]
+    config = RunConfig(**flags).with_defaults(has_gpu=True)
+    setup = Setup(find_model(config.model), find_strategy(strategy), config, num_gpus=num_gpus)
+    assert peak(setup).peak_bytes == pytest.approx(found["peak_bytes"], rel=0.0002)
 
 
 @pytest.mark.parametrize("kernel", ["fused_linear", "fused_logits"])

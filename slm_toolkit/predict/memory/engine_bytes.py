@@ -15,7 +15,7 @@ from slm_toolkit.model.model_spec import ModelSpec, hidden_matrices, layer_tenso
 from slm_toolkit.predict.memory.zero3_gathers import gathered_of
 from slm_toolkit.predict.memory.zero_gradients import Allocated, Backward, Instant, Reduction, backward_of
 from slm_toolkit.predict.setup.adapters import Adapters, Weights, sharded_adapters
-from slm_toolkit.predict.setup.setup import FP32, Dtypes, Setup
+from slm_toolkit.predict.setup.setup import FP32, MOMENT_BYTES, Dtypes, Setup
 from slm_toolkit.strategy.settings import ZeroSettings
 
 
@@ -510,9 +510,7 @@ def zero_3(
     stepped = min(max(num_hidden / num_ranks, share - num_hidden / num_ranks), zero.sub_group_size)
     flat = stepped * dtypes.kept_gradient
     cast = stepped * dtypes.master if dtypes.master != dtypes.kept_gradient else 0
-    updating = (cast or flat) + (
-        optimizer_temporary if num_hidden else min(optimizer_temporary, cast or flat)
-    )
+    updating = (cast or flat) + optimizer_temporary
 
     def gathered_bytes(elements: int) -> float:
         return (elements + persistent) * w if num_ranks > 1 else 0
@@ -538,31 +536,51 @@ def zero_3(
 CHUNK_ELEMENTS = 2**25
 "gradient elements that `run/engine/optimizer.py` casts at a time; a test compares the two constants"
 
+INT8_CHUNK_ELEMENTS = 2**23
+"the same with `--adam_dtype int8`"
+_INT8_TABLE = 2**18 + 4 * 256
+"bytes of the two tables of a moment in 8 bits; they stay, but count only here"
+
 
 def optimizer_temporary(setup: Setup) -> float:
     """Return the temporary bytes of the optimizer's step on one rank.
 
-    foreach AdamW makes a temporary tensor for each parameter that it updates, fused AdamW and the Triton
-    kernel make none. The toolkit's own AdamW (not with `stock`, not under DeepSpeed) updates the parameters
-    in chunks. Muon updates as many matrices together as there are ranks.
+    foreach AdamW and Lion make a temporary tensor for each parameter that they update, fused AdamW and the
+    Triton kernel make none. The toolkit's own optimizer (not PyTorch's AdamW, as with `stock` and under
+    DeepSpeed) updates the parameters in chunks. Moments narrower than the weights are widened in a step;
+    those in 8 bits need as much again, and a byte, while one tensor of them becomes bytes. Muon updates as
+    many matrices together as there are ranks.
     """
-    dtypes, weights, strategy = setup.dtypes, setup.weights, setup.strategy
+    dtypes, weights, strategy, config = setup.dtypes, setup.weights, setup.strategy, setup.config
     num_shards = 1 if strategy.is_replicated else setup.gpu_state_ranks
-    foreach = setup.config.optim == "adamw_torch"
-    is_torchs_own = setup.config.numerics == "stock" or setup.like is not None
-    is_muon = setup.config.optim == "muon"
+    updated = dtypes.master or dtypes.parameter
+    is_muon = config.optim == "muon"
     if strategy.is_deepspeed and is_muon:
         return muon_temporary(setup)
-    if strategy.is_deepspeed or is_torchs_own:
-        updated = dtypes.master or dtypes.parameter
-        return weights.trained / num_shards * updated * foreach
-    elements = largest_chunk(setup.spec, num_shards, weights.adapter_shapes, without_layers=is_muon)
-    updated = dtypes.master or dtypes.parameter
-    if setup.config.optim == "adamw_triton":
+    if config.optim == "adamw_triton":
         return 0
-    cast = updated if updated != dtypes.kept_gradient else 0
-    cast += 2 * updated if setup.config.adam_dtype == "bf16" else 0
-    return max(elements * (cast + updated * foreach), muon_temporary(setup) if is_muon else 0)
+    foreach = config.optim in ("adamw_torch", "lion")
+    cuts = config.optim == "lion" or config.has_narrow_moments
+    elements = weights.trained / num_shards  # of one flat tensor
+    if strategy.is_zero_3:
+        zero = strategy.deepspeed.zero_optimization.of_width(setup.spec.hidden_size)
+        elements = min(elements, zero.sub_group_size)
+    if config.numerics == "stock" or setup.like is not None or (strategy.is_deepspeed and not cuts):
+        return elements * updated * foreach
+    largest, kept = elements, 0
+    chunk = CHUNK_ELEMENTS if config.adam_dtype != "int8" else INT8_CHUNK_ELEMENTS
+    if not strategy.is_deepspeed:
+        shares = tensor_shares(setup.spec, num_shards, weights.adapter_shapes, without_layers=is_muon)
+        elements, largest = largest_chunk(shares, chunk), max(shares)
+        kept = updated if updated != dtypes.kept_gradient else 0
+    if cuts:
+        elements, largest = min(elements, chunk), min(largest, chunk)
+    kept += config.num_moments * updated if config.has_narrow_moments else 0
+    is_int8 = config.adam_dtype == "int8"
+    packing = largest * (4 + MOMENT_BYTES["int8"]) * is_int8
+    temporary = kept * elements + max(updated * foreach * elements, packing)
+    temporary += config.num_moments * _INT8_TABLE * is_int8
+    return max(temporary, muon_temporary(setup) if is_muon else 0)
 
 
 def muon_temporary(setup: Setup) -> float:
@@ -587,28 +605,36 @@ def muon_temporary(setup: Setup) -> float:
 
 
 @lru_cache(maxsize=4096)
-def largest_chunk(
+def tensor_shares(
     spec: ModelSpec,
     num_shards: int,
     adapter_shapes: tuple[tuple[int, int], ...] = (),
     *,
     without_layers: bool = False,
-) -> int:
-    """Return the elements of the largest chunk of AdamW. `without_layers`: Muon updates their matrices.
+) -> tuple[int, ...]:
+    """Return a rank's elements of the matrices that AdamW or Lion updates, in the model's order.
 
-    A chunk is a run of parameters, in the model's order, with at most CHUNK_ELEMENTS or one larger parameter.
+    `without_layers`: Muon updates those of the layers.
     """
     if adapter_shapes:
-        shares = [-(-rows // num_shards) * columns for rows, columns in adapter_shapes] * spec.num_layers
-    else:
-        layer = [tensor.num_elements for tensor in layer_tensors(spec) if tensor.is_matrix]
-        matrices = [spec.embedding_params, *layer * (0 if without_layers else spec.num_layers)]
-        if not spec.tied:
-            matrices.append(spec.embedding_params)
-        shares = [-(-size // num_shards) for size in matrices]
+        return (*(-(-rows // num_shards) * columns for rows, columns in adapter_shapes),) * spec.num_layers
+    layer = [tensor.num_elements for tensor in layer_tensors(spec) if tensor.is_matrix]
+    matrices = [spec.embedding_params, *layer * (0 if without_layers else spec.num_layers)]
+    if not spec.tied:
+        matrices.append(spec.embedding_params)
+    return tuple(-(-size // num_shards) for size in matrices)
+
+
+@lru_cache(maxsize=4096)
+def largest_chunk(shares: tuple[int, ...], chunk_elements: int = CHUNK_ELEMENTS) -> int:
+    """Return the elements of the optimizer's largest chunk.
+
+    A chunk is a run of parameters, in the model's order, with at most `chunk_elements`, or one larger
+    parameter.
+    """
     largest = run = 0
     for share in shares:
-        if run and run + share > CHUNK_ELEMENTS:
+        if run and run + share > chunk_elements:
             largest, run = max(largest, run), 0
         run += share
     return max(largest, run)

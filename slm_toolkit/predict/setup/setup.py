@@ -35,7 +35,7 @@ class Dtypes:
     parameter: int
     master: int
     moments: float
-    "Adam's two moments together; with Muon, the mean over all trained parameters"
+    "all moments together; with Muon, the mean over all trained parameters"
     compute: int
     "parameters as matrix products read them, after the all-gather or cast"
     gradient: int
@@ -44,6 +44,10 @@ class Dtypes:
     "gradients in the collectives"
     kept_gradient: int
     "gradients that the optimizer reads"
+
+
+MOMENT_BYTES = {"bf16": 2.0, "int8": 1 + 4 / 256}  # a scale per block: run/engine/moments.py
+"of one moment per parameter with `--adam_dtype`; others have the dtype of the weights they update"
 
 
 def dtypes_of(strategy: Strategy, config: RunConfig) -> Dtypes:
@@ -59,7 +63,8 @@ def dtypes_of(strategy: Strategy, config: RunConfig) -> Dtypes:
     dtypes = engine_dtypes(strategy, config.numerics, fp32_reduction=fp32_reduction)
     if config.grad_dtype == "fp32" and strategy.is_replicated:
         dtypes = dataclasses.replace(dtypes, kept_gradient=4)
-    return dataclasses.replace(dtypes, moments=4) if config.adam_dtype == "bf16" else dtypes
+    of_one = MOMENT_BYTES.get(config.adam_dtype, dtypes.moments / 2)
+    return dataclasses.replace(dtypes, moments=of_one * config.num_moments)
 
 
 def engine_dtypes(strategy: Strategy, numerics: str, *, fp32_reduction: bool) -> Dtypes:

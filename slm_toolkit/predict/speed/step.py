@@ -435,6 +435,10 @@ accumulation and copies around collectives; unpacking of 4-bit weights; recomput
 the optimizer; offload; exposed communication, with the wait for the slowest rank; waiting for the host to
 launch kernels; host time between two steps"""
 
+# of a moment in `run/engine/moments.py`: index 5, values 8, times the scale 8; norm 4, share 8, bits 8, byte
+# 5, its copy 2; a kernel for each, and one for the scales
+_INT8_BYTES = 48
+_INT8_KERNELS = 9
 _MUON_KERNELS = 3
 "of a matrix, in `run/engine/muon.py`: two casts and an addition. Newton-Schulz's take longer than a launch"
 # x: time of norm, casts, clipping and copies over that of as many bytes of AdamW's kernel, on an H100
@@ -622,8 +626,12 @@ def optimizer_bytes(
     clip = 2 * updated if config.max_grad_norm or config.numerics == "stock" else 0  # stock multiplies by 1
     adamw = 7 * updated  # gradient read; master and moments read and written
     adamw *= 1.0 if config.optim == "adamw_torch_fused" else _UNFUSED_ADAM
-    if config.adam_dtype == "bf16":  # narrower moments are cast before and after
-        adamw += 2 * (dtypes.moments + 2 * updated)
+    if config.optim == "lion":  # averages 3 each, sign 2, decay 2, the move 3; no kernel joins them
+        adamw = slowdown * 13 * updated
+    if config.adam_dtype == "bf16":  # cast before and after
+        adamw += 2 * (dtypes.moments + config.num_moments * updated)
+    elif config.adam_dtype == "int8":
+        adamw += slowdown * config.num_moments * _INT8_BYTES
     copy_back = updated + dtypes.parameter if dtypes.master else 0
     if (
         by_muon
@@ -709,6 +717,8 @@ def _optimizer_kernels(setup: Setup) -> int:
     per_param = int(config.numerics in ("aligned", "fp16") and config.optim != "adamw_triton")
     if config.optim == "muon":
         per_param += _MUON_KERNELS
+    if config.adam_dtype == "int8":
+        per_param += _INT8_KERNELS * config.num_moments
     if strategy.is_zero_3:
         per_param += _ZERO_3_NORM_KERNELS
     elif strategy.is_deepspeed:  # of the tensors in its partition

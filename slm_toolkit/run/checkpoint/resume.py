@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from slm_toolkit.base.user_files import typed_path
+from slm_toolkit.config.run_config import rule_of
 from slm_toolkit.record.saved_files import CHECKPOINTS_DIR, finished, saved_model
 from slm_toolkit.run.checkpoint.checkpoint import (
     RANDOM_CPU,
@@ -87,9 +88,9 @@ def find_checkpoints(
             "hint: give a folder like runs/<run>/checkpoints/step_<k>, or latest"
         )
     if is_foreign(folder):
-        if run.get("optim") == "muon":
+        if (rule := rule_of(run["optim"])) != "adamw":
             raise ValueError(
-                f"{folder} has AdamW's moments, and --optim muon needs Muon's momentum\n"
+                f"{folder} has AdamW's moments, which --optim {rule} can't continue\n"
                 "hint: resume with --optim adamw_torch_fused, or convert it --to hf_model and start from that"
             )
         return [_foreign(folder, run)]

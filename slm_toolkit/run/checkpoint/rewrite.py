@@ -9,13 +9,15 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 
+from slm_toolkit.config.run_config import rule_of
 from slm_toolkit.model.names import find_model
 from slm_toolkit.record.files import read_record
 from slm_toolkit.record.run_record import RECORD_FILE
 from slm_toolkit.record.saved_files import delete
 from slm_toolkit.run.checkpoint.foreign import ForeignReader
 from slm_toolkit.run.checkpoint.resume import Checkpoint, opened
-from slm_toolkit.run.engine.training_state import MOMENTS, WEIGHTS
+from slm_toolkit.run.engine.moments import MOMENTS
+from slm_toolkit.run.engine.training_state import WEIGHTS
 from slm_toolkit.run.model.model import hf_config
 
 
@@ -129,11 +131,11 @@ def _group(source: Checkpoint, learning_rate: float | None) -> dict[str, Any]:
 
 
 def _with_moments(checkpoint: Path) -> Checkpoint:
-    """Open a checkpoint that has AdamW's moments. Raises ValueError if Muon trained it."""
+    """Open a checkpoint that has AdamW's moments. Raises ValueError if Muon or Lion trained it."""
     source = opened(checkpoint)
-    if source.manifest.run.get("optim") == "muon":
+    if (rule := rule_of(source.manifest.run.get("optim", "adamw"))) != "adamw":
         raise ValueError(
-            f"{source.path} was trained by Muon, whose momentum neither accelerate nor DeepSpeed reads\n"
+            f"{source.path} was trained with --optim {rule}; what is written here has AdamW's two moments\n"
             "hint: --to hf_model"
         )
     return source

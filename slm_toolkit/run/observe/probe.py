@@ -14,8 +14,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile
 
 from slm_toolkit.record.numerics import ROUNDED, Numerics, merged
+from slm_toolkit.run.engine.moments import local_part
 from slm_toolkit.run.engine.muon import MUON
-from slm_toolkit.run.engine.optimizer import ADAMW_KERNEL, AdamWWithMasterWeights, local_part
+from slm_toolkit.run.engine.optimizer import ADAMW_KERNEL, AdamWWithMasterWeights
 from slm_toolkit.run.observe.measure import (
     READING_GRADIENTS,
     GradientCounter,
@@ -36,6 +37,7 @@ _ATTENTION_KERNELS = (  # (the profiler's name of an operator, our name of the k
 )
 _OPTIMIZER_KERNELS = (
     (MUON, "muon"),  # with fused AdamW for the other parameters
+    (r"aten::_foreach_sign_", "lion"),
     (ADAMW_KERNEL, "triton"),
     (r"aten::_fused_adamw?_", "fused"),
     (r"aten::_foreach_addcdiv_", "foreach"),

@@ -166,10 +166,11 @@ def test_constants_are_the_trainers() -> None:
 
 def test_every_parameter_is_counted_once_in_the_optimizers_chunks() -> None:
     # TINY on one rank: all matrices, 2 x 320 + 2 x 640 = 1920 elements, far below one chunk
-    assert optimizer_bytes.largest_chunk(TINY, 1) == 1920
-    assert optimizer_bytes.largest_chunk(TINY, 1, without_layers=True) == 2 * 320  # the layers' are Muon's
+    largest_chunk, tensor_shares = optimizer_bytes.largest_chunk, optimizer_bytes.tensor_shares
+    assert largest_chunk(tensor_shares(TINY, 1)) == 1920
+    assert largest_chunk(tensor_shares(TINY, 1, without_layers=True)) == 2 * 320  # the layers' are Muon's
     wide = dataclasses.replace(TINY, vocab_size=2**26 // 8)  # each vocabulary matrix alone is two chunks
-    assert optimizer_bytes.largest_chunk(wide, 1) == 2**26
+    assert largest_chunk(tensor_shares(wide, 1)) == 2**26
 
 
 @pytest.mark.parametrize("half", ["development", "held_out", "fused_mlp"])

@@ -1,0 +1,133 @@
+"""An optimizer's moments between steps: in the dtype of the weights, in bf16, or in 8 bits.
+
+8 bits are those of "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861): one byte per element,
+and an fp32 scale for each block of 256 elements. Blocks begin where this rank's stretch of a tensor begins.
+Moments that were not changed become the same bytes again. PyTorch's operations do it on every device:
+bitsandbytes 0.50 has kernels, but on CPUs its own turns zeros into 2e-5 of a block's largest element.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+FIRST, SECOND = "exp_avg", "exp_avg_sq"
+MOMENTS = (FIRST, SECOND)
+BLOCK_ELEMENTS = 256
+_SCALES = "_scales"
+"ends the name of the scales of a moment in 8 bits"
+_EXPONENTS = 7
+_DROPPED_BITS = 14
+"of an fp32 number's 32; the others are its index in a table: sign, exponent and 9 bits of its fraction"
+_KEPT_BITS = 32 - _DROPPED_BITS
+_TABLES: dict[tuple[str, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+def create_moment(state: dict[str, Any], kind: str, param: torch.Tensor, dtype: torch.dtype) -> None:
+    """Add a moment of zeros to a parameter's state. dtype uint8: in 8 bits, with scales."""
+    state[kind] = torch.zeros_like(param, dtype=dtype)
+    if dtype == torch.uint8:
+        num_blocks = -(-local_part(param).numel() // BLOCK_ELEMENTS)
+        state[kind + _SCALES] = torch.zeros(num_blocks, device=param.device)
+
+
+def read_moment(state: dict[str, Any], kind: str, stretch: slice | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return this rank's elements of a moment (of the flattened tensor's `stretch`) in `dtype`.
+
+    They share memory with the state if it has the dtype. A stretch begins where a block does.
+    """
+    kept = _part(state[kind], stretch)
+    if kept.dtype != torch.uint8:
+        return kept.to(dtype)
+    if not kept.numel():
+        return torch.empty_like(kept, dtype=dtype)
+    value_of, _ = _tables(kind, kept.device)
+    blocks = _blocks(value_of[kept.int()])
+    blocks.mul_(_scales(state, kind, stretch).unsqueeze(1))
+    return blocks.view(-1)[: kept.numel()].view_as(kept).to(dtype)
+
+
+def write_moment(state: dict[str, Any], kind: str, stretch: slice | None, moment: torch.Tensor) -> None:
+    """Keep what `read_moment` returned and a step changed."""
+    kept = _part(state[kind], stretch)
+    if kept.dtype == torch.uint8 and kept.numel():
+        _, byte_of = _tables(kind, kept.device)
+        blocks = _blocks(moment.float())
+        scales = torch.linalg.vector_norm(blocks, float("inf"), dim=1)
+        shares = (blocks / scales.unsqueeze(1)).view(-1)[: kept.numel()]
+        kept.copy_(byte_of[shares.view(torch.int32).bitwise_right_shift_(_DROPPED_BITS)].view_as(kept))
+        _scales(state, kind, stretch).copy_(scales)
+    elif kept.dtype != moment.dtype:
+        kept.copy_(moment)
+
+
+@contextmanager
+def unpacked(state: dict[str, Any]) -> Iterator[None]:
+    """Inside, moments in 8 bits are fp32 tensors of the same shape, to be read or written."""
+    with ExitStack() as packing:
+        for kind in [kind for kind in MOMENTS if kind + _SCALES in state]:
+            packed = {name: state[name] for name in (kind, kind + _SCALES)}
+            state[kind] = read_moment(state, kind, None, torch.float32)
+            packing.callback(_pack, state, kind, packed)
+        yield
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a DTensor as a view; return any other tensor unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _pack(state: dict[str, Any], kind: str, packed: dict[str, torch.Tensor]) -> None:
+    moment = state[kind]
+    state.update(packed)
+    write_moment(state, kind, None, moment)
+
+
+def _part(tensor: torch.Tensor, stretch: slice | None) -> torch.Tensor:
+    local = local_part(tensor)
+    return local if stretch is None else local.view(-1)[stretch]
+
+
+def _scales(state: dict[str, Any], kind: str, stretch: slice | None) -> torch.Tensor:
+    scales = state[kind + _SCALES]
+    if stretch is None:
+        return scales
+    return scales[stretch.start // BLOCK_ELEMENTS : -(-stretch.stop // BLOCK_ELEMENTS)]
+
+
+def _blocks(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements in rows of one block each: a view, or a copy if the last row is filled up."""
+    flat = tensor.reshape(-1)
+    num_missing = -flat.numel() % BLOCK_ELEMENTS
+    if num_missing:
+        flat = torch.nn.functional.pad(flat, (0, num_missing))
+    return flat.view(-1, BLOCK_ELEMENTS)
+
+
+def _tables(kind: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the value of each byte, and the byte of each share of a block's largest element.
+
+    A value is a power of ten from 1e-6 to 1 times a fraction, which has a bit more for each power. Shares
+    have the byte of the nearest value, rounded at a five-hundredth of the share.
+    """
+    if (kind, device) not in _TABLES:
+        positive = [0.0]
+        for exponent in range(_EXPONENTS):
+            num_fractions = 2 ** (exponent + (kind == SECOND))
+            edges = [0.1 + 0.9 * index / num_fractions for index in range(num_fractions + 1)]
+            positive += [10.0 ** (exponent + 1 - _EXPONENTS) * sum(pair) / 2 for pair in pairwise(edges)]
+        if kind == SECOND:
+            values = torch.tensor([*positive, 1.0])
+        else:  # 1 and -1, so that a block's largest element is kept as it is
+            positive[-1] = 1.0
+            values = torch.tensor([*positive, *[-value for value in positive[1:]]])
+        order = values.argsort(stable=True)
+        middles = values[order][:-1] / 2 + values[order][1:] / 2
+        bits = torch.arange(2**_KEPT_BITS, dtype=torch.int32) << _DROPPED_BITS | 1 << (_DROPPED_BITS - 1)
+        shares = bits.view(torch.float32).nan_to_num(1.0).clamp(-1, 1)
+        byte_of = order[torch.bucketize(shares, middles)].to(torch.uint8)
+        _TABLES[kind, device] = values.to(device), byte_of.to(device)
+    return _TABLES[kind, device]
