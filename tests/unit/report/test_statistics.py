@@ -58,6 +58,11 @@ def test_three_launches_or_more_show_themselves_how_much_they_differ() -> None:
     assert (rate.num_launches, rate.num_timed_steps) == (3, 90)
 
 
+def test_one_slow_launch_of_three_does_not_move_the_rate() -> None:
+    launches = [with_steps(*[seconds] * 31) for seconds in (1.0, 1.25, 10.0)]
+    assert throughput(launches).tokens_per_second == pytest.approx(8192 / 1.25)
+
+
 def test_one_block_of_steps_is_taken_step_by_step() -> None:
     # ten timed steps are one block, which says nothing of how steps differ; two of them are half as fast.
     # Of ten values the second lowest and the second highest hold the median in 98 % of samples
