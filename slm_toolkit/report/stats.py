@@ -58,10 +58,11 @@ def throughput(repeats: list[RunRecord]) -> Throughput | None:
     """Return the rate of one run's launches; None if no step was timed.
 
     A step takes as long as its slowest rank. The timed steps of a launch are split into blocks of ten (a
-    remainder makes blocks a little longer); a launch's rate is the median of its blocks' rates, and the
-    rate of several launches is their median. With three or more launches, the interval is Student's prediction interval for another launch. Fewer launches don't show
-    how much launches differ. Then it is the interval of the blocks' median (below three blocks: of the steps'
-    median), but at least LAUNCH_NOISE in both directions. Disturbed launches widen it: see `disturbance`.
+    remainder makes blocks a little longer); a launch's rate is the median of its blocks' rates, and the rate
+    of several launches is their median. With three or more launches, the interval is Student's prediction
+    interval for another launch. Fewer launches don't show how much launches differ. Then it is the interval
+    of the blocks' median (below three blocks: of the steps' median), but at least LAUNCH_NOISE in both
+    directions. Disturbed launches widen it: see `disturbance`.
     Fewer than ten timed steps have no interval.
     """
     timed = [(record, timed_seconds(record)) for record in repeats]
