@@ -15,31 +15,37 @@ slm recommend --model slm-2b-hw --tokens 1B --torch_compile --gpu rtx-4090:1 --s
 # Or offload: master weights and AdamW move to the host. Only step 2 measures how fast that is.
 slm estimate --model slm-2b-hw --gpu rtx-4090 --num_gpus 1 --strategy single ds_zero2_offload \
   --gradient_checkpointing full --loss_kernel fused_linear --per_device_train_batch_size 16
+# Or moments in 8 bits: master weights stay fp32, and nothing moves to the host. It is near the card's limit.
+slm estimate --model slm-2b-hw --gpu rtx-4090 --num_gpus 1 --strategy single --adam_dtype int8 \
+  --gradient_checkpointing full --loss_kernel fused_linear --per_device_train_batch_size 4
 
 if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with a GPU: the real thing
   : "${MODEL:=slm-2b-hw}" "${SEQ_LEN:=1024}" "${BATCH:=16}" "${ACCUMULATE:=32}" "${STEPS:=1908}"
   data=(--dataset HuggingFaceFW/fineweb-edu --dataset_config_name sample-10BT
     --tokenizer_name TinyLlama/TinyLlama_v1.1)
-  compile=(--torch_compile) measured=(bf16 offload)
+  compile=(--torch_compile) measured=(bf16 offload int8)
 else # without a GPU, or with TRY=1: two steps of a tiny model
   : "${MODEL:=slm-1m}" "${SEQ_LEN:=64}" "${BATCH:=2}" "${ACCUMULATE:=2}" "${STEPS:=2}"
   data=(--dataset synthetic)
-  compile=() measured=(offload)
+  compile=() measured=(offload int8)
 fi
-declare -A strategy=([bf16]=single [offload]=ds_zero2_offload)
-declare -A numerics=([bf16]=pure_bf16 [offload]=aligned)
-: "${WAY:=bf16}" # or offload: slower, but small weight updates are not lost to rounding
+declare -A ways=([bf16]="--strategy single --numerics pure_bf16"
+  [offload]="--strategy ds_zero2_offload" [int8]="--strategy single --adam_dtype int8")
+# With offload or int8 small weight updates are not lost to rounding; both are slower. int8 with BATCH=4.
+: "${WAY:=bf16}"
 flags=(--model "$MODEL" --seq_len "$SEQ_LEN" --per_device_train_batch_size "$BATCH"
   --gradient_accumulation_steps "$ACCUMULATE" --gradient_checkpointing full
   --loss_kernel fused_linear --norm_kernel fused "${compile[@]}")
 
 # 2. Measure the speed of both.
 for way in "${measured[@]}"; do
-  slm compare --strategy "${strategy[$way]}" --numerics "${numerics[$way]}" --num_processes 1 "${flags[@]}" \
+  read -ra own <<<"${ways[$way]}"
+  slm compare "${own[@]}" --num_processes 1 "${flags[@]}" \
     --max_steps $((STEPS < 4 ? STEPS : 4)) --output_dir runs/check
 done
 
 # 3. Train.
-slm train --strategy "${strategy[$WAY]}" --num_processes 1 --numerics "${numerics[$WAY]}" \
+read -ra own <<<"${ways[$WAY]}"
+slm train "${own[@]}" --num_processes 1 \
   "${flags[@]}" "${data[@]}" --max_steps "$STEPS" \
   --warmup_steps $((STEPS / 50)) --eval_steps 200 --save_steps 200 --run_name one-24gb-card-2b
