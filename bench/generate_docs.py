@@ -61,6 +61,8 @@ _HALVES = {  # file of results/memory: what it holds
     "gradients_held_out": "the same; one row, 15 % off, was read and led to a fix",
     "sequences": "`--sp_size`, 2,048 to 32,768 tokens; read, and two terms corrected",
     "sequences_held_out": "the same; one row, 6.2 % off, was read and led to a fix",
+    "optimizers": "Lion, Muon, moments in bf16 and 8 bits, few tokens; read, nothing changed",
+    "optimizers_held_out": "the same, only counted",
 }
 _ARMS = {  # of bench/throughput.py, in results/throughput/cpu.txt
     "trainer": "Hugging Face Trainer, sdpa, fused AdamW",

@@ -31,10 +31,13 @@ HALVES = (
     *("development", "held_out", "fresh", "fused_mlp", "adapters", "adapters_held_out"),
     *("adapters_today", "adapters_today_held_out"),
     *("today", "today_held_out", "gradients", "gradients_held_out"),
-    *("sequences", "sequences_held_out"),
+    *("sequences", "sequences_held_out", "optimizers", "optimizers_held_out"),
 )
 "those that docs/accuracy.md shows"
-READ = ("development", "adapters", "adapters_today", "small_zero", "today", "gradients", "sequences")
+READ = (
+    *("development", "adapters", "adapters_today", "small_zero", "today", "gradients", "sequences"),
+    "optimizers",
+)
 "those whose worst rows may be looked at"
 _NUMBERS = ("per_device_train_batch_size", "seq_len", "gradient_accumulation_steps", "lora_r", "sp_size")
 _FRACTIONS = ("lora_dropout",)

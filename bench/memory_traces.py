@@ -16,6 +16,8 @@
     python bench/memory_traces.py --half adapters_today_held_out
     python bench/memory_traces.py --half sequences       # long sequences that ranks share; looked at
     python bench/memory_traces.py --half sequences_held_out
+    python bench/memory_traces.py --half optimizers      # Lion, Muon, narrow moments; looked at
+    python bench/memory_traces.py --half optimizers_held_out
 
 Each configuration is a real run of `slm_toolkit.train --rehearse N` in a process of its own, forked from one
 that has imported everything, with the environment that `accelerate launch` would set.
@@ -49,11 +51,12 @@ HALVES = (
     *("development", "held_out", "fresh", "fused_mlp", "adapters", "adapters_held_out"),
     *("small_zero", "small_zero_held_out", "today", "today_held_out", "gradients", "gradients_held_out"),
     *("adapters_today", "adapters_today_held_out", "sequences", "sequences_held_out"),
+    *("optimizers", "optimizers_held_out"),
 )
 NUM, FRESH, FUSED_MLP, ADAPTERS, SMALL_ZERO, SMALL_ZERO_HELD_OUT = 280, 110, 60, 140, 240, 60
 GRADIENTS, GRADIENTS_HELD_OUT = 40, 30
 SMALL_ZERO_SEED = 1
-TODAY, ADAPTERS_TODAY, SEQUENCES = 96, 96, 80
+TODAY, ADAPTERS_TODAY, SEQUENCES, OPTIMIZERS = 96, 96, 80, 100
 AXES: dict[str, tuple[Any, ...]] = {
     "model": (
         *("slm-100m", "slm-500m", "slm-1b", "slm-2b"),
@@ -179,6 +182,21 @@ OF_SEQUENCES: dict[str, tuple[Any, ...]] = {
     "gradient_accumulation_steps": (1, 1, 4),
 }
 "ranks share each sequence"
+OF_OPTIMIZERS: dict[str, tuple[Any, ...]] = {
+    "model": ("slm-3m", "slm-10m", "slm-100m", "qwen-tied-3m", "smollm2-135m", "llama-3.2-1b"),
+    "strategy": OF_GRADIENTS["strategy"][:4] + ("ds_zero1", "ds_zero2", "ds_zero3"),
+    "num_gpus": (1, 2, 8),
+    "per_device_train_batch_size": (1, 2),
+    "seq_len": (16, 64, 256, 1024),
+    "gradient_checkpointing": ("none", "full", "full"),
+    "loss_kernel": ("hf", "fused_linear"),
+    "numerics": ("aligned", "aligned", "pure_bf16"),
+    "optim": ("adamw_torch_fused", "adamw_torch", "lion", "lion", "muon"),
+    "gradient_accumulation_steps": (1, 2),
+    "reduce_dtype": (LEFT_OUT, LEFT_OUT, "fp32"),
+    "adam_dtype": (LEFT_OUT, "bf16", "int8", "int8"),
+}
+"few tokens, so that many peaks are in the optimizer's step"
 
 _FOUND = ("status", "reason", "peak_bytes", "reserved_bytes", "peak_phase", "peak_module", "parts")
 _TAKE_SECONDS_TO_IMPORT = (
@@ -209,7 +227,7 @@ def sample(num: int, seed: int = SEED, axes: dict[str, tuple[Any, ...]] = AXES) 
             "ddp",
         ):
             continue
-        if "grad_dtype" in drawn and is_refused(drawn):
+        if "adam_dtype" in drawn and is_refused(drawn):
             continue
         found[str(drawn)] = drawn
     return list(found.values())
@@ -223,7 +241,9 @@ def _kernels_of(drawn: dict[str, Any]) -> dict[str, Any]:
 def is_refused(configuration: dict[str, Any]) -> bool:
     """Whether flags exclude each other or the strategy, or change nothing that this half is for."""
     config, strategy = config_of(configuration), find_strategy(configuration["strategy"])
-    changes = any(configuration[name] != LEFT_OUT for name in ("reduce_dtype", *FLAGS_OF_GRADIENTS))
+    changes = configuration["optim"] in ("lion", "muon") or any(
+        configuration.get(name, LEFT_OUT) != LEFT_OUT for name in ("reduce_dtype", *FLAGS_OF_GRADIENTS)
+    )
     return bool(config.problems() or contradictions(strategy, config)) or not changes
 
 
@@ -252,7 +272,9 @@ def halves(configurations: list[dict[str, Any]], seed: int = SEED) -> dict[str, 
     }
     sequences = sample(SEQUENCES, seed + 8, OF_SEQUENCES)
     of_sequences = {"sequences": sequences[::2], "sequences_held_out": sequences[1::2]}
-    return {**drawn, **of_adapters, **small, **gradients, **of_sequences}
+    optimizers = sample(OPTIMIZERS, seed + 9, OF_OPTIMIZERS)
+    of_optimizers = {"optimizers": optimizers[::2], "optimizers_held_out": optimizers[1::2]}
+    return {**drawn, **of_adapters, **small, **gradients, **of_sequences, **of_optimizers}
 
 
 def main() -> None:

@@ -784,15 +784,17 @@ class RunConfig:
         "adamw_torch_fused: one kernel for all parameters. adamw_torch: takes a temporary as large as the "
         "parameters. adamw_triton: a Triton kernel that also clips gradients and rounds weights, and so "
         "moves 30 instead of 50 bytes per parameter; on a CPU the same as adamw_torch_fused. muon: Muon for "
-        "the matrices of the layers (4 bytes less per parameter), fused AdamW for the rest. lion: one moment "
-        "(4 bytes less); give it a third to a tenth of AdamW's learning rate",
+        "the matrices of the layers (4 bytes less per parameter), fused AdamW for the rest. lion: has one "
+        "moment (4 bytes less per parameter); give it a third to a tenth of AdamW's learning rate",
         group="optimizer",
         choices=("adamw_torch", "adamw_torch_fused", "adamw_triton", "lion", "muon"),
         instead={
             **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit"), "--adam_dtype int8"),
-            **dict.fromkeys(("lion_32bit", "lion_8bit"), "--optim lion; --adam_dtype int8 for 8 bits"),
+            **dict.fromkeys(("lion_32bit", "paged_lion_32bit"), "--optim lion"),
+            **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), "--optim lion --adam_dtype int8"),
             **dict.fromkeys(("paged_adamw_8bit", "paged_adamw_32bit", "paged_adamw"), _NO_PAGES),
-            "adafactor": "--adam_dtype int8 saves 6 of the 8 bytes per parameter that Adafactor would",
+            **dict.fromkeys(("adamw_apex_fused", "adamw_hf"), "--optim adamw_torch_fused"),
+            "adafactor": "--adam_dtype int8, which saves 6 bytes per parameter; Adafactor would save 8",
         },
         other_names=("optimizer",),
         grid=True,
@@ -805,7 +807,7 @@ class RunConfig:
             ),
             Excludes(
                 "adam_dtype",
-                "its moments are fp32",
+                "that optimizer keeps its moments in the dtype of the weights that it updates",
                 values=("bf16", "int8"),
                 own=("adamw_triton", "muon"),
             ),
@@ -840,9 +842,9 @@ class RunConfig:
     )
     adam_dtype: str | None = Flag(
         None,
-        "dtype of the moments of AdamW or Lion (default: that of the weights they update). bf16: 2 bytes "
-        "less per moment and parameter; with --adam_beta2 0.999 the second moment is rounded where it was. "
-        "int8: 3 bytes less; 8 bits with a scale per 256 elements, as in bitsandbytes' adamw_8bit",
+        "dtype of the moments of AdamW or Lion (default: that of the weights they update). Per moment and "
+        "parameter, bf16 takes 2 bytes less; with --adam_beta2 0.999 the second moment is rounded where it "
+        "was. int8 takes 3 bytes less: 8 bits, with a scale per 256 elements, as in bitsandbytes' adamw_8bit",
         group="optimizer",
         choices=("int8", "bf16", "fp32"),
         grid=True,

@@ -587,7 +587,7 @@ def _task_of(record: RunRecord) -> bytes:
     settings["max_grad_norm"] = (
         settings["max_grad_norm"] or 0.0
     )  # stock numerics: the script sets no clipping
-    settings["optim"] = rule_of(config.get("optim", ""))
+    settings["optim"] = rule_of(config.get("optim", "adamw"))
     task = [settings, _sequences_per_step(record), record.asked["files"]]
     return msgspec.json.encode(task, order="sorted")
 

@@ -15,7 +15,7 @@ from slm_toolkit.model.model_spec import ModelSpec, hidden_matrices, layer_tenso
 from slm_toolkit.predict.memory.zero3_gathers import gathered_of
 from slm_toolkit.predict.memory.zero_gradients import Allocated, Backward, Instant, Reduction, backward_of
 from slm_toolkit.predict.setup.adapters import Adapters, Weights, sharded_adapters
-from slm_toolkit.predict.setup.setup import FP32, MOMENT_BYTES, Dtypes, Setup
+from slm_toolkit.predict.setup.setup import FP32, Dtypes, Setup
 from slm_toolkit.strategy.settings import ZeroSettings
 
 
@@ -538,8 +538,8 @@ CHUNK_ELEMENTS = 2**25
 
 INT8_CHUNK_ELEMENTS = 2**23
 "the same with `--adam_dtype int8`"
-_INT8_TABLE = 2**18 + 4 * 256
-"bytes of the two tables of a moment in 8 bits; they stay, but count only here"
+INT8_TABLE_BYTES = 2**18 + 4 * 256
+"of a moment in 8 bits: the byte of each share of a scale, and the value of each byte"
 
 
 def optimizer_temporary(setup: Setup) -> float:
@@ -577,9 +577,8 @@ def optimizer_temporary(setup: Setup) -> float:
         elements, largest = min(elements, chunk), min(largest, chunk)
     kept += config.num_moments * updated if config.has_narrow_moments else 0
     is_int8 = config.adam_dtype == "int8"
-    packing = largest * (4 + MOMENT_BYTES["int8"]) * is_int8
+    packing = (4 + 1) * largest * is_int8  # shares of the scale, and their bytes
     temporary = kept * elements + max(updated * foreach * elements, packing)
-    temporary += config.num_moments * _INT8_TABLE * is_int8
     return max(temporary, muon_temporary(setup) if is_muon else 0)
 
 

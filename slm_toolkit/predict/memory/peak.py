@@ -18,6 +18,7 @@ from slm_toolkit.predict.memory.activations import (
     layers_of,
 )
 from slm_toolkit.predict.memory.engine_bytes import (
+    INT8_TABLE_BYTES,
     At,
     Copies,
     Step,
@@ -148,11 +149,12 @@ def peak(setup: Setup) -> MemoryEstimate:
     consider("optimizer step", step.at_optimizer, of_input, 0)
 
     state = step.state
+    of_tables = setup.config.num_moments * INT8_TABLE_BYTES * (setup.config.adam_dtype == "int8")
     always = {
         "parameters": _parameters_here(setup, round(state.parameters + weights.scales_bytes)),
         "master_weights": state.master_weights,
         "gradients": state.gradients,
-        "optimizer": state.optimizer,
+        "optimizer": state.optimizer + of_tables,
         "communication": state.communication,
     }
 

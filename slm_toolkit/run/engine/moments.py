@@ -45,9 +45,10 @@ def read_moment(state: dict[str, Any], kind: str, stretch: slice | None, dtype: 
     if not kept.numel():
         return torch.empty_like(kept, dtype=dtype)
     value_of, _ = _tables(kind, kept.device)
-    blocks = _blocks(value_of[kept.int()])
-    blocks.mul_(_scales(state, kind, stretch).unsqueeze(1))
-    return blocks.view(-1)[: kept.numel()].view_as(kept).to(dtype)
+    values = value_of[kept.int()]
+    for blocks, scales in zip(_blocks(values), _scales(state, kind, stretch), strict=True):
+        blocks.mul_(scales.unsqueeze(1))
+    return values.to(dtype)
 
 
 def write_moment(state: dict[str, Any], kind: str, stretch: slice | None, moment: torch.Tensor) -> None:
@@ -55,11 +56,14 @@ def write_moment(state: dict[str, Any], kind: str, stretch: slice | None, moment
     kept = _part(state[kind], stretch)
     if kept.dtype == torch.uint8 and kept.numel():
         _, byte_of = _tables(kind, kept.device)
-        blocks = _blocks(moment.float())
-        scales = torch.linalg.vector_norm(blocks, float("inf"), dim=1)
-        shares = (blocks / scales.unsqueeze(1)).view(-1)[: kept.numel()]
-        kept.copy_(byte_of[shares.view(torch.int32).bitwise_right_shift_(_DROPPED_BITS)].view_as(kept))
-        _scales(state, kind, stretch).copy_(scales)
+        wide = moment.float()
+        shares = torch.empty_like(wide)
+        for blocks, into, scales in zip(
+            _blocks(wide), _blocks(shares), _scales(state, kind, stretch), strict=True
+        ):
+            torch.linalg.vector_norm(blocks, float("inf"), dim=1, out=scales)
+            torch.div(blocks, scales.unsqueeze(1), out=into)
+        kept.copy_(byte_of[shares.view(torch.int32).bitwise_right_shift_(_DROPPED_BITS)])
     elif kept.dtype != moment.dtype:
         kept.copy_(moment)
 
@@ -91,27 +95,31 @@ def _part(tensor: torch.Tensor, stretch: slice | None) -> torch.Tensor:
     return local if stretch is None else local.view(-1)[stretch]
 
 
-def _scales(state: dict[str, Any], kind: str, stretch: slice | None) -> torch.Tensor:
-    scales = state[kind + _SCALES]
-    if stretch is None:
-        return scales
-    return scales[stretch.start // BLOCK_ELEMENTS : -(-stretch.stop // BLOCK_ELEMENTS)]
+def _scales(state: dict[str, Any], kind: str, stretch: slice | None) -> list[torch.Tensor]:
+    """Return the scales of a stretch's whole blocks, and of the rest of one, if there is a rest."""
+    scales, num_elements = state[kind + _SCALES], local_part(state[kind]).numel()
+    start, stop = (0, num_elements) if stretch is None else (stretch.start, stretch.stop)
+    first, end = start // BLOCK_ELEMENTS, -(-stop // BLOCK_ELEMENTS)
+    num_whole = (stop - start) // BLOCK_ELEMENTS
+    return [
+        part for part in (scales[first : first + num_whole], scales[first + num_whole : end]) if len(part)
+    ]
 
 
-def _blocks(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements in rows of one block each: a view, or a copy if the last row is filled up."""
-    flat = tensor.reshape(-1)
-    num_missing = -flat.numel() % BLOCK_ELEMENTS
-    if num_missing:
-        flat = torch.nn.functional.pad(flat, (0, num_missing))
-    return flat.view(-1, BLOCK_ELEMENTS)
+def _blocks(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return views of a contiguous tensor's whole blocks, a row each, and of the rest, if there is one."""
+    flat = tensor.view(-1)
+    num_whole = flat.numel() // BLOCK_ELEMENTS * BLOCK_ELEMENTS
+    parts = (flat[:num_whole].view(-1, BLOCK_ELEMENTS), flat[num_whole:].unsqueeze(0))
+    return [part for part in parts if part.numel()]
 
 
 def _tables(kind: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the value of each byte, and the byte of each share of a block's largest element.
 
     A value is a power of ten from 1e-6 to 1 times a fraction, which has a bit more for each power. Shares
-    have the byte of the nearest value, rounded at a five-hundredth of the share.
+    have the byte of the nearest value, rounded at a five-hundredth of the share. A second moment that is not
+    0 does not become 0: AdamW divides by its root, and the first moment may be there still.
     """
     if (kind, device) not in _TABLES:
         positive = [0.0]
@@ -129,5 +137,7 @@ def _tables(kind: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor
         bits = torch.arange(2**_KEPT_BITS, dtype=torch.int32) << _DROPPED_BITS | 1 << (_DROPPED_BITS - 1)
         shares = bits.view(torch.float32).nan_to_num(1.0).clamp(-1, 1)
         byte_of = order[torch.bucketize(shares, middles)].to(torch.uint8)
+        if kind == SECOND:
+            byte_of[1 : len(byte_of) // 2].clamp_(min=1)  # the indices of positive shares
         _TABLES[kind, device] = values.to(device), byte_of.to(device)
     return _TABLES[kind, device]

@@ -60,6 +60,13 @@ def test_a_row_of_zeros_stays_zero_beside_others() -> None:
         assert not kept(kind, values)[1][128:].any()
 
 
+def test_a_small_second_moment_does_not_become_zero() -> None:
+    """1e-9 of the block's largest is below the smallest value, 3.25e-7 of it, to which it is raised."""
+    _, back = kept(SECOND, torch.tensor([4.0, 4e-9, 0.0]))
+    torch.testing.assert_close(back, torch.tensor([4.0, 1.3e-6, 0.0]), rtol=1e-6, atol=0)
+    assert not kept(FIRST, torch.tensor([4.0, 4e-9, -4e-9]))[1][1:].any()  # nothing is divided by it
+
+
 def test_values_are_near_what_they_were() -> None:
     """From 0.1 of the block's largest on, a step is 0.9 / 64 (0.9 / 128), of which half is lost at most."""
     for kind, step in ((FIRST, 0.9 / 64), (SECOND, 0.9 / 128)):

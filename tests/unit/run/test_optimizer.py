@@ -121,6 +121,20 @@ def test_moments_in_8_bits_are_packed_after_each_step() -> None:
     assert {name: state[name].nbytes for name in names} == names
 
 
+def test_a_weight_whose_gradient_ends_moves_no_farther_with_moments_in_8_bits() -> None:
+    """Beside a large one in its block, its second moment is too small for 8 bits, its first is not."""
+    moved = {}
+    for dtype in (torch.float32, torch.uint8):
+        param = torch.nn.Parameter(torch.zeros(2))
+        options = {**OPTIONS, "lr": 1e-3, "weight_decay": 0.0}
+        optimizer = AdamWWithMasterWeights([param], max_grad_norm=0, moment_dtype=dtype, **options)
+        train(param, optimizer, [torch.tensor([1.0, 1e-4]), *[torch.tensor([1.0, 0.0])] * 3])
+        moved[dtype] = param[1].item() / 1e-3
+    # fp32: a step of 1 and the rest of its momentum. With a second moment of 0: about 0.1 x 1e-4 / 1e-8 steps
+    assert -3 < moved[torch.float32] < -1
+    assert -3 < moved[torch.uint8] < -1
+
+
 def lion(param: torch.nn.Parameter, **options: object) -> LionWithMasterWeights:
     return LionWithMasterWeights([param], **{**OPTIONS, "max_grad_norm": 0, "lr": 0.01, **options})
 
