@@ -94,7 +94,8 @@ def run_there(words: list[str]) -> None:
                 signal.signal(number, pass_on)
         code = os.waitstatus_to_exitcode(int(answers.readline() or 9))
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        with contextlib.suppress(OSError):  # SIGKILL's action can't be set; an exception would run it twice
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
 
