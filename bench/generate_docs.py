@@ -62,7 +62,7 @@ _HALVES = {  # file of results/memory: what it holds
     "sequences": "`--sp_size`, 2,048 to 32,768 tokens; read, and two terms corrected",
     "sequences_held_out": "the same; one row, 6.2 % off, was read and led to a fix",
     "optimizers": "Lion, Muon, moments in bf16 and 8 bits, few tokens; read, nothing changed",
-    "optimizers_held_out": "the same, only counted",
+    "optimizers_held_out": "the same; two rows, FSDP of 32 and 128 tokens, were read, nothing changed",
 }
 _ARMS = {  # of bench/throughput.py, in results/throughput/cpu.txt
     "trainer": "Hugging Face Trainer, sdpa, fused AdamW",

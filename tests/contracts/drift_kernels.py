@@ -57,6 +57,9 @@ def _foreach() -> None:
     assert tensors[1].item() == 1.0
     torch._foreach_lerp_(tensors, [torch.zeros_like(tensor) for tensor in tensors], 0.5)
     assert tensors[1].item() == 0.5
+    signs = torch._foreach_lerp(tensors, [torch.full_like(tensor, -9.0) for tensor in tensors], 0.5)
+    torch._foreach_sign_(signs)
+    assert (tensors[1].item(), signs[1].item()) == (0.5, -1.0)
     torch._foreach_copy_(tensors, [torch.zeros(2), torch.ones(1)])  # across dtypes
     assert [tensor.sum().item() for tensor in tensors] == [0.0, 1.0]
     steps = [torch.tensor(0.0), torch.tensor(3.0)]
@@ -161,6 +164,8 @@ KERNELS = (
             "_foreach_norm",
             "_foreach_mul_",
             "_foreach_lerp_",
+            "_foreach_lerp",
+            "_foreach_sign_",
             "_foreach_copy_",
             "_foreach_add_",
             "_foreach_sub_",
