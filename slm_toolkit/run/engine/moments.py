@@ -2,8 +2,8 @@
 
 8 bits are those of "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861): one byte per element,
 and an fp32 scale for each block of 256 elements. Blocks begin where this rank's stretch of a tensor begins.
-Moments that were not changed become the same bytes again. PyTorch's operations do it on every device:
-bitsandbytes 0.50 has kernels, but on CPUs its own turns zeros into 2e-5 of a block's largest element.
+Moments that were not changed become the same bytes again (in blocks above 1e-38). PyTorch's operations do it
+on every device: bitsandbytes 0.50 has kernels, but that for CPUs turns zeros into 2e-5 of a block's largest.
 """
 
 from collections.abc import Iterator
@@ -20,6 +20,7 @@ BLOCK_ELEMENTS = 256
 _SCALES = "_scales"
 "ends the name of the scales of a moment in 8 bits"
 _EXPONENTS = 7
+"powers of ten that a byte's values go through, up to 1"
 _DROPPED_BITS = 14
 "of an fp32 number's 32; the others are its index in a table: sign, exponent and 9 bits of its fraction"
 _KEPT_BITS = 32 - _DROPPED_BITS
