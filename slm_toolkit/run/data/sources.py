@@ -222,10 +222,10 @@ def fault_in(files: list[str]) -> str | None:
         find_fault = _FINDERS.get(path.suffix.lower())
         try:
             fault = find_fault(path, deadline) if find_fault is not None else None
+        except TimeoutError:  # an OSError, too
+            return None
         except OSError as unreadable:
             fault = unreadable.strerror or first_line(unreadable)
-        except TimeoutError:
-            return None
         except ValueError as refused:  # its message already names the file
             return first_line(refused)
         if fault is not None:

@@ -11,8 +11,10 @@ import torch
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import PRESETS
+from slm_toolkit.run.data import sources
 from slm_toolkit.run.data.data import MarkovTokens, load_data
 from slm_toolkit.run.data.documents import load_tokenizer
+from slm_toolkit.run.data.sources import fault_in
 
 SPEC = PRESETS["slm-1m"]
 
@@ -146,3 +148,36 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> No
     with pytest.raises(ValueError, match="459 tokens, but model slm-1m only 384") as error:
         load_tokenizer(RunConfig(tokenizer_name=str(tmp_path)), SPEC)
     assert "hint:" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (
+            '{"text": "a", "n": 1}\n{"text": "b", "n": "x"}\n',
+            "line 2: 'n' is text, but a number in earlier rows",
+        ),
+        ('{"text": "a"}\n{"text": "b", "n": 1}\n', "line 2 has columns text, n; earlier rows have text"),
+        ('{"text": "a", "n": null}\n{"text": "b", "n": 1}\n', None),
+        ('{"text": "a"}\n{"text": \n', "line 3: Expecting value"),
+    ],
+)
+def test_a_json_file_that_datasets_refuses_is_searched_for_the_row(
+    content: str, fault: str | None, tmp_path: Path
+) -> None:
+    """datasets 4 refuses columns that change; datasets 5 reads them."""
+    (tmp_path / "good.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "a.jsonl").write_text(content)
+    found = fault_in([str(tmp_path / "good.jsonl"), str(tmp_path / "a.jsonl")])
+    assert found is None if fault is None else fault in found
+
+
+def test_a_file_that_cant_be_opened_is_the_fault(tmp_path: Path) -> None:
+    assert fault_in([str(tmp_path / "gone.txt")]) == f"{tmp_path / 'gone.txt'}, No such file or directory"
+
+
+def test_a_search_that_takes_too_long_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_bytes(b"fine\n\xff")
+    assert "line 2: byte 0xff" in fault_in([str(tmp_path / "a.txt")])
+    monkeypatch.setattr(sources, "_SEARCH_SECONDS", -1)
+    assert fault_in([str(tmp_path / "a.txt")]) is None
