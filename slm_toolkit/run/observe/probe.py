@@ -432,11 +432,13 @@ def _group_sizes(optimizer: Any, engine: Any) -> list[int]:
     if engine is None:
         return [sum(param.numel() for param in group["params"]) for group in optimizer.param_groups]
     zero = engine.optimizer
-    for name in ("bit16_groups", "bf16_groups"):  # of stages 1 and 2; of stage 1 with fp32 gradients
+    is_zero_3 = hasattr(zero, "sub_group_to_group_id")
+    # of stages 1 and 2; of stage 1 with fp32 gradients; of stage 0
+    for name in () if is_zero_3 else ("bit16_groups", "bf16_groups", "fp16_groups"):
         if hasattr(zero, name):
             return [sum(param.numel() for param in group) for group in getattr(zero, name)]
     sizes: dict[int, int] = {}
-    for index, group in enumerate(getattr(zero, "fp16_groups", ())):
+    for index, group in enumerate(zero.fp16_groups if is_zero_3 else ()):
         group_id = zero.sub_group_to_group_id[index]
         sizes[group_id] = sizes.get(group_id, 0) + sum(param.ds_numel for param in group)
     return [sizes[index] for index in sorted(sizes)]
