@@ -53,7 +53,7 @@ def read_moment(state: dict[str, Any], kind: str, stretch: slice | None, dtype: 
 
 
 def write_moment(state: dict[str, Any], kind: str, stretch: slice | None, moment: torch.Tensor) -> None:
-    """Keep what `read_moment` returned and a step changed."""
+    """Keep what `read_moment` returned, in the state's dtype, and a step changed."""
     kept = _part(state[kind], stretch)
     if kept.dtype == torch.uint8 and kept.numel():
         _, byte_of = _tables(kind, kept.device)

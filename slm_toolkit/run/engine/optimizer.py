@@ -175,9 +175,10 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             for state, piece in zip(states, pieces, strict=True)
         ]
         self._update_tensors(group, masters, gradients, moments, steps, found_inf)
-        for kind, changed in zip(self.kinds_of_moments, moments, strict=True):
-            for state, piece, moment in zip(states, pieces, changed, strict=True):
-                write_moment(state, kind, piece.stretch, moment)
+        if self.moment_dtype != self.master_dtype:
+            for kind, changed in zip(self.kinds_of_moments, moments, strict=True):
+                for state, piece, moment in zip(states, pieces, changed, strict=True):
+                    write_moment(state, kind, piece.stretch, moment)
         followers = [index for index, state in enumerate(states) if "master" in state]
         if followers:
             torch._foreach_copy_(
