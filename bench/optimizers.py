@@ -112,6 +112,8 @@ def main() -> None:
                         for row in kept["losses"]
                         if (row["optimizer"], row["dataset"]) == (ADAMW, Path(dataset).name)
                     )
+                    if not rates:
+                        parser.error(f"{optimizer} takes {ADAMW}'s learning rate: run {ADAMW} first")
                 kept["losses"].append(trained(dataset, optimizer, rates))
     kept["memory"] += [row for optimizer in args.only for row in peaks(optimizer)]
     order = list(FLAGS)

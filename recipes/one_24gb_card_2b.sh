@@ -30,14 +30,15 @@ else # without a GPU, or with TRY=1: two steps of a tiny model
   compile=() measured=(offload int8)
 fi
 declare -A ways=([bf16]="--strategy single --numerics pure_bf16"
-  [offload]="--strategy ds_zero2_offload" [int8]="--strategy single --adam_dtype int8")
-# With offload or int8 small weight updates are not lost to rounding; both are slower. int8 with BATCH=4.
+  [offload]="--strategy ds_zero2_offload"
+  [int8]="--strategy single --adam_dtype int8 --find_batch_size true") # by estimate, 16 do not fit
+# With offload and with int8 small weight updates are not lost to rounding. Both are slower.
 : "${WAY:=bf16}"
 flags=(--model "$MODEL" --seq_len "$SEQ_LEN" --per_device_train_batch_size "$BATCH"
   --gradient_accumulation_steps "$ACCUMULATE" --gradient_checkpointing full
   --loss_kernel fused_linear --norm_kernel fused "${compile[@]}")
 
-# 2. Measure the speed of both.
+# 2. Measure the speed of each.
 for way in "${measured[@]}"; do
   read -ra own <<<"${ways[$way]}"
   slm compare "${own[@]}" --num_processes 1 "${flags[@]}" \

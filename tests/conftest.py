@@ -312,6 +312,17 @@ def record_under(folder: Path) -> dict:
     return json.loads(path.read_text())
 
 
+def trained_in(folder: Path, strategy: str, *words: str) -> dict:
+    """The record of a training with steps of four sequences, on two processes, under `single` on one."""
+    num_processes = 1 if strategy == "single" else 2
+    batch = ("--per_device_train_batch_size", str(4 // num_processes))
+    words += (*batch, "--output_dir", str(folder), "--run_name", "run")
+    launcher = ("--num_processes", str(num_processes))
+    done = launch(*words, config=f"accel_configs/{strategy}.yaml", launcher=launcher)
+    assert done.code == 0, done.err
+    return record_under(folder)
+
+
 def quiet_copy(runs: Path, to: Path) -> Path:
     """Copy a folder's records as a quiet machine would have made them, so that no row is too disturbed."""
     for path in runs.glob("*/record.json"):

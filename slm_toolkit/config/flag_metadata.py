@@ -60,7 +60,7 @@ class Flag:
     synonyms: dict[str, str] = dataclasses.field(default_factory=dict)
     "other spellings of values"
     instead: dict[str, str] = dataclasses.field(default_factory=dict)
-    "other trainers' values that there are none of here, and what to give instead"
+    "values that only other trainers have, each with what to give instead"
     grid: bool = False
     "whether `slm compare` takes several values"
     one_run_only: bool = False

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from conftest import launch, record_under, slm
+from conftest import launch, slm, trained_in
 
 FEW = ("--model", "slm-1m", "--seq_len", "64", "--max_steps", "6", "--learning_rate", "1e-4")
 LION = ("--optim", "lion", "--numerics", "fp32")
@@ -14,29 +14,19 @@ CASES = [pytest.param(name, marks=MARKS.get(name, ())) for name in SHARDED]
 STOP = 3
 
 
-def trained(folder: Path, strategy: str, *flags: str) -> dict:
-    num_processes = 1 if strategy == "single" else 2
-    batch = ("--per_device_train_batch_size", str(4 // num_processes))
-    words = (*FEW, *batch, *flags, "--output_dir", str(folder), "--run_name", "run")
-    launcher = ("--num_processes", str(num_processes))
-    done = launch(*words, config=f"accel_configs/{strategy}.yaml", launcher=launcher)
-    assert done.code == 0, done.err
-    return record_under(folder)
-
-
 @pytest.fixture(scope="module")
 def lion_alone(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    return trained(tmp_path_factory.mktemp("lion"), "single", *LION)
+    return trained_in(tmp_path_factory.mktemp("lion"), "single", *FEW, *LION)
 
 
 @pytest.fixture(scope="module")
 def int8_alone(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    return trained(tmp_path_factory.mktemp("int8"), "single", *INT8)
+    return trained_in(tmp_path_factory.mktemp("int8"), "single", *FEW, *INT8)
 
 
 @pytest.mark.parametrize("strategy", CASES)
 def test_lion_has_the_losses_of_one_process(strategy: str, lion_alone: dict, tmp_path: Path) -> None:
-    record = trained(tmp_path, strategy, *LION)
+    record = trained_in(tmp_path, strategy, *FEW, *LION)
     # the gate's limit for fp32: 1e-5
     assert record["losses"] == pytest.approx(lion_alone["losses"], abs=1e-5, rel=0)
     assert record["numerics"]["optimizer_kernel"] == "lion"
@@ -48,7 +38,7 @@ def test_lion_has_the_losses_of_one_process(strategy: str, lion_alone: dict, tmp
 def test_moments_in_8_bits_lose_no_more_than_bf16_does(
     strategy: str, int8_alone: dict, tmp_path: Path
 ) -> None:
-    record = trained(tmp_path, strategy, *INT8)
+    record = trained_in(tmp_path, strategy, *FEW, *INT8)
     # the gate's limit for bf16: 1e-3
     assert record["losses"] == pytest.approx(int8_alone["losses"], abs=1e-3, rel=0)
     assert record["numerics"]["optimizer_state_dtype"] == "float32+uint8"  # scales, and bytes
@@ -70,14 +60,14 @@ def test_moments_in_8_bits_lose_no_more_than_bf16_does(
 def test_moments_move_between_engines(
     written: str, resumed: str, flags: tuple[str, ...], limit: float, tmp_path: Path
 ) -> None:
-    whole = trained(tmp_path / "whole", written, *flags, "--save_steps", str(STOP))
+    whole = trained_in(tmp_path / "whole", written, *FEW, *flags, "--save_steps", str(STOP))
     checkpoint = tmp_path / "whole" / "run" / "checkpoints" / f"step_{STOP}"
-    rest = trained(tmp_path / "rest", resumed, *flags, "--resume_from_checkpoint", str(checkpoint))
+    rest = trained_in(tmp_path / "rest", resumed, *FEW, *flags, "--resume_from_checkpoint", str(checkpoint))
     assert rest["losses"] == pytest.approx(whole["losses"][STOP:], abs=limit, rel=0)
 
 
 def test_what_only_adamws_moments_can_be_written_as_is_refused(tmp_path: Path) -> None:
-    trained(tmp_path, "single", *LION, "--save_steps", str(STOP))
+    trained_in(tmp_path, "single", *FEW, *LION, "--save_steps", str(STOP))
     checkpoint = tmp_path / "run" / "checkpoints" / f"step_{STOP}"
     refused = slm("convert", str(checkpoint), "--to", "ds_universal", "--output", str(tmp_path / "out"))
     assert refused.code == 2

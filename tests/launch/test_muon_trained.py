@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from conftest import launch, record_under, slm
+from conftest import launch, record_under, slm, trained_in
 
 FEW = ("--model", "slm-1m", "--seq_len", "64", "--max_steps", "6", "--optim", "muon")
 SHARDED = ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "ds_zero1", "ds_zero2", "ds_zero3")
@@ -11,20 +11,10 @@ MARKS = {"ds_zero2": pytest.mark.quick, "fsdp_shard_grad_op": pytest.mark.slow, 
 STOP = 3
 
 
-def trained(folder: Path, strategy: str, *flags: str) -> dict:
-    num_processes = 1 if strategy == "single" else 2
-    batch = ("--per_device_train_batch_size", str(4 // num_processes))
-    words = (*FEW, *batch, *flags, "--output_dir", str(folder), "--run_name", "run")
-    launcher = ("--num_processes", str(num_processes))
-    done = launch(*words, config=f"accel_configs/{strategy}.yaml", launcher=launcher)
-    assert done.code == 0, done.err
-    return record_under(folder)
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict:
     """The run of one process in fp32."""
-    return trained(tmp_path_factory.mktemp("alone"), "single", "--numerics", "fp32")
+    return trained_in(tmp_path_factory.mktemp("alone"), "single", *FEW, "--numerics", "fp32")
 
 
 @pytest.mark.parametrize(
@@ -32,7 +22,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict:
     [pytest.param(name, marks=MARKS.get(name, ())) for name in SHARDED],
 )
 def test_an_engine_has_the_losses_of_one_process(strategy: str, alone: dict, tmp_path: Path) -> None:
-    record = trained(tmp_path, strategy, "--numerics", "fp32")
+    record = trained_in(tmp_path, strategy, *FEW, "--numerics", "fp32")
     # the gate's limit for fp32: 1e-5
     assert record["losses"] == pytest.approx(alone["losses"], abs=1e-5, rel=0)
     assert record["numerics"]["optimizer_kernel"] == "muon"
@@ -65,9 +55,9 @@ def test_odd_shards_and_reduction_in_fp32_and_micro_steps(tmp_path: Path) -> Non
 )
 def test_momentum_moves_between_engines(written: str, resumed: str, tmp_path: Path) -> None:
     flags = ("--numerics", "fp32")
-    whole = trained(tmp_path / "whole", written, *flags, "--save_steps", str(STOP))
+    whole = trained_in(tmp_path / "whole", written, *FEW, *flags, "--save_steps", str(STOP))
     checkpoint = tmp_path / "whole" / "run" / "checkpoints" / f"step_{STOP}"
-    rest = trained(tmp_path / "rest", resumed, *flags, "--resume_from_checkpoint", str(checkpoint))
+    rest = trained_in(tmp_path / "rest", resumed, *FEW, *flags, "--resume_from_checkpoint", str(checkpoint))
     assert rest["losses"] == pytest.approx(whole["losses"][STOP:], abs=1e-5, rel=0)
     refused = slm("convert", str(checkpoint), "--to", "ds_universal", "--output", str(tmp_path / "out"))
     assert refused.code == 2

@@ -547,9 +547,9 @@ def optimizer_temporary(setup: Setup) -> float:
 
     foreach AdamW and Lion make a temporary tensor for each parameter that they update, fused AdamW and the
     Triton kernel make none. The toolkit's own optimizer (not PyTorch's AdamW, as with `stock` and under
-    DeepSpeed) updates the parameters in chunks. Moments narrower than the weights are widened in a step;
-    those in 8 bits need as much again, and a byte, while one tensor of them becomes bytes. Muon updates as
-    many matrices together as there are ranks.
+    DeepSpeed) updates the parameters in chunks, and widens the moments of a chunk if they are narrower than
+    the weights. To make a tensor of moments 8 bits again takes 5 bytes per element. Muon updates as many
+    matrices together as there are ranks.
     """
     dtypes, weights, strategy, config = setup.dtypes, setup.weights, setup.strategy, setup.config
     num_shards = 1 if strategy.is_replicated else setup.gpu_state_ranks
