@@ -20,6 +20,7 @@ import gzip
 import io
 import json
 import tarfile
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,7 +117,10 @@ class Archive:
                 "hint: give archives of one GPU"
             )
         commands = [*self.about.get("commands", []), *about.get("commands", [])]
-        self.about = {**self.about, **about, "commands": list(dict.fromkeys(commands))}
+        dates = {*_dates(self.about), *_dates(about)}
+        of_micro = {"micro_date": about["date"]} if "micro.jsonl" in files and "date" in about else {}
+        self.about = {**self.about, **of_micro, **about, "commands": list(dict.fromkeys(commands))}
+        self.about["dates"] = sorted(dates)
         for line in self._lines(files, "arms.jsonl", path, ("part", "name", "status", "result")):
             key = (line["part"], line["name"])
             if line["status"] != "not run" or key not in self.arms:
@@ -158,6 +162,11 @@ class Archive:
     @property
     def missing_parts(self) -> list[str]:
         return [part for part in PARTS if not self.of(part) and not (part == "micro" and self.micro)]
+
+
+def _dates(about: dict[str, Any]) -> list[str]:
+    """The days on which there were measurements."""
+    return about.get("dates") or ([about["date"]] if "date" in about else [])
 
 
 def _micro_problem(line: dict[str, Any]) -> str | None:
@@ -616,12 +625,21 @@ def term_table(terms: list[Term], missing: list[str]) -> list[str]:
 
 
 def ended_badly(archive: Archive) -> list[str]:
+    """What failed, with the beginning of its reason, and the names of what was not run."""
+    arms = sorted(archive.arms.items())
     rows = [
-        (part, name, arm["status"], str(arm.get("reason") or "").strip()[-300:])
-        for (part, name), arm in sorted(archive.arms.items())
-        if arm["status"] != "ok"
+        (part, name, arm["status"], textwrap.shorten(str(arm.get("reason") or ""), 160, placeholder=" ..."))
+        for (part, name), arm in arms
+        if arm["status"] not in ("ok", "not run")
     ]
     lines = table("What did not end well", ("part", "arm", "status", "reason"), rows) if rows else []
+    left: dict[str, list[str]] = {}
+    for (part, name), arm in arms:
+        if arm["status"] == "not run":
+            left.setdefault(part, []).append(name)
+    if left:
+        lines += ["", "Not run, most of them for want of time (`arms.jsonl` has the reasons):", ""]
+        lines += [f"- {part}: {', '.join(names)}" for part, names in left.items()]
     if archive.missing_parts:
         lines += ["", f"Parts without any result: {', '.join(archive.missing_parts)}."]
     if archive.problems:
@@ -632,7 +650,7 @@ def ended_badly(archive: Archive) -> list[str]:
 def page(archive: Archive, gpu: Gpu, terms: list[Term], missing: list[str]) -> str:
     about = archive.about
     calibration = completed(gpu.name, calibration_with({term.name: term.value for term in terms}))
-    lines = [f"# Measured on {about['gpu']}, {about.get('date', 'date unknown')}", ""]
+    lines = [f"# Measured on {about['gpu']}, {' and '.join(_dates(about)) or 'date unknown'}", ""]
     if about["pretended"]:
         lines += ["**PRETENDED: there was no GPU. No number here means anything.**", ""]
     versions = ", ".join(f"{name} {version}" for name, version in (about.get("versions") or {}).items())
@@ -676,11 +694,13 @@ def markers(gpu: Gpu) -> tuple[str, str]:
 # ---- writing
 
 
-def calibration_text(file: Path, gpu: Gpu, terms: list[Term], *, source: str, date: str) -> str:
+def calibration_text(file: Path, gpu: Gpu, terms: list[Term], *, source: str, about: dict[str, Any]) -> str:
     """The file with this GPU's rows replaced."""
+    last = about.get("date", "unknown")
     rows = [row for row in rows_of(file) if row.gpu != gpu.name] if file.exists() else []
     for term in terms:
         measured = (term.value, term.residual, term.num_measurements, term.evidence)
+        date = about.get("micro_date", last) if term.evidence.startswith("micro") else last
         rows.append(CalibrationRow(gpu.name, term.name, *measured, source, date))
     text = io.StringIO()
     columns = [field.name for field in dataclasses.fields(CalibrationRow)]
@@ -699,9 +719,7 @@ def files_to_write(
     if calibration == FILE:
         terms = [term for term in terms if term.name not in OF_MACHINE]
     shown = str(out.resolve().relative_to(ROOT)) if out.resolve().is_relative_to(ROOT) else str(out)
-    written = calibration_text(
-        calibration, gpu, terms, source=shown, date=archive.about.get("date", "unknown")
-    )
+    written = calibration_text(calibration, gpu, terms, source=shown, about=archive.about)
     slim = [
         {**arm, "result": {k: v for k, v in arm["result"].items() if k != "losses"}}
         for arm in archive.arms.values()

@@ -206,7 +206,10 @@ def flash(smoke: bool) -> Iterator[Arm]:
 
 
 def extras(smoke: bool) -> Iterator[Arm]:
-    """On top of the ladder: float8 where widths allow, CUDA graphs where launches bind, Liger, no cuDNN."""
+    """On top of the ladder: float8 where widths allow, CUDA graphs where launches bind, Liger, no cuDNN.
+
+    And at the rung below the compiled one: fp16, and the optimizers beside AdamW with fp32 moments.
+    """
     graphs = ("--torch_compile_mode", "reduce-overhead")
     wanted = [(f"{model}-hw", "fp8", (*TOP, "--fp8", "tensorwise"), "torchao") for model in MODELS]
     wanted += [(model, "CUDA graphs", (*TOP, *graphs), None) for model in ("slm-100m", "slm-500m")]
@@ -217,6 +220,18 @@ def extras(smoke: bool) -> Iterator[Arm]:
         batch = MODELS[model.removesuffix("-hw")]
         if not smoke or name == "Liger":  # a CPU compiles each of the others for half a minute
             yield Arm("extras", f"{model} {name}", (*size(model, batch, smoke), *flags), needs=needs)
+    uncompiled = [word for name in ("fused loss", "fused norm") for word in LADDER[name]]
+    for name, flags in {
+        "8-bit moments": ("--adam_dtype", "int8"),
+        "bf16 moments": ("--adam_dtype", "bf16"),
+        "Lion": ("--optim", "lion"),
+        "Muon": ("--optim", "muon"),
+        "fp16": ("--numerics", "fp16"),
+    }.items():
+        if not smoke or name == "8-bit moments":
+            kernels = () if name == "fp16" else uncompiled  # which the fused loss can't have
+            words = (*size("slm-500m", RUNG_BATCHES["slm-500m"], smoke), *kernels, *flags)
+            yield Arm("extras", f"slm-500m {name}", words, timed_seconds=3.0)
 
 
 def rungs(smoke: bool) -> Iterator[Arm]:

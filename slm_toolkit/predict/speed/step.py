@@ -435,9 +435,9 @@ accumulation and copies around collectives; unpacking of 4-bit weights; recomput
 the optimizer; offload; exposed communication, with the wait for the slowest rank; waiting for the host to
 launch kernels; host time between two steps"""
 
-# of a moment in `run/engine/moments.py`: index 5, values 8, times the scale 8; norm 4, share 8, bits 8, byte
-# 5, its copy 2; a kernel for each, and one for the scales
-_INT8_BYTES = 48
+# of a moment in `run/engine/moments.py`, to and from 8 bits: as much time as this many bytes took an H100
+# (results/h100-80gb, 2026-11-27, one run). It moves 80, but four of the kernels look bytes up in tables
+_INT8_BYTES = 200
 _INT8_KERNELS = 9
 _MUON_KERNELS = 3
 "of a matrix, in `run/engine/muon.py`: two casts and an addition. Newton-Schulz's take longer than a launch"
