@@ -38,7 +38,7 @@ _DESCRIPTION = """\
 Train under each strategy with its own `accelerate launch`, then print one table. Finished runs of an earlier
 comparison are kept, not repeated. Without a GPU it runs two CPU processes and a 10M model."""
 _EXAMPLES = """\
-  slm compare --max_steps 10                              six strategies on this machine
+  slm compare --max_steps 20                              six strategies on this machine
   slm compare --model slm-1m --seq_len 64 --parity 20     do all strategies compute the same?
   slm compare --script train.py --strategy ddp ds_zero2 -- --lr 1e-4 --batch 4,8
 """

@@ -289,18 +289,25 @@ _INDENT = "    "
 def finding_text(found: list[Finding], *, width: int) -> Text:
     """Return all findings as text, grouped by cause and change, and the count of each severity.
 
-    Lines break only between words, so that flags and paths can be copied. Print it with `soft_wrap=True`.
+    Findings that several files share are printed once, with the files. Lines break only between words, so
+    that flags and paths can be copied. Print it with `soft_wrap=True`.
     """
     text = Text()
-    groups: dict[tuple, list[Finding]] = {}
+    of_file: dict[tuple, list[str]] = {}
     for finding in found:
         same = (finding.severity, finding.name, finding.why, finding.change, finding.file, finding.key)
-        groups.setdefault(same, []).append(finding)
-    for (severity, name, why, change, file, key), alike in groups.items():
-        for sentence in dict.fromkeys(finding.sentence for finding in alike):
-            text.append_text(_wrapped(f"{severity}: {sentence}  [{name}]", width, style=_STYLE[severity]))
+        of_file.setdefault(same, []).append(finding.sentence)
+    groups: dict[tuple, list[str]] = {}
+    for (severity, name, why, change, file, key), sentences in of_file.items():
+        same = (severity, name, why, change, tuple(dict.fromkeys(sentences)))
+        places = groups.setdefault(same, [])
         if file is not None:
-            text.append(f"{_INDENT}{file}{f': {key}' if key else ''}\n", style="dim")
+            places.append(f"{file}: {key}" if key else file)
+    for (severity, name, why, change, sentences), places in groups.items():
+        for sentence in sentences:
+            text.append_text(_wrapped(f"{severity}: {sentence}  [{name}]", width, style=_STYLE[severity]))
+        for place in places:
+            text.append(f"{_INDENT}{place}\n", style="dim")
         text.append_text(_wrapped(f"why: {why}", width, indent=_INDENT))
         text.append_text(_wrapped(f"change: {change}", width, indent=_INDENT, style="bold"))
     text.append(count_line(found), style="bold")

@@ -107,3 +107,13 @@ def test_the_time_of_offload_is_a_range(tmp_path: Path) -> None:
     offload = own_strategy(tmp_path, f"{WRAPPED}  fsdp_offload_params: true\n", name="offload")
     found = doctored("--model", "slm-1b-hw", "--gpu", "h200", "--strategy", offload, code=0)
     assert any(re.search(r"offload offloads: a step takes [\d.]+ to [\d.]+ s", f["sentence"]) for f in found)
+
+
+def test_a_finding_that_several_files_share_is_printed_once_with_the_files(tmp_path: Path) -> None:
+    files = [tmp_path / "a.yaml", tmp_path / "b.yaml"]
+    for file in files:
+        file.write_text("distributed_type: MULTI_GPU\nnum_processes: 8\n")
+    printed = slm_here("doctor", "--gpu", "l4", "--num_gpus", "1", "--strategy", *map(str, files)).out
+    assert printed.count("num_processes is 8 for 1 GPU") == 1
+    assert all(f"{file}: num_processes" in printed for file in files)
+    assert "2 wrong" in printed
