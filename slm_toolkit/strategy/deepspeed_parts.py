@@ -12,7 +12,10 @@ _COMPILE = (
     "DeepCompile begins when a script calls engine.compile(), and slm_toolkit does not call it, so nothing "
     "would be compiled: remove it; --torch_compile compiles the layers"
 )
-_AUTO_TP = "slm_toolkit does not run tensor parallelism yet, and counts each rank's tokens: remove it"
+_AUTO_TP = (
+    "slm_toolkit does not run tensor parallelism, and counts each rank's tokens: remove it; --sp_size shares "
+    "sequences"
+)
 _ZENFLOW = (
     "ZenFlow applies most gradients some steps later, so its losses are not those of other strategies: "
     "remove it; without it, this is ZeRO-Offload"

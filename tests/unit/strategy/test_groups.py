@@ -105,7 +105,7 @@ _TP = (f"{PREFIX}dp_shard_size: 4", f"{PREFIX}tp_size: 2")
 @pytest.mark.parametrize(
     ("lines", "says"),
     [
-        (_TP, "tp_size 2: slm_toolkit does not run tensor parallelism yet"),
+        (_TP, "tp_size 2: slm_toolkit does not run tensor parallelism"),
         ([f"{PREFIX}dp_shard_size: 4", f"{PREFIX}cp_size: 2"], "cp_size 2: slm_toolkit does not run context"),
         (["dp_shard_size: 4"], "accelerate does not read this key: write parallelism_config_dp_shard_size"),
         ([f"{PREFIX}dp_replicate_size: 3", f"{PREFIX}dp_shard_size: 4"], "dp_shard_size 4 with 8 ranks: the"),
@@ -125,7 +125,7 @@ def test_launches_of_the_trainer_refuse_tensor_parallelism(
     file, trainer = mesh(tmp_path, *_TP), ["-m", "slm_toolkit.train"]
     shipped = str(ROOT / "accel_configs" / "fsdp_full_shard.yaml")
     for words in (["--config_file", file], ["--config_file", shipped, f"--{PREFIX}tp_size", "2"]):
-        with pytest.raises(ValueError, match="tp_size 2: slm_toolkit does not run tensor parallelism yet"):
+        with pytest.raises(ValueError, match="tp_size 2: slm_toolkit does not run tensor parallelism"):
             plan_launch([*words, *trainer])
         assert plan_launch([*words, "--main_process_port", "0", "mine.py"])
     strategy = find_strategy(file)
