@@ -223,6 +223,7 @@ def extras(smoke: bool) -> Iterator[Arm]:
     uncompiled = [word for name in ("fused loss", "fused norm") for word in LADDER[name]]
     for name, flags in {
         "8-bit moments": ("--adam_dtype", "int8"),
+        "8-bit moments Triton": ("--adam_dtype", "int8", "--optim", "adamw_triton"),
         "bf16 moments": ("--adam_dtype", "bf16"),
         "Lion": ("--optim", "lion"),
         "Muon": ("--optim", "muon"),

@@ -809,7 +809,7 @@ class RunConfig:
                 "adam_dtype",
                 "that optimizer keeps its moments in the dtype of the weights that it updates",
                 values=("bf16", "int8"),
-                own=("adamw_triton", "muon"),
+                own=("muon",),
             ),
             Excludes("numerics", "it has its own master weights", values=("stock",), own=("lion", "muon")),
             Excludes("numerics", "Muon's matrix products are in bf16", values=("fp16",), own=("muon",)),

@@ -75,7 +75,6 @@ def _changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
         yield changed(optim="adamw_torch_fused")
     if (
         config.optim in ("adamw_torch", "adamw_torch_fused")
-        and not config.has_narrow_moments
         and not setup.strategy.is_deepspeed
         and not setup.strategy.offloads
     ):

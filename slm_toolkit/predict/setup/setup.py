@@ -46,7 +46,7 @@ class Dtypes:
     "gradients that the optimizer reads"
 
 
-MOMENT_BYTES = {"bf16": 2.0, "int8": 1 + 4 / 256}  # a scale per block: run/engine/moments.py
+MOMENT_BYTES = {"bf16": 2.0, "int8": 1 + 4 / 256}  # a scale per block: run/kernels/moments.py
 "of one moment per parameter with `--adam_dtype`; others have the dtype of the weights they update"
 
 

@@ -435,7 +435,7 @@ accumulation and copies around collectives; unpacking of 4-bit weights; recomput
 the optimizer; offload; exposed communication, with the wait for the slowest rank; waiting for the host to
 launch kernels; host time between two steps"""
 
-# of a moment in `run/engine/moments.py`, to and from 8 bits: as much time as this many bytes took an H100
+# of a moment in `run/kernels/moments.py`, to and from 8 bits: as much time as this many bytes took an H100
 # (results/h100-80gb, 2026-11-27, one run). It moves 80, but four of the kernels look bytes up in tables
 _INT8_BYTES = 200
 _INT8_KERNELS = 9
@@ -620,8 +620,8 @@ def optimizer_bytes(
     norm = gradient
     if strategy.is_deepspeed and not on_host:  # in fp64; ZeRO-1 and -2 look for infinities, too, and join all
         norm += 8 + 8 + (0 if strategy.is_zero_3 else 2 * gradient + 2 * gradient)
-    if config.optim == "adamw_triton":  # run/kernels/adamw_kernel.py: 2 + 28 = 30
-        return norm + gradient + 6 * updated + (dtypes.parameter if dtypes.master else 0)
+    if config.optim == "adamw_triton":  # run/kernels/adamw_kernel.py: 2 + 28 = 30, moments in 8 bits 18
+        return norm + gradient + 2 * (updated + dtypes.moments) + (dtypes.parameter if dtypes.master else 0)
     cast = gradient + updated if gradient != updated else 0
     clip = 2 * updated if config.max_grad_norm or config.numerics == "stock" else 0  # stock multiplies by 1
     adamw = 7 * updated  # gradient read; master and moments read and written
@@ -717,7 +717,7 @@ def _optimizer_kernels(setup: Setup) -> int:
     per_param = int(config.numerics in ("aligned", "fp16") and config.optim != "adamw_triton")
     if config.optim == "muon":
         per_param += _MUON_KERNELS
-    if config.adam_dtype == "int8":
+    if config.adam_dtype == "int8" and config.optim != "adamw_triton":
         per_param += _INT8_KERNELS * config.num_moments
     if strategy.is_zero_3:
         per_param += _ZERO_3_NORM_KERNELS

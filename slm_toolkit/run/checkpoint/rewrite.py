@@ -16,8 +16,8 @@ from slm_toolkit.record.run_record import RECORD_FILE
 from slm_toolkit.record.saved_files import delete
 from slm_toolkit.run.checkpoint.foreign import ForeignReader
 from slm_toolkit.run.checkpoint.resume import Checkpoint, opened
-from slm_toolkit.run.engine.moments import MOMENTS
 from slm_toolkit.run.engine.training_state import WEIGHTS
+from slm_toolkit.run.kernels.moments import MOMENTS
 from slm_toolkit.run.model.model import hf_config
 
 

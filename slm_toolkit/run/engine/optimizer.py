@@ -10,15 +10,16 @@ from torch.optim.adamw import adamw
 
 from slm_toolkit.run.engine.fp32_gradients import Fp32Gradients, gradient_of
 from slm_toolkit.run.engine.loss_scale import LossScale
-from slm_toolkit.run.engine.moments import (
+from slm_toolkit.run.engine.muon import MOMENTUM, LocalMatrix, Muon, is_muon, of_parameter
+from slm_toolkit.run.kernels.moments import (
     FIRST,
     MOMENTS,
+    SCALES,
     create_moment,
     local_part,
     read_moment,
     write_moment,
 )
-from slm_toolkit.run.engine.muon import MOMENTUM, LocalMatrix, Muon, is_muon, of_parameter
 
 CHUNK_ELEMENTS = 2**25
 "gradients cast to fp32 together: 128 MiB; casting all would add 4 bytes per parameter to the peak memory"
@@ -229,14 +230,18 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             steps = [state["step"] for state in states]
             torch._foreach_add_(steps, 1)
             masters = [state.get("master", param) for state, param in zip(states, params, strict=True)]
-            moments, squares = ([state[kind] for state in states] for kind in ("exp_avg", "exp_avg_sq"))
+            moments, squares = ([state[kind] for state in states] for kind in MOMENTS)
+            is_int8 = self.moment_dtype == torch.uint8
+            scales = (
+                tuple([state[kind + SCALES] for state in states] for kind in MOMENTS) if is_int8 else None
+            )
             gradients = [gradient_of(param) for param in params]
             lists = (gradients, masters, moments, squares, params)
             with torch.profiler.record_function(ADAMW_KERNEL):
                 self.kernel(
                     *([local_part(tensor) for tensor in tensors] for tensors in lists),
                     **{name: group[name] for name in ("lr", "betas", "eps", "weight_decay")},
-                    **{"steps": steps, "clip": factor, "found_inf": found_inf},
+                    **{"scales": scales, "steps": steps, "clip": factor, "found_inf": found_inf},
                 )
             torch._foreach_sub_(steps, [found_inf] * len(steps))
 

@@ -15,9 +15,9 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from slm_toolkit.run.engine.moments import MOMENTS, local_part, unpacked
 from slm_toolkit.run.engine.muon import MOMENTUM, is_muon
 from slm_toolkit.run.engine.optimizer import AdamWWithMasterWeights
+from slm_toolkit.run.kernels.moments import MOMENTS, local_part, unpacked
 
 WEIGHTS = "weights"
 """kind of a trained parameter's tensors that the optimizer updates: master weights, if any. The other kinds

@@ -14,9 +14,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile
 
 from slm_toolkit.record.numerics import ROUNDED, Numerics, merged
-from slm_toolkit.run.engine.moments import local_part
 from slm_toolkit.run.engine.muon import MUON
 from slm_toolkit.run.engine.optimizer import ADAMW_KERNEL, AdamWWithMasterWeights
+from slm_toolkit.run.kernels.moments import local_part
 from slm_toolkit.run.observe.measure import (
     READING_GRADIENTS,
     GradientCounter,

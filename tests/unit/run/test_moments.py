@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slm_toolkit.run.engine.moments import MOMENTS, create_moment, read_moment, unpacked, write_moment
+from slm_toolkit.run.kernels.moments import MOMENTS, create_moment, read_moment, unpacked, write_moment
 
 FIRST, SECOND = MOMENTS
 

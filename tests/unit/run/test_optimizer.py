@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from slm_toolkit.run.engine.moments import MOMENTS, create_moment, read_moment, write_moment
 from slm_toolkit.run.engine.optimizer import (
     CPU_CHUNK_ELEMENTS,
     AdamWWithMasterWeights,
     LionWithMasterWeights,
 )
+from slm_toolkit.run.kernels.moments import MOMENTS, create_moment, read_moment, write_moment
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": False, "foreach": True}
 

@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
 MOMENTS = (FIRST, SECOND)
 BLOCK_ELEMENTS = 256
-_SCALES = "_scales"
+SCALES = "_scales"
 "ends the name of the scales of a moment in 8 bits"
 _EXPONENTS = 7
 "powers of ten that a byte's values go through, up to 1"
-_DROPPED_BITS = 14
+DROPPED_BITS = 14
 "of an fp32 number's 32; the others are its index in a table: sign, exponent and 9 bits of its fraction"
-_KEPT_BITS = 32 - _DROPPED_BITS
+_KEPT_BITS = 32 - DROPPED_BITS
 _TABLES: dict[tuple[str, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
 
@@ -32,7 +32,7 @@ def create_moment(state: dict[str, Any], kind: str, param: torch.Tensor, dtype: 
     state[kind] = torch.zeros_like(param, dtype=dtype)
     if dtype == torch.uint8:
         num_blocks = -(-local_part(param).numel() // BLOCK_ELEMENTS)
-        state[kind + _SCALES] = torch.zeros(num_blocks, device=param.device)
+        state[kind + SCALES] = torch.zeros(num_blocks, device=param.device)
 
 
 def read_moment(state: dict[str, Any], kind: str, stretch: slice | None, dtype: torch.dtype) -> torch.Tensor:
@@ -45,7 +45,7 @@ def read_moment(state: dict[str, Any], kind: str, stretch: slice | None, dtype: 
         return kept.to(dtype)
     if not kept.numel():
         return torch.empty_like(kept, dtype=dtype)
-    value_of, _ = _tables(kind, kept.device)
+    value_of, _ = tables_of(kind, kept.device)
     values = value_of[kept.int()]
     for blocks, scales in zip(_blocks(values), _scales(state, kind, stretch), strict=True):
         blocks.mul_(scales.unsqueeze(1))
@@ -56,7 +56,7 @@ def write_moment(state: dict[str, Any], kind: str, stretch: slice | None, moment
     """Keep what `read_moment` returned, in the state's dtype, and a step changed."""
     kept = _part(state[kind], stretch)
     if kept.dtype == torch.uint8 and kept.numel():
-        _, byte_of = _tables(kind, kept.device)
+        _, byte_of = tables_of(kind, kept.device)
         wide = moment.float()
         shares = torch.empty_like(wide)
         for blocks, into, scales in zip(
@@ -64,7 +64,7 @@ def write_moment(state: dict[str, Any], kind: str, stretch: slice | None, moment
         ):
             torch.linalg.vector_norm(blocks, float("inf"), dim=1, out=scales)
             torch.div(blocks, scales.unsqueeze(1), out=into)
-        kept.copy_(byte_of[shares.view(torch.int32).bitwise_right_shift_(_DROPPED_BITS)])
+        kept.copy_(byte_of[shares.view(torch.int32).bitwise_right_shift_(DROPPED_BITS)])
     elif kept.dtype != moment.dtype:
         kept.copy_(moment)
 
@@ -73,8 +73,8 @@ def write_moment(state: dict[str, Any], kind: str, stretch: slice | None, moment
 def unpacked(state: dict[str, Any]) -> Iterator[None]:
     """Inside, moments in 8 bits are fp32 tensors of the same shape, to be read or written."""
     with ExitStack() as packing:
-        for kind in [kind for kind in MOMENTS if kind + _SCALES in state]:
-            packed = {name: state[name] for name in (kind, kind + _SCALES)}
+        for kind in [kind for kind in MOMENTS if kind + SCALES in state]:
+            packed = {name: state[name] for name in (kind, kind + SCALES)}
             state[kind] = read_moment(state, kind, None, torch.float32)
             packing.callback(_pack, state, kind, packed)
         yield
@@ -98,7 +98,7 @@ def _part(tensor: torch.Tensor, stretch: slice | None) -> torch.Tensor:
 
 def _scales(state: dict[str, Any], kind: str, stretch: slice | None) -> list[torch.Tensor]:
     """Return the scales of a stretch's whole blocks, and of the rest of one, if there is a rest."""
-    scales, num_elements = state[kind + _SCALES], local_part(state[kind]).numel()
+    scales, num_elements = state[kind + SCALES], local_part(state[kind]).numel()
     start, stop = (0, num_elements) if stretch is None else (stretch.start, stretch.stop)
     first, end = start // BLOCK_ELEMENTS, -(-stop // BLOCK_ELEMENTS)
     num_whole = (stop - start) // BLOCK_ELEMENTS
@@ -115,7 +115,7 @@ def _blocks(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [part for part in parts if part.numel()]
 
 
-def _tables(kind: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def tables_of(kind: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the value of each byte, and the byte of each share of a block's largest element.
 
     A value is a power of ten from 1e-6 to 1 times a fraction, which has a bit more for each power. Shares
@@ -135,7 +135,7 @@ def _tables(kind: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor
             values = torch.tensor([*positive, *[-value for value in positive[1:]]])
         order = values.argsort(stable=True)
         middles = values[order][:-1] / 2 + values[order][1:] / 2
-        bits = torch.arange(2**_KEPT_BITS, dtype=torch.int32) << _DROPPED_BITS | 1 << (_DROPPED_BITS - 1)
+        bits = torch.arange(2**_KEPT_BITS, dtype=torch.int32) << DROPPED_BITS | 1 << (DROPPED_BITS - 1)
         shares = bits.view(torch.float32).nan_to_num(1.0).clamp(-1, 1)
         byte_of = order[torch.bucketize(shares, middles)].to(torch.uint8)
         if kind == SECOND:
