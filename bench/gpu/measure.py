@@ -208,7 +208,7 @@ def flash(smoke: bool) -> Iterator[Arm]:
 def extras(smoke: bool) -> Iterator[Arm]:
     """On top of the ladder: float8 where widths allow, CUDA graphs where launches bind, Liger, no cuDNN.
 
-    And at the rung below the compiled one: fp16, and the optimizers beside AdamW with fp32 moments.
+    And not compiled: the optimizers beside AdamW with fp32 moments, at the rung of the fused norm, and fp16.
     """
     graphs = ("--torch_compile_mode", "reduce-overhead")
     wanted = [(f"{model}-hw", "fp8", (*TOP, "--fp8", "tensorwise"), "torchao") for model in MODELS]
@@ -230,7 +230,7 @@ def extras(smoke: bool) -> Iterator[Arm]:
         "fp16": ("--numerics", "fp16"),
     }.items():
         if not smoke or name == "8-bit moments":
-            kernels = () if name == "fp16" else uncompiled  # which the fused loss can't have
+            kernels = () if name == "fp16" else uncompiled  # refuses the fused loss
             words = (*size("slm-500m", RUNG_BATCHES["slm-500m"], smoke), *kernels, *flags)
             yield Arm("extras", f"slm-500m {name}", words, timed_seconds=3.0)
 

@@ -299,11 +299,11 @@ def finding_text(found: list[Finding], *, width: int) -> Text:
         of_file.setdefault(same, []).append(finding.sentence)
     groups: dict[tuple, list[str]] = {}
     for (severity, name, why, change, file, key), sentences in of_file.items():
-        same = (severity, name, why, change, tuple(dict.fromkeys(sentences)))
+        same = (severity, name, why, change, tuple(dict.fromkeys(sentences)), file is None)
         places = groups.setdefault(same, [])
         if file is not None:
             places.append(f"{file}: {key}" if key else file)
-    for (severity, name, why, change, sentences), places in groups.items():
+    for (severity, name, why, change, sentences, _), places in groups.items():
         for sentence in sentences:
             text.append_text(_wrapped(f"{severity}: {sentence}  [{name}]", width, style=_STYLE[severity]))
         for place in places:

@@ -13,8 +13,8 @@ _COMPILE = (
     "would be compiled: remove it; --torch_compile compiles the layers"
 )
 _AUTO_TP = (
-    "slm_toolkit does not run tensor parallelism, and counts each rank's tokens: remove it; --sp_size shares "
-    "sequences"
+    "slm_toolkit does not run tensor parallelism, and would count the tokens of a group once per rank: "
+    "remove it; --sp_size shares sequences"
 )
 _ZENFLOW = (
     "ZenFlow applies most gradients some steps later, so its losses are not those of other strategies: "

@@ -26,8 +26,8 @@ from slm_toolkit.strategy.strategy import (
 
 _COPIES, _SHARD = f"{PREFIX}dp_replicate_size", f"{PREFIX}dp_shard_size"
 _NOT_RUN = {
-    "tp_size": "slm_toolkit does not run tensor parallelism: FSDP and ZeRO shard the weights, and "
-    "--sp_size {size} shares sequences, which sends less (docs/memory.md)",
+    "tp_size": "slm_toolkit does not run tensor parallelism: FSDP and ZeRO shard the weights, "
+    "--sp_size {size} shares sequences (docs/memory.md has the reasons)",
     "cp_size": "slm_toolkit does not run context parallelism; --sp_size {size} shares sequences, too",
     "sp_size": "leave it out, and give --sp_size {size}, which shares sequences under every strategy",
 }

@@ -74,20 +74,20 @@ from slm_toolkit.run.kernels.adamw_kernel import BLOCK, AdamWKernel
 def made(start, moment_dtype, kernel):
     params = [torch.nn.Parameter(tensor.clone()) for tensor in start]
     options = {"lr": 1e-2, "betas": (0.9, 0.95), "max_grad_norm": 1.0, "fused": True}
-    groups = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.1}]
+    groups = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.1}]  # aligned, and not
     return params, AdamWWithMasterWeights(groups, moment_dtype=moment_dtype, kernel=kernel, **options)
 
 for moment_dtype in (torch.bfloat16, torch.uint8):
     torch.manual_seed(0)
-    # the last blocks of one scale and of one program are cut short; of the third, nothing has a gradient
-    shapes = ((48, 16), (BLOCK + 300,), (2, BLOCK), (1, 2 * BLOCK + 7))
+    # last blocks of one scale and of one program are cut short; the second's gradients are 0
+    shapes = ((3, 48), (2, BLOCK), (BLOCK + 304,), (1, 2 * BLOCK + 7))
     start = [torch.randn(shape).bfloat16() for shape in shapes]
     pairs = (theirs, torchs), (ours, kernels) = [
         made(start, moment_dtype, kernel) for kernel in (None, AdamWKernel())
     ]
     for step in range(3):
         gradients = [torch.randn(tensor.shape).bfloat16() for tensor in start]
-        gradients[2].zero_()
+        gradients[1].zero_()
         for params, optimizer in pairs:
             for param, gradient in zip(params, gradients):
                 param.grad = gradient.clone()
@@ -175,7 +175,10 @@ from slm_toolkit.run.kernels import adamw_kernel
 names = adamw_kernel._update.arg_names
 signature = {name: "*i64" for name in names[:4]} | {"of_block": "*i32"}
 signature |= {name: "*fp32" for name in (names[4], *names[9:11])} | {name: "fp32" for name in names[11:17]}
-for is_aligned, moment in ((True, tl.float32), (False, tl.float32), (True, tl.bfloat16), (True, tl.uint8)):
+for is_aligned, moment in (
+    *((True, tl.float32), (False, tl.float32), (True, tl.bfloat16)),
+    *((True, tl.uint8), (False, tl.bfloat16), (False, tl.uint8)),
+):
     kinds = ("fp32", "u8") if moment == tl.uint8 else ("fp32", "fp32")
     signature |= {name: f"*{kinds[index % 2]}" for index, name in enumerate(names[5:9])}
     constants = {"GRADIENT": tl.bfloat16, "WEIGHT": tl.bfloat16, "CLIPS": True, "ROUNDS": True}
@@ -205,7 +208,7 @@ def test_five_steps_are_those_of_pytorchs_operations() -> None:
 
 
 def test_the_code_for_an_h200_moves_28_bytes_per_parameter_and_rounds_to_nearest() -> None:
-    aligned, other, narrow, bytes_of_moments = answers(CODE)
+    aligned, other, narrow, in_bytes, *others = answers(CODE)
     widths = {"b8": 1, "b16": 2, "b32": 4, "b64": 8, "v2.b32": 8, "v4.b32": 16, "v2.b64": 16}
 
     def moved_by(code: str) -> list[tuple[str, int]]:
@@ -222,8 +225,10 @@ def test_the_code_for_an_h200_moves_28_bytes_per_parameter_and_rounds_to_nearest
     assert "ld.global.v4.b32" not in other[2]
     elements, _, code = narrow  # moments in bf16: 8 bytes less
     assert sum(width for _, width in moved_by(code)) == 20 * elements
-    assert bytes_of_moments[1] > 0
-    assert "div.rn.f32" in bytes_of_moments[2]  # shares of a block's largest, rounded as PyTorch rounds
+    assert "div.rn.f32" in in_bytes[2]  # shares of a block's largest, rounded as PyTorch rounds
+    assert all(binary_size > 0 for _, binary_size, _ in (narrow, in_bytes, *others))
+    for elements, _, code in (in_bytes, others[1]):  # unmasked are the lookups alone: of two bytes' values
+        assert len(re.findall(r"\tld\.global\.b8", code)) == 2 * elements
 
 
 def test_steps_with_narrow_moments_are_those_of_pytorchs_operations() -> None:
