@@ -548,7 +548,7 @@ def optimizer_temporary(setup: Setup) -> float:
     foreach AdamW and Lion make a temporary tensor for each parameter that they update, fused AdamW and the
     Triton kernel make none. The toolkit's own optimizer (not PyTorch's AdamW, as with `stock` and under
     DeepSpeed) updates the parameters in chunks, and widens the moments of a chunk if they are narrower than
-    the weights. To make a tensor of moments 8 bits again takes 5 bytes per element. Muon updates as many
+    the weights. To make a tensor of moments 8 bits again takes 4 bytes per element. Muon updates as many
     matrices together as there are ranks.
     """
     dtypes, weights, strategy, config = setup.dtypes, setup.weights, setup.strategy, setup.config
@@ -577,7 +577,7 @@ def optimizer_temporary(setup: Setup) -> float:
         elements, largest = min(elements, chunk), min(largest, chunk)
     kept += config.num_moments * updated if config.has_narrow_moments else 0
     is_int8 = config.adam_dtype == "int8"
-    packing = (4 + 1) * largest * is_int8  # shares of the scale, and their bytes
+    packing = 4 * largest * is_int8  # shares of the scale
     temporary = kept * elements + max(updated * foreach * elements, packing)
     return max(temporary, muon_temporary(setup) if is_muon else 0)
 

@@ -435,10 +435,9 @@ accumulation and copies around collectives; unpacking of 4-bit weights; recomput
 the optimizer; offload; exposed communication, with the wait for the slowest rank; waiting for the host to
 launch kernels; host time between two steps"""
 
-# of a moment in `run/kernels/moments.py`: index 5 and 12, value 12, scale 8; norm 4, share 8, bits 8, index
-# 12, byte 9, its copy 2. An H100's host could not launch these kernels as fast as the GPU ran them
-_INT8_BYTES = 80
-_INT8_KERNELS = 10
+# of a moment in `run/kernels/moments.py`: index 5, value 8, scale 8; norm 4, share 8, bits 8 and 8, byte 5
+_INT8_BYTES = 54
+_INT8_KERNELS = 8
 _MUON_KERNELS = 3
 "of a matrix, in `run/engine/muon.py`: two casts and an addition. Newton-Schulz's take longer than a launch"
 # x: time of norm, casts, clipping and copies over that of as many bytes of AdamW's kernel, on an H100

@@ -24,6 +24,7 @@ _EXPONENTS = 7
 DROPPED_BITS = 14
 "of an fp32 number's 32; the others are its index in a table: sign, exponent and 9 bits of its fraction"
 _KEPT_BITS = 32 - DROPPED_BITS
+_LAST = 2**_KEPT_BITS - 1
 _TABLES: dict[tuple[str, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
 
@@ -46,7 +47,7 @@ def read_moment(state: dict[str, Any], kind: str, stretch: slice | None, dtype: 
     if not kept.numel():
         return torch.empty_like(kept, dtype=dtype)
     value_of, _ = tables_of(kind, kept.device)
-    values = value_of[kept.int()]
+    values = value_of.index_select(0, kept.view(-1).int()).view_as(kept)
     for blocks, scales in zip(_blocks(values), _scales(state, kind, stretch), strict=True):
         blocks.mul_(scales.unsqueeze(1))
     return values.to(dtype)
@@ -64,7 +65,8 @@ def write_moment(state: dict[str, Any], kind: str, stretch: slice | None, moment
         ):
             torch.linalg.vector_norm(blocks, float("inf"), dim=1, out=scales)
             torch.div(blocks, scales.unsqueeze(1), out=into)
-        kept.copy_(byte_of[shares.view(torch.int32).bitwise_right_shift_(DROPPED_BITS)])
+        bits = shares.view(-1).view(torch.int32).bitwise_right_shift_(DROPPED_BITS).bitwise_and_(_LAST)
+        torch.index_select(byte_of, 0, bits, out=kept.view(-1))
     elif kept.dtype != moment.dtype:
         kept.copy_(moment)
 
