@@ -71,13 +71,13 @@ class SentBytes(TorchDispatchMode):
         return out
 
 
-def divisors(spec: ModelSpec, most: int = 8) -> list[int]:
+def divisors(spec: ModelSpec) -> list[int]:
     sizes = (spec.num_heads, spec.num_kv_heads, spec.ffn_size)
-    return [n for n in range(2, most + 1) if not any(size % n for size in sizes)]
+    return [n for n in range(2, 9) if not any(size % n for size in sizes)]
 
 
 def of_tensor_parallel(spec: ModelSpec, mesh: DeviceMesh, seq_len: int) -> tuple[float, int]:
-    """Return the bytes sent in forward and backward of the layers, and of activations before backward."""
+    """Return the bytes that the layers send in a step, and those of activations after forward."""
     with fake_tensors():
         options = {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}
         model = AutoModelForCausalLM.from_config(hf_config(spec, seq_len=seq_len), **options)
@@ -105,15 +105,8 @@ def main() -> None:
         spec = find_model(name)
         print(f"  {name:12} {spec.num_heads} heads, FFN {spec.ffn_size}: {divisors(spec) or 'none'}")
     shares = [f"--sp_size, {name}" for name in OTHERS]
-    columns = (
-        "model",
-        "ranks",
-        "tokens",
-        "GB: tensor parallel",
-        *shares,
-        "GiB: tensor parallel",
-        "--sp_size",
-    )
+    columns = ["model", "ranks", "tokens", "GB: tensor parallel", *shares]
+    columns += ["GiB: tensor parallel", "--sp_size"]
     print("\nGB that a rank sends in a step of one sequence that the ranks share, and GiB of its activations")
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for name, num_ranks in GROUPS.items():
@@ -127,12 +120,10 @@ def main() -> None:
             ).with_defaults(has_gpu=True)
             setups = [Setup(spec, find_strategy(other), config, num_gpus=num_ranks) for other in OTHERS]
             found = [estimate(setup.launched) for setup in setups]
-            cells = [name, num_ranks, f"{seq_len:,}", f"{sent / 1e9:.1f}"]
-            cells += [f"{row.traffic_bytes['intra_node'] / 1e9:.1f}" for row in found]
-            cells += [
-                f"{activations / 2**30:.1f}",
-                f"{max(row.parts['activations'] for row in found) / 2**30:.1f}",
-            ]
+            of_shared = max(row.parts["activations"] for row in found)  # 0 if the peak is in the optimizer
+            cells = [name, num_ranks, f"{seq_len:,}"]
+            cells += [f"{n / 1e9:.1f}" for n in (sent, *(row.traffic_bytes["intra_node"] for row in found))]
+            cells += [f"{n / 2**30:.1f}" for n in (activations, of_shared)]
             print(f"| {' | '.join(map(str, cells))} |", flush=True)
         torch.distributed.destroy_process_group()
 

@@ -527,10 +527,8 @@ def step_table(steps: list[Step], calibration: Calibration) -> list[str]:
         "off by",
         "arm is of the",
     )
-    note = (
-        "One GPU, today's forms. Before: constants fitted to published runs; after: calibrated. "
-        + "; ".join(summary for summary in residuals(steps, calibration))
-    )
+    note = "One GPU, today's forms. Before: constants fitted to published runs; after: calibrated. "
+    note += "; ".join(residuals(steps, calibration))
     return table("Seconds of a step", columns, rows, note if rows else "")
 
 

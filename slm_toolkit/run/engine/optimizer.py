@@ -231,10 +231,9 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             torch._foreach_add_(steps, 1)
             masters = [state.get("master", param) for state, param in zip(states, params, strict=True)]
             moments, squares = ([state[kind] for state in states] for kind in MOMENTS)
-            is_int8 = self.moment_dtype == torch.uint8
-            scales = (
-                tuple([state[kind + SCALES] for state in states] for kind in MOMENTS) if is_int8 else None
-            )
+            scales = None
+            if self.moment_dtype == torch.uint8:
+                scales = [[state[kind + SCALES] for state in states] for kind in MOMENTS]
             gradients = [gradient_of(param) for param in params]
             lists = (gradients, masters, moments, squares, params)
             with torch.profiler.record_function(ADAMW_KERNEL):

@@ -37,7 +37,7 @@ class AdamWKernel:
         squares: list[torch.Tensor],
         weights: list[torch.Tensor],
         *,
-        scales: tuple[list[torch.Tensor], list[torch.Tensor]] | None,
+        scales: list[list[torch.Tensor]] | None,
         steps: list[torch.Tensor],
         lr: float,
         betas: tuple[float, float],

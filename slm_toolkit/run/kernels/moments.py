@@ -3,7 +3,8 @@
 8 bits are those of "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861): one byte per element,
 and an fp32 scale for each block of 256 elements. Blocks begin where this rank's stretch of a tensor begins.
 Moments that were not changed become the same bytes again (in blocks above 1e-38). PyTorch's operations do it
-on every device: bitsandbytes 0.50 has kernels, but that for CPUs turns zeros into 2e-5 of a block's largest.
+on every device, and `adamw_kernel.py` on a GPU: bitsandbytes 0.50 has kernels, but that for CPUs turns zeros
+into 2e-5 of a block's largest.
 """
 
 from collections.abc import Iterator
@@ -24,7 +25,8 @@ _EXPONENTS = 7
 DROPPED_BITS = 14
 "of an fp32 number's 32; the others are its index in a table: sign, exponent and 9 bits of its fraction"
 _KEPT_BITS = 32 - DROPPED_BITS
-_LAST = 2**_KEPT_BITS - 1
+_INDEX_BITS = 2**_KEPT_BITS - 1
+"clears the bits that shifting a negative number right fills with ones"
 _TABLES: dict[tuple[str, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
 
@@ -65,7 +67,7 @@ def write_moment(state: dict[str, Any], kind: str, stretch: slice | None, moment
         ):
             torch.linalg.vector_norm(blocks, float("inf"), dim=1, out=scales)
             torch.div(blocks, scales.unsqueeze(1), out=into)
-        bits = shares.view(-1).view(torch.int32).bitwise_right_shift_(DROPPED_BITS).bitwise_and_(_LAST)
+        bits = shares.view(-1).view(torch.int32).bitwise_right_shift_(DROPPED_BITS).bitwise_and_(_INDEX_BITS)
         torch.index_select(byte_of, 0, bits, out=kept.view(-1))
     elif kept.dtype != moment.dtype:
         kept.copy_(moment)
