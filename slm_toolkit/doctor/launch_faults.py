@@ -17,6 +17,7 @@ from slm_toolkit.doctor.finding import (
     unwise,
     wrong,
 )
+from slm_toolkit.strategy.groups import not_run_yet
 from slm_toolkit.strategy.passed_on import OF_DEEPSPEED, refused_of_json, refused_of_yaml
 from slm_toolkit.strategy.sharding import PREFIX, parallel_sizes, product_problem
 from slm_toolkit.strategy.strategy import is_shipped, precision_problem
@@ -316,11 +317,12 @@ def _sizes(section: dict[str, Any]) -> Iterator[Finding]:
             return
     has_nothing = sizes["dp_shard_size"] == sizes["cp_size"] == 1
     if has_nothing and all(str(key).startswith(PREFIX) for key in section):
+        refused = "accelerate refuses FSDP2 without a group to shard over; use MULTI_GPU for copies alone"
         yield wrong(
             "nothing-to-shard",
             f"parallelism_config has dp_replicate_size {sizes['dp_replicate_size']} and dp_shard_size 1",
             in_yaml("parallelism_config", REMOVE),
-            why="accelerate refuses FSDP2 without a group to shard over; use MULTI_GPU for copies alone",
+            why="; ".join([refused, *not_run_yet(sizes)]),
             then=", or set dp_shard_size to the number of ranks per copy",
         )
 

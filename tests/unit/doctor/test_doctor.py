@@ -117,3 +117,11 @@ def test_a_finding_that_several_files_share_is_printed_once_with_the_files(tmp_p
     assert printed.count("num_processes is 8 for 1 GPU") == 1
     assert all(f"{file}: num_processes" in printed for file in files)
     assert "2 wrong" in printed
+
+
+def test_tensor_parallelism_alone_is_answered_with_what_shards_instead(tmp_path: Path) -> None:
+    sizes = "  parallelism_config_dp_shard_size: 1\n  parallelism_config_tp_size: 2\n"
+    alone = own_strategy(tmp_path, f"{WRAPPED}parallelism_config:\n{sizes}", name="alone")
+    found = doctored("--strategy", alone, "--num_gpus", "8", code=1)
+    (why,) = {finding["why"] for finding in found if finding["name"] == "nothing-to-shard"}
+    assert "tp_size 2: slm_toolkit does not run tensor parallelism" in why
