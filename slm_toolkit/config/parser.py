@@ -67,6 +67,8 @@ HINTS = {  # a name that is refused: the hint, which says what to write instead
     **dict.fromkeys(("wandb", "use_wandb"), "--report_to wandb"),
     "gpu": _HERE,
 }
+REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
+}
 _LAUNCHERS_OWN = ("strategy", "config_file", "num_processes", "num_machines", "machine_rank")
 _OUR_NAME = {f"--{other}": f"--{ours}" for ours, others in SAME_MEANING.items() for other in others}
 
@@ -99,6 +101,8 @@ def hint_for(words: list[str], known: Collection[str]) -> str:
 
 def _hint(flag: str, known: Collection[str]) -> str:
     name = flag.removeprefix("--")
+    if name in REMOVED:
+        return f"--{name} was removed: {REMOVED[name]}"
     text = HINTS.get(name, "")
     if name in _LAUNCHERS_OWN and "--strategy" not in known:
         text = _OF_THE_LAUNCHER

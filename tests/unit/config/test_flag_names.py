@@ -9,7 +9,7 @@ from conftest import ROOT, slm_here
 
 from slm_toolkit.cli.main import _parser
 from slm_toolkit.config.flags import training_config
-from slm_toolkit.config.parser import HINTS, SAME_MEANING, with_underscores
+from slm_toolkit.config.parser import HINTS, REMOVED, SAME_MEANING, with_underscores
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import gpu_of_name, gpus_and_count
 from slm_toolkit.model.names import find_model
@@ -83,6 +83,12 @@ def test_a_name_that_may_mean_something_else_gets_a_hint(
     assert said.startswith(f"error: unknown: {words}\n{hint}")
     assert said.endswith(f"; slm {verb} --help\n")
     assert "find_batch_size" not in said
+
+
+def test_a_removed_flag_is_answered_with_what_to_do_instead(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, instead in REMOVED.items():
+        said = refused(capsys, "compare", f"--{name}", "1")
+        assert said.startswith(f"error: unknown: --{name} 1\nhint: --{name} was removed: {instead}")
 
 
 def test_a_file_with_fp16_runs_where_the_hint_of_fp16_says(tmp_path: Path) -> None:
