@@ -265,12 +265,9 @@ def compare(
     find_largest_batch: bool = False,
     max_batch: int | None = None,
     gpus_per_run: int | None = None,
-    runs_at_once: int | None = None,
-    take_turns: bool = False,
     skip_oom: bool = False,
     force: bool = False,
     timeout_seconds: float = 3600,
-    retry: int = 0,
     usd_per_gpu_hour: float | None = None,
     parity_tolerance: float | None = None,
     strict: bool = False,
@@ -282,10 +279,9 @@ def compare(
     runs are kept, unless `force`. Progress goes to stderr. `script`: your own training script instead of our
     trainer, with its `arguments`; `["--batch", "4,8"]` makes a grid. `num_processes`: ranks (default: all
     GPUs, else two processes). `parity`: steps to check against one process. `ours_against`: other trainers
-    for rows of their own, "trainer" or "litgpt". `take_turns`: without a GPU, the runs of a round of
-    `repeats` compute in turns, which shows smaller differences. `timeout_seconds`: for each run. `flags`: any
-    other field of RunConfig. A run that fails or runs out of memory is a row with its reason. Raises
-    ValueError for a user's mistake before anything starts, KeyboardInterrupt after Ctrl-C has ended the runs.
+    for rows of their own, "trainer" or "litgpt". `timeout_seconds`: for each run. `flags`: any other
+    field of RunConfig. A run that fails or runs out of memory is a row with its reason. Raises ValueError
+    for a user's mistake before anything starts, KeyboardInterrupt after Ctrl-C has ended the runs.
     """
     from rich.console import Console
 
@@ -293,7 +289,7 @@ def compare(
     from slm_toolkit.compare.scripts import PAIRS, Script
     from slm_toolkit.config.flag_pairs import check_pairs, names_given
     from slm_toolkit.config.flags import ONE_RUN_ONLY
-    from slm_toolkit.config.parser import count, positive_number, whole_number
+    from slm_toolkit.config.parser import count, positive_number
     from slm_toolkit.doctor.before_launch import check_launches
     from slm_toolkit.rivals.rivals import matching_runs
 
@@ -313,14 +309,11 @@ def compare(
         strategy=_list(strategy),
         num_processes=_number("num_processes", num_processes, int),
         timeout_seconds=_number("timeout", timeout_seconds, positive_number),
-        num_retries=_number("retry", retry, whole_number),
         num_repeats=_number("repeats", repeats, count),
         parity_steps=_number("parity", parity, count),
         find_largest_batch=find_largest_batch,
         max_batch=_number("max_batch", max_batch, count),
         gpus_per_run=_number("gpus_per_run", gpus_per_run, count),
-        runs_at_once=_number("runs_at_once", runs_at_once, count),
-        take_turns=take_turns,
         skip_oom=skip_oom,
         force=force,
         usd_per_gpu_hour=usd_per_gpu_hour,
@@ -332,8 +325,6 @@ def compare(
         "ours_against": ours_against,
         "largest_batch": find_largest_batch,
         "max_batch": max_batch,
-        "runs_at_once": runs_at_once,
-        "take_turns": take_turns,
         "skip_oom": skip_oom,
     }
     _report_numbers(usd_per_gpu_hour, parity_tolerance)  # before the runs, not after

@@ -87,7 +87,6 @@ from slm_toolkit.run.rehearse import (
     trace_memory,
 )
 from slm_toolkit.run.setup import Job, Prepared, launch_notes, prepare, set_up
-from slm_toolkit.run.turns import NoTurns, turns_of_run
 
 gc.freeze()
 if _COLLECTS:
@@ -220,7 +219,6 @@ def train(
     last_step = num_steps if end_after is None else min(num_steps, end_after)
     notes.begin("steps" if record.first_step < last_step else "other")
     for step in range(record.first_step, last_step):
-        around.turns.before_step(watch, notes, watchdog)
         watchdog.beat(f"at step {step + 1} of {num_steps}")
         with watch.step():
             lr = learning_rate(config, step, num_steps)
@@ -237,11 +235,9 @@ def train(
             evaluations.run(done)
             notes.begin("steps")
             watch.clock.pause()
-            around.turns.end_turn()
         watchdog.beat(f"after step {done} of {num_steps}")
         if around.after_step.run(step, step_loss, norm):
             watch.clock.pause()
-            around.turns.end_turn()
         notes.end_step(done)
         if around.after_step.reached_after is not None:
             progress.say(f"loss {config.until_loss} reached after step {around.after_step.reached_after}")
@@ -283,7 +279,6 @@ class AroundSteps:
     evaluations: Evaluations
     after_step: AfterStep
     notes: LaunchNotes | NoLaunchNotes
-    turns: NoTurns
 
 
 def around_steps(job: Job, prepared: Prepared, record: RunRecord) -> AroundSteps:
@@ -334,8 +329,7 @@ def around_steps(job: Job, prepared: Prepared, record: RunRecord) -> AroundSteps
         writer=prepared.checkpoint_writer,
         resumed_from=job.checkpoint.path if job.checkpoint else None,
     )
-    turns = turns_of_run(is_main=accelerator.is_main_process)
-    return AroundSteps(progress, tracker, watch, evaluations, after_step, notes, turns)
+    return AroundSteps(progress, tracker, watch, evaluations, after_step, notes)
 
 
 def finish(
@@ -356,7 +350,6 @@ def finish(
         **around.after_step.observed(),
         **around.evaluations.observed(),
         "datasets": job.data.facts,
-        "took_turns": around.turns.are_taken,
     }
     model_dir = None
     if config.save_final_model:

@@ -68,9 +68,6 @@ def add_grid_flags(parser: argparse.ArgumentParser) -> None:
         help="time limit of one run (default: 3600)",
     )
     parser.add_argument(
-        "--retry", type=whole_number, default=0, metavar="N", help="retry a failed run up to N times"
-    )
-    parser.add_argument(
         "--repeats",
         type=count,
         default=1,
@@ -102,19 +99,6 @@ def add_grid_flags(parser: argparse.ArgumentParser) -> None:
         type=count,
         metavar="K",
         help="run several at the same time, each on K GPUs (default: one at a time, on all GPUs)",
-    )
-    parser.add_argument(
-        "--runs_at_once",
-        type=count,
-        metavar="N",
-        help="without a GPU: run N at the same time. They share the cores and slow each other down",
-    )
-    parser.add_argument(
-        "--take_turns",
-        action="store_true",
-        help="without a GPU: start the runs of a round together; each computes for a few steps while the "
-        "others wait. A slow second of this machine then slows down all of them. With --repeats 5 this "
-        "shows differences of 5 %%. RAM must hold all runs",
     )
     parser.add_argument(
         "--skip_oom",
@@ -182,8 +166,6 @@ _SLURM_PAIRS = (
     Pair("ours_against", _SLURM, ": other trainers run on this machine"),
     Pair("largest_batch", "slurm_only_write", ": each trial depends on the one before"),
     Pair("gpus_per_run", _SLURM, ": --gpus_per_node sets the GPUs of a run"),
-    Pair("take_turns", _SLURM, ": jobs don't share a machine"),
-    Pair("runs_at_once", _SLURM, ": the cluster decides how many jobs run at the same time"),
     Pair("dry_run", _SLURM, ": --slurm_only_write shows what would be submitted"),
     Pair("skip_oom", _SLURM, ": the GPU of the nodes is not known before a run ends"),
 )
@@ -314,14 +296,11 @@ def _request(args: argparse.Namespace, nodes: SlurmNodes | None) -> "Request":
         strategy=args.strategy,
         num_processes=args.num_processes,
         timeout_seconds=args.timeout,
-        num_retries=args.retry,
         num_repeats=args.repeats,
         parity_steps=args.parity,
         find_largest_batch=args.largest_batch,
         max_batch=args.max_batch,
         gpus_per_run=args.gpus_per_run,
-        runs_at_once=args.runs_at_once,
-        take_turns=args.take_turns,
         skip_oom=args.skip_oom,
         force=args.force,
         usd_per_gpu_hour=args.usd_per_gpu_hour,

@@ -16,7 +16,7 @@ from slm_toolkit.compare import local
 from slm_toolkit.compare.display import Display
 from slm_toolkit.compare.grid import PAIRS, PlannedRun, plan_runs
 from slm_toolkit.compare.largest_batch import BatchSearch, find_largest_batch, flags_of_trials
-from slm_toolkit.compare.local import Slot, run_in_slots, run_in_turns, slots_of
+from slm_toolkit.compare.local import Slot, run_in_slots, slots_of
 from slm_toolkit.compare.predicted import check_skippable, skipped_record
 from slm_toolkit.compare.scripts import Script, plan_scripts
 from slm_toolkit.compare.slurm import SlurmJobs, SlurmNodes, strategy_on_nodes
@@ -51,14 +51,11 @@ class Request:
     "None: the six strategies of the study"
     num_processes: int | None = None
     timeout_seconds: float = 3600
-    num_retries: int = 0
     num_repeats: int = 1
     parity_steps: int | None = None
     find_largest_batch: bool = False
     max_batch: int | None = None
     gpus_per_run: int | None = None
-    runs_at_once: int | None = None
-    take_turns: bool = False
     skip_oom: bool = False
     force: bool = False
     usd_per_gpu_hour: float | None = None
@@ -121,12 +118,7 @@ def prepare_script(request: Request, script: Script, *, console: Console) -> Pre
     if request.nodes is None:
         with console.status("looking at this machine"):
             machine = this_machine()
-        slots = slots_of(
-            machine,
-            gpus_per_run=request.gpus_per_run,
-            runs_at_once=request.runs_at_once,
-            num_processes=request.num_processes,
-        )
+        slots = slots_of(machine, gpus_per_run=request.gpus_per_run, num_processes=request.num_processes)
     else:
         machine, slots = request.nodes.machine, [Slot()]
     strategies, notes = strategies_asked(request.strategy, {}, has_gpu=machine.num_gpus > 0)
@@ -158,13 +150,7 @@ def _plan(
     _print_notes(left_out)
     check_pairs(names, PAIRS, has_gpu=has_gpu)
     if request.nodes is None:
-        slots = slots_of(
-            machine,
-            gpus_per_run=request.gpus_per_run,
-            runs_at_once=request.runs_at_once,
-            num_processes=request.num_processes,
-            take_turns=request.take_turns,
-        )
+        slots = slots_of(machine, gpus_per_run=request.gpus_per_run, num_processes=request.num_processes)
     else:  # Slurm decides how many run at the same time; this process waits for them one by one
         slots = [Slot()]
         strategies = [strategy_on_nodes(strategy, request.nodes) for strategy in strategies]
@@ -241,14 +227,8 @@ def _launch_all(
     runs, slots = prepared.runs, prepared.slots
     if jobs is None and not request.force and not request.find_largest_batch:
         with guard():
-            if request.take_turns:
-                local.check_rounds(runs)
             for run in runs:
                 local.check_place(run)
-    num_at_once, timeout_seconds = len(slots), request.timeout_seconds
-    if request.take_turns:  # each run of a round takes as long as all of them together
-        num_at_once = max(map(len, local.rounds_of(runs)))
-        timeout_seconds *= num_at_once
     stop = threading.Event()
     launcher: Any = local if jobs is None else jobs
 
@@ -270,8 +250,7 @@ def _launch_all(
                 record = launcher.execute(
                     run,
                     slot,
-                    timeout_seconds=timeout_seconds,
-                    retries=request.num_retries,
+                    timeout_seconds=request.timeout_seconds,
                     stop=stop,
                     on_progress=partial(display.progress, run),
                 )
@@ -291,20 +270,15 @@ def _launch_all(
         runs,
         console,
         searching=request.find_largest_batch,
-        num_slots=num_at_once if jobs is None else None,  # the time in a queue is unknown
-        usd_so_far=_usd_so_far(
-            runs, prepared.machine, jobs, len(slots), usd_per_gpu_hour=request.usd_per_gpu_hour
-        ),
+        num_slots=len(slots) if jobs is None else None,  # the time in a queue is unknown
+        usd_so_far=_usd_so_far(runs, prepared.machine, jobs, usd_per_gpu_hour=request.usd_per_gpu_hour),
     )
     interrupted = False
-    results_of = partial(run_in_slots, slots=slots)
-    if request.take_turns:
-        results_of = run_in_turns
     try:
         if jobs is not None:
             with guard():
                 jobs.begin([] if request.find_largest_batch else runs, force=request.force)
-        with display, closing(results_of(runs, work, stop=stop)) as results:
+        with display, closing(run_in_slots(runs, work, slots, stop)) as results:
             for index, result in results:
                 done[index] = result
     except KeyboardInterrupt:
@@ -335,12 +309,7 @@ def with_searches(rows: list[Row], searches: dict[str, BatchSearch]) -> list[Row
 
 
 def _usd_so_far(
-    runs: list[PlannedRun],
-    machine: Machine,
-    jobs: SlurmJobs | None,
-    num_slots: int,
-    *,
-    usd_per_gpu_hour: float | None,
+    runs: list[PlannedRun], machine: Machine, jobs: SlurmJobs | None, *, usd_per_gpu_hour: float | None
 ) -> Callable[[], float] | None:
     """Return a function for the dollars spent so far; None without a price.
 
@@ -352,6 +321,6 @@ def _usd_so_far(
         return None
     if jobs is not None:
         return lambda: sum(jobs.gpu_seconds.values()) / 3600 * price.usd_per_gpu_hour
-    num_paid = machine.num_gpus or num_slots * max(run.num_processes for run in runs)
+    num_paid = machine.num_gpus or max(run.num_processes for run in runs)
     started = time.monotonic()
     return lambda: (time.monotonic() - started) / 3600 * num_paid * price.usd_per_gpu_hour

@@ -11,10 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, ThreadPoolExecutor, wait
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +21,6 @@ import psutil
 
 from slm_toolkit.base.errors import DISK_FULL, TIME_LIMIT_VARIABLE
 from slm_toolkit.base.safe_files import open_new
-from slm_toolkit.base.turns import Turns
 from slm_toolkit.compare.grid import PlannedRun
 from slm_toolkit.compare.outcome import LOG_FILE, Ended, own_record, port_taken, record_of
 from slm_toolkit.compare.supervisor import end_kept, start_kept
@@ -31,7 +29,7 @@ from slm_toolkit.hardware.gpus import Machine, num_cores
 from slm_toolkit.hardware.machine import RamState, look_at_host_ram, who_killed
 from slm_toolkit.launch.processes import safe_environment
 from slm_toolkit.record.files import read_record, write_record
-from slm_toolkit.record.run_record import PROGRESS_FILE, RECORD_FILE, RunRecord, round_of
+from slm_toolkit.record.run_record import PROGRESS_FILE, RECORD_FILE, RunRecord
 from slm_toolkit.record.saved_files import CHECKPOINTS_DIR, finished, model_damage, saved_model
 from slm_toolkit.strategy.strategy import config_options, write_resolved
 
@@ -49,35 +47,15 @@ class Slot:
     "number of slots on this machine"
     visible_devices: tuple[str, ...] | None = None
     "names for CUDA_VISIBLE_DEVICES; None: all GPUs that are visible here"
-    turns: Turns | None = None
-    "the runs compute in turns"
 
 
-def slots_of(
-    machine: Machine,
-    *,
-    gpus_per_run: int | None,
-    runs_at_once: int | None,
-    num_processes: int | None,
-    take_turns: bool = False,
-) -> list[Slot]:
+def slots_of(machine: Machine, *, gpus_per_run: int | None, num_processes: int | None) -> list[Slot]:
     """Return the requested slots, by default one. Raises ValueError with all problems."""
     problems = []
     if gpus_per_run is not None and machine.num_gpus == 0:
-        problems.append(
-            "--gpus_per_run without a GPU\nhint: on a CPU, use --runs_at_once N to run N at the same time"
-        )
+        problems.append("--gpus_per_run without a GPU\nhint: leave it out; runs are launched one by one")
     elif gpus_per_run is not None and gpus_per_run > machine.num_gpus:
         problems.append(f"--gpus_per_run is {gpus_per_run}: this machine has {machine.num_gpus}")
-    if runs_at_once is not None and machine.num_gpus > 0:
-        problems.append(
-            "--runs_at_once on a machine with GPUs\nhint: use --gpus_per_run K to give each run K GPUs"
-        )
-    if take_turns and machine.num_gpus > 0:
-        problems.append(
-            "--take_turns on a machine with GPUs\nhint: their clocks are steady, and the memory of a GPU "
-            "rarely holds several runs: leave it out"
-        )
     if gpus_per_run is not None and num_processes is not None and num_processes > gpus_per_run:
         problems.append(
             f"--num_processes is {num_processes}, --gpus_per_run {gpus_per_run}: each rank needs its own GPU"
@@ -85,7 +63,7 @@ def slots_of(
     if problems:
         raise ValueError("\n".join(problems))
     if gpus_per_run is None:
-        return [Slot(runs_at_once or 1)] * (runs_at_once or 1)
+        return [Slot()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible else [str(number) for number in range(machine.num_gpus)]
     num_slots = machine.num_gpus // gpus_per_run
@@ -130,34 +108,6 @@ def run_in_slots(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def rounds_of(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
-    """Return the runs of each round of --repeats."""
-    return [list(of_round) for _, of_round in groupby(runs, key=lambda run: round_of(run.run_name))]
-
-
-def run_in_turns(
-    runs: Sequence[PlannedRun],
-    work: Callable[[PlannedRun, Slot], Result],
-    stop: threading.Event,
-) -> Iterator[tuple[int, Result]]:
-    """Run one round after the other; the runs of a round take turns. Yields as `run_in_slots` does."""
-    first = 0
-    for jobs in rounds_of(runs):
-        turns = Turns(run.run_name for run in jobs)
-
-        def work_and_leave(run: PlannedRun, slot: Slot) -> Result:
-            try:
-                return work(run, slot)
-            finally:
-                slot.turns.ended(run.run_name)
-
-        slots = [Slot(turns=turns)] * len(jobs)
-        with turns.given(), closing(run_in_slots(jobs, work_and_leave, slots, stop)) as results:
-            for index, result in results:
-                yield first + index, result
-        first += len(jobs)
-
-
 Progress = Callable[[dict[str, Any] | None], None]
 "called several times a second with the content of the run's progress file, None before there is one"
 _PORT_TRIES = 3
@@ -181,21 +131,6 @@ def kept_record(run: PlannedRun) -> RunRecord | None:
     if record.status == "ok" and (lacks_model or lacks_log):
         return None
     return record if record.identity == run.identity and record.status in ("ok", "oom") else None
-
-
-def check_rounds(runs: Sequence[PlannedRun]) -> None:
-    """Raise ValueError if a round of --take_turns has some finished runs, but not all, or not in turns.
-
-    The other runs of such a round would have no run to take turns with.
-    """
-    for of_round in rounds_of(runs):
-        records = [kept_record(run) for run in of_round]
-        whole = all(record is not None and (record.took_turns or record.status != "ok") for record in records)
-        if not whole and (finished_runs := [record.run_name for record in records if record is not None]):
-            raise ValueError(
-                f"--take_turns: {finished_runs[0]} has finished without the other runs of its round\n"
-                "hint: another --output_dir keeps it; --force runs everything again"
-            )
 
 
 def check_place(run: PlannedRun) -> None:
@@ -229,29 +164,18 @@ def execute(
     slot: Slot,
     *,
     timeout_seconds: float,
-    retries: int,
     stop: threading.Event,
     on_progress: Progress,
 ) -> RunRecord:
-    """Launch one run; if it fails or times out, retry up to `retries` times. Return its record.
+    """Launch one run and return its record. If another program took its port meanwhile, try two more ports.
 
-    If another program took the port meanwhile, up to two more ports are tried; these don't count as retries.
     If `stop` is set, ends the run without a record and raises CancelledError.
     """
-    port_tries = tries = 0
-    while True:
+    for _ in range(_PORT_TRIES):
         record = _execute_once(run, slot, timeout_seconds=timeout_seconds, stop=stop, on_progress=on_progress)
-        if record.status not in ("failed", "timeout"):
-            return record
-        if record.status == "failed" and port_taken(record.reason or ""):
-            port_tries += 1
-            if port_tries < _PORT_TRIES:
-                continue
-        tries += 1
-        if tries > retries:
-            return record
-        with suppress(OSError):  # on a full disk there is no log
-            (run.folder / LOG_FILE).replace(run.folder / f"log-try{tries}.txt")
+        if record.status != "failed" or not port_taken(record.reason or ""):
+            break
+    return record
 
 
 def launch_command(run: PlannedRun, yaml_path: Path, *, port: int) -> list[str]:
@@ -367,8 +291,6 @@ def _environment(run: PlannedRun, slot: Slot, timeout_seconds: float) -> dict[st
     env |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     env[TIME_LIMIT_VARIABLE] = f"{timeout_seconds} {time.monotonic() + timeout_seconds}"
     env.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // (run.num_processes * slot.num_slots))))
-    if slot.turns is not None:
-        env |= slot.turns.environment(run.run_name)
     if slot.visible_devices is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(slot.visible_devices)
     return env

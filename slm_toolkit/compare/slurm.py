@@ -334,33 +334,16 @@ class SlurmJobs:
         slot: Slot,
         *,
         timeout_seconds: float,
-        retries: int,
         stop: threading.Event,
         on_progress: Progress,
     ) -> RunRecord:
-        """Wait for a run's job, submit it if needed, retry up to `retries` times. Return the run's record.
+        """Wait for a run's job, submit it if needed, and return the run's record.
 
         Ignores `slot` and `timeout_seconds`: Slurm chooses the nodes, and the script has the time limit.
         If `stop` is set, raises CancelledError; `cancel` then ends the job.
         """
-        record = self._execute_once(run, stop, on_progress)
-        while record.status in ("failed", "timeout") and retries > 0:
-            retries -= 1
-            record = self._execute_once(run, stop, on_progress)
-        return record
-
-    def cancel(self) -> None:
-        """Cancel all live jobs of this comparison."""
-        # waiting runs, too: one may have been submitted just now
-        scripts = {*self.jobs, *(str(script_path(run)) for run in self.waiting)}
-        live = [job for script, job in queue().items() if script in scripts and job.is_live]
-        if live:
-            command("scancel", *(str(job.job_id) for job in live))
-            self._say(f"cancelled {_ids(live)}")
-
-    def _execute_once(self, run: PlannedRun, stop: threading.Event, on_progress: Progress) -> RunRecord:
         script = str(script_path(run))
-        if script not in self.jobs and run not in self.waiting:  # a trial of a search, or a retry
+        if script not in self.jobs and run not in self.waiting:  # a trial of a search
             self._begin_patiently(run, stop)
         while run in self.waiting or self.jobs[script].is_live:
             on_progress(local.progress_of(run.folder))
@@ -370,6 +353,15 @@ class SlurmJobs:
         self._wait_for_record(run, stop)
         self.ended_at.pop(script, None)
         return _record_of(run, self.jobs.pop(script))
+
+    def cancel(self) -> None:
+        """Cancel all live jobs of this comparison."""
+        # waiting runs, too: one may have been submitted just now
+        scripts = {*self.jobs, *(str(script_path(run)) for run in self.waiting)}
+        live = [job for script, job in queue().items() if script in scripts and job.is_live]
+        if live:
+            command("scancel", *(str(job.job_id) for job in live))
+            self._say(f"cancelled {_ids(live)}")
 
     def _begin_patiently(self, run: PlannedRun, stop: threading.Event) -> None:
         """Submit a run; retry while Slurm does not answer, if it has accepted jobs before."""

@@ -68,6 +68,9 @@ HINTS = {  # a name that is refused: the hint, which says what to write instead
     "gpu": _HERE,
 }
 REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
+    "retry": "repeat the same command: it runs what failed",
+    "runs_at_once": "leave it out: runs are launched one after another",
+    "take_turns": "--repeats 5 compares round by round",
 }
 _LAUNCHERS_OWN = ("strategy", "config_file", "num_processes", "num_machines", "machine_rank")
 _OUR_NAME = {f"--{other}": f"--{ours}" for ours, others in SAME_MEANING.items() for other in others}

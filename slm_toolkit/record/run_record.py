@@ -310,8 +310,6 @@ class RunRecord:
     "each rank's readings of NVML and the allocator: see `run/observe/machine_load.py`"
     other_busy_cores: NonNegative | None = None
     "mean number of this machine's CPU cores that other programs kept busy while the steps ran"
-    took_turns: bool = False
-    "whether the run shared its machine with others that computed between its steps: --take_turns"
     host_ram: HostRam | None = None
     "RAM of rank 0's machine while the steps ran: total_bytes, least_available_bytes, swapped_out_bytes"
     state_bytes: list[dict[str, Count]] = field(default_factory=list)

@@ -183,9 +183,6 @@ class Row:
     "the record file of the first launch"
     num_params: int | None = None
     "parameters of the model; None: unknown, because a user's own script failed"
-    took_turns: bool | None = None
-    """whether all launches took turns with those of other rows; None if they can't: on a GPU, on several
-    machines, and with another trainer or script"""
     script: str | None = None
     "the user's own script that did the run; None: this toolkit's trainer, or another one"
     largest_batch: int | None = None
@@ -359,7 +356,6 @@ def row_of(
         command=main_record.command,
         record=str(repeats[0][0]),
         num_params=main_record.model.get("num_params"),
-        took_turns=_took_turns(records),
         script=main_record.asked["script"][0] if main_record.is_of_script else None,
     )
 
@@ -556,12 +552,6 @@ def ranked(rows: list[Row], *, strict: bool) -> list[Row]:
 def with_values(row: Row, **changes: object) -> Row:
     """Return a copy with these changes; four times as fast as `dataclasses.replace`."""
     return Row(**{**vars(row), **changes})
-
-
-def _took_turns(records: list[RunRecord]) -> bool | None:
-    if any(record.gpu or record.is_of_other_trainer or (record.num_machines or 1) > 1 for record in records):
-        return None
-    return all(record.took_turns for record in records)
 
 
 def _places(group: list[Row]) -> list[tuple[Row, tuple[int, bool]]]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from itertools import product
-from math import ceil, comb, exp, fsum, log, sqrt
+from math import comb, exp, fsum, log, sqrt
 from operator import mul
 from statistics import fmean, median, stdev
 
@@ -71,8 +71,6 @@ def throughput(repeats: list[RunRecord]) -> Throughput | None:
         return None
     medians = [median(block_rates(seconds, record.tokens_per_step)) for record, seconds in timed]
     by_round = {round_of(record.run_name): launch for (record, _), launch in zip(timed, medians, strict=True)}
-    if all(record.took_turns for record, _ in timed):
-        by_round = {round_of(record.run_name): _rate_in_turns(record) for record, _ in timed}
     num_timed_steps = sum(len(seconds) for _, seconds in timed)
     lowest, highest = _interval(timed, medians) if num_timed_steps >= STEPS_PER_BLOCK else (None, None)
     return Throughput(
@@ -84,18 +82,6 @@ def throughput(repeats: list[RunRecord]) -> Throughput | None:
         by_round=by_round if len(by_round) == len(timed) else {},
         num_warmup_steps=max(len(record.slowest_rank_seconds) - len(seconds) for record, seconds in timed),
     )
-
-
-def _rate_in_turns(record: RunRecord) -> float:
-    """Return the mean rate without the fifths of the steps that hold the warm-up.
-
-    Launches that took turns are compared over the same turns, so a few steps more or less of detected warm-up
-    must not count. Disturbances change the means of such launches alike, but not their medians.
-    """
-    seconds = record.slowest_rank_seconds
-    fifths = max(1, ceil(5 * record.num_warmup_steps / len(seconds)))
-    timed = seconds[len(seconds) * fifths // 5 :]
-    return record.tokens_per_step * len(timed) / sum(timed)
 
 
 def _interval(timed: list[tuple[RunRecord, list[float]]], medians: list[float]) -> tuple[float, float]:

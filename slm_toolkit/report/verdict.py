@@ -109,8 +109,7 @@ def _more_rounds(tied: list[Row]) -> str:
     words = (
         f"about {count} rounds (--repeats {count})" if count <= MOST_ROUNDS else f"over {MOST_ROUNDS} rounds"
     )
-    fewer = "; --take_turns needs fewer" * all(row.took_turns is False for row in tied)
-    return f"It takes {words} to show a difference of {TOLD_APART:.0%} here{fewer}."
+    return f"It takes {words} to show a difference of {TOLD_APART:.0%} here."
 
 
 def _why_unranked(timed: list[Row], names: dict[int, str]) -> str:

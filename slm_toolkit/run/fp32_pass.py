@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from slm_toolkit.base.errors import EXIT_CODE_VARIABLE
-from slm_toolkit.base.turns import TURNS_VARIABLE
 from slm_toolkit.config.flags import flags_of
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.launch.processes import end_with_parent
@@ -54,7 +53,6 @@ def in_fp32_first(config: RunConfig, train: Callable[[list[str], int], NoReturn]
 def _train_in_child(config: RunConfig, folder: Path, train: Callable[[list[str], int], NoReturn]) -> NoReturn:
     os.environ[_ATTEMPT_VARIABLE] = str(_ATTEMPT)
     os.environ.pop(EXIT_CODE_VARIABLE, None)
-    os.environ.pop(TURNS_VARIABLE, None)  # the other runs wait for this run's own first step
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and "MASTER_PORT" in os.environ:
         # rank 0 serves the store itself then, so the child's store needs another port than the run's
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)

@@ -93,9 +93,7 @@ def jobs_of(folder: Path, text: io.StringIO) -> tuple[SlurmJobs, PlannedRun]:
 
 def ended(jobs: SlurmJobs, run: PlannedRun) -> RunRecord:
     never = threading.Event()
-    return jobs.execute(
-        run, Slot(), timeout_seconds=60, retries=0, stop=never, on_progress=lambda state: None
-    )
+    return jobs.execute(run, Slot(), timeout_seconds=60, stop=never, on_progress=lambda state: None)
 
 
 def test_a_controller_that_is_silent_for_a_while_ends_nothing(cluster: Cluster, tmp_path: Path) -> None:
@@ -161,7 +159,7 @@ def test_ctrl_c_does_not_wait_for_a_record(cluster: Cluster, tmp_path: Path) -> 
     threading.Timer(5, stop.set).start()
     began = time.monotonic()
     with pytest.raises(CancelledError):
-        jobs.execute(run, Slot(), timeout_seconds=60, retries=0, stop=stop, on_progress=lambda state: None)
+        jobs.execute(run, Slot(), timeout_seconds=60, stop=stop, on_progress=lambda state: None)
     assert 4 < time.monotonic() - began < 50  # a record could have come for a minute
 
 

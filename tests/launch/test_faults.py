@@ -75,9 +75,7 @@ def test_a_rank_that_hangs_is_named_with_its_line_and_the_next_run_goes_on(tmp_p
 
 
 def test_a_run_over_its_time_is_a_row_and_leaves_no_process(tmp_path: Path) -> None:
-    comparison = compare(
-        *("--strategy", "ddp", "--max_steps", "100000", "--timeout", "5", "--retry", "1"), folder=tmp_path
-    )
+    comparison = compare(*("--strategy", "ddp", "--max_steps", "100000", "--timeout", "5"), folder=tmp_path)
     row = comparison.rows["ddp"]
     assert (row["status"], comparison.finished.code) == ("timeout", 1)
     assert "stopped after 5 s" in row["reason"]

@@ -136,10 +136,8 @@ def notes(rows: list[Row], dropped: list[str]) -> list[Text]:
     notes += _warnings(rows)
     if any(row.rank for row in rows) and "rank" not in dropped:
         paired = any(len(row.tokens_per_second_by_round) >= MIN_ROUNDS for row in rows)
-        in_turns = " taken in turns" * all(row.took_turns for row in rows if row.rank)
-        rounds = f"shared, not clearly different in paired rounds{in_turns}"
-        shared = rounds if paired else "shared, the intervals overlap"
-        scope = f"among rows of one model, sequence length and machine; =: {shared}"
+        how = "not clearly different in paired rounds" if paired else "the intervals overlap"
+        scope = f"among rows of one model, sequence length and machine; =: shared, {how}"
         notes.append(Text(f"rank: by tokens/s per process, {scope}", style="dim"))
     if disturbed := [row.strategy for row in rows if row.is_too_disturbed]:
         names = ", ".join(dict.fromkeys(disturbed))

@@ -12,8 +12,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -84,7 +84,6 @@ class Watchdog:
         self._run: _Followed | None = None
         self._where = "before its first step"
         self._num_beats = 0
-        self._waits = False
         self._beat_at = 0.0
         self._frozen_seconds = 0.0
         self._looked_at = time.monotonic()
@@ -125,13 +124,6 @@ class Watchdog:
         self._frozen_seconds = 0.0
         self._beat_at = time.monotonic()
         self._num_beats += 1
-
-    @contextmanager
-    def waiting(self, where: str) -> Iterator[None]:
-        """Stop applying the time limit inside, because this run waits for other runs."""
-        self._where, self._waits = where, True
-        yield
-        self._waits, self._beat_at = False, time.monotonic()
 
     def rest(self) -> None:
         """Stop applying the time limit, because no more steps follow."""
@@ -211,7 +203,7 @@ class Watchdog:
         if frozen > _FROZEN_SECONDS:
             self._frozen_seconds += frozen
         self._looked_at = now
-        if self._run is None or self._num_beats == 0 or self._waits:
+        if self._run is None or self._num_beats == 0:
             return 0.0
         return max(0.0, now - self._beat_at - self._frozen_seconds - fraction * self._step_limit_seconds)
 

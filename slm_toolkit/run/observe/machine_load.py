@@ -3,8 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -230,14 +229,6 @@ class HostWatch:
         self._launch_seconds = _launch_busy_seconds()
         self._least_available_bytes = psutil.virtual_memory().available
         self._swapped_out_bytes = psutil.swap_memory().sout
-
-    @contextmanager
-    def left_out(self) -> Iterator[None]:
-        """Leave the time inside out of the load of other programs."""
-        before, busy_before = time.monotonic(), _system_busy_seconds()
-        yield
-        self._start_seconds += time.monotonic() - before
-        self._busy_seconds += _system_busy_seconds() - busy_before
 
     def sample(self) -> None:
         """Note the free memory. Call it between steps."""

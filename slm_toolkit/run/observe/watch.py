@@ -102,13 +102,6 @@ class RunWatch:
     def gradients_reduced(self) -> None:
         self.gradients.count()
 
-    @contextmanager
-    def left_out(self) -> Iterator[None]:
-        """Leave the time inside, between two steps, out of the steps and of the load of other programs."""
-        with self.host.left_out():
-            yield
-        self.clock.pause()
-
     def drew(self, batch: dict[str, torch.Tensor]) -> None:
         """Count the tokens of a batch that was just taken from the data."""
         self.num_tokens_drawn += batch["input_ids"].numel()

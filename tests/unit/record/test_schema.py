@@ -72,7 +72,7 @@ def test_the_schema_refuses_what_is_no_record(changes: dict[str, object], said: 
 
 
 def test_a_record_without_a_version_is_read_as_an_old_one(tmp_path: Path) -> None:
-    path = written(tmp_path, schema_version=None, gpu_watch=None, num_probed_steps=None)
+    path = written(tmp_path, schema_version=None, gpu_watch=None, num_probed_steps=None, took_turns=True)
     assert problems(json.loads(path.read_text())) == []
     record = read_record(path)
     assert record.schema_version == SCHEMA_VERSION

@@ -340,16 +340,5 @@ def test_the_interval_of_paired_rounds_is_students() -> None:
     assert rounds_to_find(0.2, rates, {2: 1.0, 3: 1.0, 4: 1.0}) is None  # two rounds of both
 
 
-def test_launches_that_took_turns_are_compared_over_the_same_steps() -> None:
-    # 40 steps of 8192 tokens; three steps of warm-up lie in the first fifth, nine in the first two fifths:
-    # 12 x 1 s + 20 x 2 s = 52 s for 32 steps, 4 x 1 s + 20 x 2 s = 44 s for 24 steps
-    seconds = [10.0, *[1.0] * 19, *[2.0] * 20]
-    for warmup, rate in ((3, 32 * 8192 / 52), (8, 32 * 8192 / 52), (9, 24 * 8192 / 44)):
-        record = made_record(step_seconds=[seconds] * 2, timing_warmup_steps=warmup, took_turns=True)
-        assert throughput([record]).by_round == {1: pytest.approx(rate)}
-    apart = made_record(step_seconds=[seconds] * 2, timing_warmup_steps=3)
-    assert throughput([apart]).by_round != {1: pytest.approx(32 * 8192 / 52)}  # the median of blocks
-
-
 def test_launches_of_the_same_round_are_not_paired() -> None:
     assert throughput([made_record(), made_record()]).by_round == {}

@@ -80,8 +80,6 @@ def test_a_tie_of_paired_rounds_names_the_rounds_that_would_tell_five_percent_ap
         said(0.02, -0.02, -0.02) == "It takes about 21 rounds (--repeats 21) to show a difference of 5% here."
     )
     assert said(0.02, 0.02, 0.02) == ""
-    assert said(0.05, -0.05, **CPU).endswith("a difference of 5% here; --take_turns needs fewer.")
-    assert said(0.05, -0.05, **CPU, took_turns=True).endswith("a difference of 5% here.")
 
 
 def test_two_that_tie_are_named_together_before_the_rest() -> None:

@@ -7,7 +7,7 @@ import pytest
 from slm_toolkit.run.observe import machine_load
 
 
-def test_the_load_while_a_run_waits_for_others_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_load_of_other_programs_is_without_that_of_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     now = {"seconds": 0.0, "busy": 0.0, "launch": 0.0}
 
     def pass_five_seconds(*, busy_cores: float, of_the_launch: float) -> None:
@@ -19,8 +19,5 @@ def test_the_load_while_a_run_waits_for_others_is_left_out(monkeypatch: pytest.M
     monkeypatch.setattr(machine_load, "_system_busy_seconds", lambda: now["busy"])
     monkeypatch.setattr(machine_load, "_launch_busy_seconds", lambda: now["launch"])
     watch = machine_load.HostWatch()
-    for _ in range(2):
-        pass_five_seconds(busy_cores=1.5, of_the_launch=1)
-        with watch.left_out():
-            pass_five_seconds(busy_cores=2, of_the_launch=0)
+    pass_five_seconds(busy_cores=1.5, of_the_launch=1)
     assert watch.other_busy_cores() == pytest.approx(0.5)
