@@ -67,7 +67,10 @@ HINTS = {  # a name that is refused: the hint, which says what to write instead
     **dict.fromkeys(("wandb", "use_wandb"), "--report_to wandb"),
     "gpu": _HERE,
 }
+_UPLOAD = "`hf upload ME/MODEL runs/NAME/model`"
 REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
+    **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_private_repo"), _UPLOAD),
+    "lm_eval_tasks": "`lm_eval --model hf --model_args pretrained=runs/NAME/model --tasks hellaswag`",
 }
 _LAUNCHERS_OWN = ("strategy", "config_file", "num_processes", "num_machines", "machine_rank")
 _OUR_NAME = {f"--{other}": f"--{ours}" for ours, others in SAME_MEANING.items() for other in others}
