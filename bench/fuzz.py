@@ -475,13 +475,6 @@ def _read_slurm(data: bytes, folder: Path) -> None:
     slurm_nodes(num_nodes=2, gpus_per_node=1, options=text, template=path)
 
 
-def _read_lm_eval_task(data: bytes, folder: Path) -> None:
-    from slm_toolkit.run.evaluate import lm_eval_command
-
-    _write(folder, "task.yaml", data)
-    lm_eval_command("task.yaml", folder / "model", folder / "out")
-
-
 def _read_launch(data: bytes, folder: Path) -> None:
     """Arguments of `slm launch`, up to the rendezvous."""
     from slm_toolkit.cli.launch import plan_launch
@@ -899,7 +892,6 @@ def records() -> list[bytes]:
         "gpu": "NVIDIA H100 80GB HBM3",
         "num_padding_tokens": 10,
         "other_busy_cores": 0.1,
-        "lm_eval": {"t": {"acc": 0.5}},
         "host_ram": {"total_bytes": 2**34, "least_available_bytes": 2**33, "swapped_out_bytes": 0},
         "datasets": [{"name": "a", "weight": 1.0, "format": "text", "packing": "concat", "num_rows": 3}],
         "losses_by_dataset": {"a": [1.0, None]},
@@ -1402,12 +1394,6 @@ READERS = (
             b"-p x --gres=gpu:1\n" + (ROOT / "slm_toolkit/compare/slurm.sh").read_bytes(),
         ],
         3,
-    ),
-    Reader(
-        "lm_eval_task",
-        _read_lm_eval_task,
-        lambda: [b"task: mine\ndataset_path: json\ndoc_to_text: !function x.y\n"],
-        2,
     ),
     Reader(
         "launch",

@@ -54,7 +54,6 @@ from typing import Any, NoReturn
 import torch
 
 from slm_toolkit.base.errors import EXIT_CODE_VARIABLE, RunEnded, user_errors
-from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.config.schedule import learning_rate
 from slm_toolkit.hardware.gpus import num_cores
 from slm_toolkit.record.files import write_record
@@ -68,10 +67,9 @@ from slm_toolkit.run.checkpoint.output_dir import hold_run, remove_earlier_run, 
 from slm_toolkit.run.checkpoint.resume import load_random_states
 from slm_toolkit.run.data.batches import endless, model_inputs, place_in_data, steps_by_labels
 from slm_toolkit.run.engine.engine import finish_gradients, optimizer_step
-from slm_toolkit.run.evaluate import Evaluations, lm_eval, lm_eval_described
+from slm_toolkit.run.evaluate import Evaluations
 from slm_toolkit.run.faults.watchdog import Watchdog
 from slm_toolkit.run.fp32_pass import in_fp32_first
-from slm_toolkit.run.hub_upload import upload_model
 from slm_toolkit.run.observe.launch_times import LaunchNotes, NoLaunchNotes
 from slm_toolkit.run.observe.measure import profile_steps
 from slm_toolkit.run.observe.progress import NoProgress, Tracker, TrainingProgress, starting
@@ -176,29 +174,11 @@ def run(
         path = write_record(record, job.run_dir)
         print("".join(f"note: {warning}\n" for warning in warnings_of(record)), end="", file=sys.stderr)
         print(f"model: {record.model_dir}\n" * bool(record.model_dir) + f"record: {path}", file=sys.stderr)
-    accelerator, config, run_dir = job.accelerator, job.config, job.run_dir
+    accelerator = job.accelerator
     del job, prepared  # data-loader workers and gloo's threads must end before `leave`
     accelerator.free_memory()
     gc.collect()
     accelerator.end_training()  # destroys the process group
-    if accelerator.is_main_process:
-        use_saved_model(config, record, run_dir)
-
-
-def use_saved_model(config: RunConfig, record: RunRecord, run_dir: Path) -> None:
-    """Run lm-eval on the saved model and upload it, if the flags ask for it. The record says so."""
-    if config.lm_eval_tasks is not None:
-        torch.cuda.empty_cache()
-        with user_errors():
-            results = lm_eval(config.lm_eval_tasks, Path(record.model_dir), run_dir / "lm_eval")
-        record = dataclasses.replace(record, lm_eval=results)
-        write_record(record, run_dir)
-        print(lm_eval_described(results), file=sys.stderr)
-    if config.push_to_hub:
-        with user_errors():
-            url = upload_model(Path(record.model_dir), config, run_name=run_dir.name)
-        write_record(dataclasses.replace(record, hub_url=url), run_dir)
-        print(f"uploaded: {url}", file=sys.stderr)
 
 
 def train(

@@ -116,7 +116,6 @@ PACKAGES = {
     "figures": "kaleido",
     "fp8": "torchao",
     "liger": "liger-kernel",
-    "lm_eval": "lm_eval",
     "peft": "peft bitsandbytes",
 }
 

@@ -232,7 +232,6 @@ def _parity_reference(config: RunConfig, *, numerics: str, num_processes: int) -
         resume_from_checkpoint=None,
         save_final_model=False,
         merge_adapter=False,
-        lm_eval_tasks=None,
         report_to="none",
     )
 

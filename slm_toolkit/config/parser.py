@@ -67,10 +67,13 @@ HINTS = {  # a name that is refused: the hint, which says what to write instead
     **dict.fromkeys(("wandb", "use_wandb"), "--report_to wandb"),
     "gpu": _HERE,
 }
+_UPLOAD = "`hf upload ME/MODEL runs/NAME/model`"
 REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
     "retry": "repeat the same command: it runs what failed",
     "runs_at_once": "leave it out: runs are launched one after another",
     "take_turns": "--repeats 5 compares round by round",
+    **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_private_repo"), _UPLOAD),
+    "lm_eval_tasks": "`lm_eval --model hf --model_args pretrained=runs/NAME/model --tasks hellaswag`",
 }
 _LAUNCHERS_OWN = ("strategy", "config_file", "num_processes", "num_machines", "machine_rank")
 _OUR_NAME = {f"--{other}": f"--{ours}" for ours, others in SAME_MEANING.items() for other in others}

@@ -1100,46 +1100,6 @@ class RunConfig:
         ),
         identity=False,
     )
-    lm_eval_tasks: str | None = Flag(
-        None,
-        "tasks of EleutherAI's lm-eval for the saved model, separated by commas: names, or paths of task "
-        f"YAMLs. Needs `{pip_install('lm_eval')}`",
-        group="saving",
-        excludes=(
-            _NO_DOCUMENTS,
-            *_LEARNS_NOTHING,
-            Excludes("save_final_model", "it needs a saved model", values=(False,)),
-        ),
-        identity=False,
-    )
-    push_to_hub: bool = Flag(
-        False,
-        "upload the saved model to the Hugging Face hub at the end. Needs `hf auth login` or HF_TOKEN",
-        group="saving",
-        one_run_only=True,
-        excludes=(
-            *_LEARNS_NOTHING,
-            Excludes("save_final_model", "it needs a saved model", values=(False,)),
-        ),
-        identity=False,
-    )
-    hub_model_id: str | None = Flag(
-        None,
-        "repository for --push_to_hub, such as me/my-model (default: the run's name, in your account)",
-        group="saving",
-        one_run_only=True,
-        is_printable=True,
-        needs=("push_to_hub",),
-        identity=False,
-    )
-    hub_private_repo: bool | None = Flag(
-        None,
-        "whether a new repository is private (default: as your account or organization sets it)",
-        group="saving",
-        one_run_only=True,
-        needs=("push_to_hub",),
-        identity=False,
-    )
     ddp_timeout: float = Flag(
         600.0,
         "time limit in seconds for one step, evaluation or checkpoint. After that the run stops and names "
@@ -1193,13 +1153,7 @@ class RunConfig:
             else self.max_grad_norm,
             save_final_model=self.save_final_model
             if self.save_final_model is not None
-            else self.rehearse is None
-            and (
-                self.dataset != SYNTHETIC
-                or self.merge_adapter
-                or self.push_to_hub
-                or self.lm_eval_tasks is not None
-            ),
+            else self.rehearse is None and (self.dataset != SYNTHETIC or self.merge_adapter),
         )
 
     @property

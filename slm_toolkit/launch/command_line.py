@@ -54,8 +54,6 @@ def check_training(configs: list[RunConfig], strategies: Sequence[Strategy] = ()
         if config.model in specs:
             check_trainable(specs[config.model], config)
             check_adapter_base(config, specs[config.model])
-    if any(config.push_to_hub for config in configs):
-        _check_hub_token()
     if configs[0].rehearse is None:  # a rehearsal may name the cluster's files
         _check_files(configs[0])
 
@@ -68,15 +66,6 @@ def _check_open_files() -> None:
         raise ValueError(
             f"this shell allows only {soft} open files at a time\nhint: raise the limit with `ulimit -n 1024`"
         )
-
-
-def _check_hub_token() -> None:
-    from huggingface_hub import constants, get_token
-
-    if constants.HF_HUB_OFFLINE:
-        raise ValueError("--push_to_hub with HF_HUB_OFFLINE\nhint: unset HF_HUB_OFFLINE")
-    if get_token() is None:
-        raise ValueError("--push_to_hub without a token\nhint: `hf auth login`, or set HF_TOKEN")
 
 
 def _is_local(model: str) -> bool:

@@ -120,7 +120,6 @@ def _problem(record: RunRecord) -> str | None:
             check_values(asked.get(name), f"invalid field: asked.{name}", hint="")
         check_sections(asked.get("accelerate_config") or {}, Path("invalid field: asked.accelerate_config"))
         converted(asked.get("deepspeed_config") or {}, DeepSpeedSettings, prefix="asked.deepspeed_config")
-        check_values(record.lm_eval, "invalid field: lm_eval", hint="")
     except ValueError as error:
         return str(error).partition("\n")[0]
     if not record.is_of_script and (missing := [name for name in SHAPES if name not in record.model]):

@@ -288,10 +288,6 @@ class RunRecord:
     "each dataset's name, weight, format, packing, and numbers of rows, sequences, tokens, padding and labels"
     num_trainable_params: Count | None = None
     "trainable parameters with adapters; None: all parameters"
-    lm_eval: dict[str, Any] | None = None
-    "lm-eval's results for the saved model, by task"
-    hub_url: str | None = None
-    "repository of --push_to_hub that has the saved model"
     step_seconds: list[list[Positive]] = field(default_factory=list)
     """time of each step on each rank: from the end of the previous step to the step's end. It starts at the
     step's own beginning after an evaluation, a checkpoint or a probed step, and in older records always"""

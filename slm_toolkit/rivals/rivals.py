@@ -69,7 +69,7 @@ _REFUSED = (
     "sp_size",
     *("parity_task", "rehearse", "trace_memory", "eval_dataset", "eval_steps", "num_train_epochs"),
     *("max_tokens", "until_loss", "stage_ends"),
-    *("save_steps", "on_bad_step", "max_loss", "find_batch_size", "streaming", "lm_eval_tasks"),
+    *("save_steps", "on_bad_step", "max_loss", "find_batch_size", "streaming"),
 )
 "flags with which our run does other work than another trainer's would: an error, unless at their default"
 _OURS_ALONE = (

@@ -77,7 +77,6 @@ from slm_toolkit.run.engine.engine import (
     start_accelerator,
     without_unused_imports,
 )
-from slm_toolkit.run.evaluate import check_lm_eval
 from slm_toolkit.run.faults.find_batch_size import (
     BatchSizeFinder,
     is_restarted,
@@ -248,7 +247,6 @@ def _check_request(config: RunConfig) -> _Request:
         _print_on_rank_0(taken_out)
     check_optional(config)
     check_adapters(config)
-    check_lm_eval(config)
     check_adapter_base(config, spec)
     return _Request(config=config, spec=spec, launch=dataclasses.replace(launch, strategy=strategy))
 

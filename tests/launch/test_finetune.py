@@ -1,4 +1,4 @@
-"""Fine-tuning data: masked tokens, datasets mixed and told apart, the learning rate, lm-eval's judgement."""
+"""Fine-tuning data: masked tokens, datasets mixed and told apart, the learning rate."""
 
 from pathlib import Path
 
@@ -13,8 +13,7 @@ from slm_toolkit.model.names import find_model
 from slm_toolkit.run.data.batches import make_loader, num_labels
 from slm_toolkit.run.data.data import load_data
 from slm_toolkit.run.data.documents import documents_of
-from slm_toolkit.run.evaluate import lm_eval, lm_eval_command, mean_loss
-from slm_toolkit.run.model.model import build_model
+from slm_toolkit.run.evaluate import mean_loss
 
 
 @pytest.mark.quick
@@ -149,42 +148,3 @@ def test_a_scaled_learning_rate_is_told_and_used(tmp_path: Path) -> None:
     run(*train, "--learning_rate", "4e-4", *out["plain"])
     assert record_under(tmp_path / "scaled")["losses"] == record_under(tmp_path / "plain")["losses"]
     assert find_model("slm-1m").num_layers == 4
-
-
-@pytest.mark.slow
-def test_lm_eval_that_fails_is_told_by_its_last_line_and_its_log(tmp_path: Path) -> None:
-    """A folder without a model; or, where lm-eval is not installed, Python's own word on that."""
-    with pytest.raises(ValueError, match="lm-eval ended with exit code 1: .+\nhint: its whole output is in "):
-        lm_eval("hellaswag", tmp_path / "no_model", tmp_path / "results")
-    assert (tmp_path / "results" / "lm_eval.log").read_text().strip()
-
-
-def test_lm_eval_takes_the_yaml_files_of_one_folder(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "task.yaml").write_text(f"task: {name}\n")
-    with pytest.raises(ValueError, match="the YAML files are in several folders"):
-        lm_eval_command(f"{tmp_path}/a/task.yaml,{tmp_path}/b/task.yaml", tmp_path, tmp_path / "results")
-
-
-def test_lm_eval_judges_the_saved_model(tmp_path: Path) -> None:
-    pytest.importorskip("lm_eval")
-    rows = [{"q": f"{n} and one is", "choices": [str(n + 1), str(n)], "gold": 0} for n in range(10)]
-    questions = write_rows(tmp_path / "questions.jsonl", rows)
-    (tmp_path / "sums.yaml").write_text(
-        f"task: sums\ndataset_path: json\ndataset_kwargs:\n  data_files: {questions}\ntest_split: train\n"
-        'output_type: multiple_choice\ndoc_to_text: "{{q}}"\ndoc_to_choice: "{{choices}}"\n'
-        'doc_to_target: "{{gold}}"\nmetric_list:\n  - metric: acc\n'
-    )
-    chat = write_rows(tmp_path / "chat.jsonl", [ROWS["alpaca"]] * 40)
-    base = tmp_path / "base"
-    build_model(SPEC, RunConfig(seq_len=64)).save_pretrained(base)
-    words = ["python", "-m", "slm_toolkit.train", "--model", str(base), "--max_steps", "1", "--seq_len", "64"]
-    asked = ["--dataset", str(chat), "--lm_eval_tasks", str(tmp_path / "sums.yaml"), "--peft", "lora"]
-    done = run(*words, *asked, "--output_dir", str(tmp_path / "out"))
-    assert "error: --lm_eval_tasks with --peft lora: lm-eval needs a whole model" in done.err
-    done = run(*words, *asked, "--merge_adapter", "--output_dir", str(tmp_path / "out"))
-    assert done.code == 0, done.err
-    results = record_under(tmp_path / "out")["lm_eval"]["sums"]
-    assert results["sample_len"] == 10
-    assert f"lm-eval sums: acc {results['acc,none']:.4g}" in done.err

@@ -148,7 +148,7 @@ def test_what_an_estimate_has_no_word_for_is_refused() -> None:
         2,
         "error: --software 2024 with --peft lora: no closed form for it",
     )
-    for flag in ("--loss_on", "--eval_dataset", "--lm_eval_tasks", "--merge_adapter", "--base_batch_size"):
+    for flag in ("--loss_on", "--eval_dataset", "--merge_adapter", "--base_batch_size"):
         assert f"error: unknown: {flag}" in slm_here("estimate", flag, "1").err
 
 
