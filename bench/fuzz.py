@@ -227,7 +227,7 @@ def _object(data: bytes) -> dict[str, Any]:
 
 def _read_checkpoint(data: bytes, folder: Path) -> None:
     """A manifest with a correct checksum: with a wrong one, nothing after it would be read."""
-    from slm_toolkit.run.checkpoint.files import MANIFEST_FILE, damage, digest_of, read_manifest
+    from slm_toolkit.run.checkpoint.files import MANIFEST_FILE, Reader, damage, digest_of, read_manifest
     from slm_toolkit.run.checkpoint.resume import Checkpoint, check_data, num_held_out
 
     with contextlib.suppress(ValueError, AttributeError, TypeError, RecursionError):
@@ -235,7 +235,8 @@ def _read_checkpoint(data: bytes, folder: Path) -> None:
         rest = {name: value for name, value in content.items() if name not in ("format", "sha256")}
         data = json.dumps({**content, "sha256": digest_of(rest)}).encode()
     _write(folder, MANIFEST_FILE, data)
-    checkpoint = Checkpoint(folder, read_manifest(folder))
+    manifest = read_manifest(folder)
+    checkpoint = Checkpoint(folder, manifest, Reader(folder, manifest))
     damage(folder, checkpoint.manifest.files)
     num_held_out(checkpoint)
     check_data(checkpoint, [{"num_held_out": 12, "digest": "0"}])

@@ -137,7 +137,7 @@ def yaml_node(text: str, path: object, *, hint: str) -> yaml.Node | None:
         _check_events(text, path, hint)
         node = yaml.compose(text, Loader=YAML_LOADER)
     except yaml.YAMLError as error:
-        raise _not_yaml(_by_python(text) or error, path, hint) from None
+        raise _not_yaml(error, path, hint) from None
     for _ in _each_value(node, _parts_of_node, path, hint):
         pass
     return node
@@ -178,16 +178,6 @@ def _check_events(text: str, path: object, hint: str) -> None:
                 raise ValueError(_too_deep(path, hint))
         elif isinstance(event, yaml.CollectionEndEvent):
             level -= 1
-
-
-def _by_python(text: str) -> yaml.YAMLError | None:
-    """Return the error of PyYAML's own parser: libyaml's errors name other lines."""
-    try:
-        for _ in yaml.parse(text, Loader=yaml.SafeLoader):
-            pass
-    except yaml.YAMLError as error:
-        return error
-    return None
 
 
 def _not_yaml(error: yaml.YAMLError, path: object, hint: str) -> ValueError:

@@ -33,8 +33,9 @@ _VERBS = {  # name: the module that adds its flags, help
         "convert accelerate YAMLs, DeepSpeed JSONs and TrainingArguments into one another",
     ),
     "recipes": ("cli.recipes", "list, print or copy the shipped recipes"),
-    "completion": ("cli.completion", "print a script for Tab completion in bash or zsh"),
 }
+_REMOVED = {"completion": "type flags in full; `slm VERB --help all` lists them"}
+"a verb of earlier versions: what to do instead"
 _EPILOG = """\
 examples:
   slm train --strategy ddp --model slm-1m --max_steps 20  one run under one strategy
@@ -70,7 +71,10 @@ def _run(argv: list[str] | None) -> None:
         if isinstance(stream, io.TextIOWrapper):  # a locale may lack characters: they become ?
             stream.reconfigure(errors="replace")
     with ending_at_once():  # a verb's modules are imported when it is parsed
-        args = _parser().parse_args(with_underscores(sys.argv[1:] if argv is None else argv))
+        parser, words = _parser(), with_underscores(sys.argv[1:] if argv is None else argv)
+        if words and (instead := _REMOVED.get(words[0])):
+            parser.error(f"slm {words[0]} was removed\nhint: {instead}")
+        args = parser.parse_args(words)
     try:
         code = args.verb(args)
         sys.stdout.flush()

@@ -216,8 +216,8 @@ WORDS = (
             *("_get_formatter", "_print_message"),
             *("_metavar_formatter", "_format_args", "_format_action_invocation"),
         ),
-        "show the basic flags or all of them, and complete flags in a shell",
-        "config/parser.py: print_help and its formatter; cli/completion.py",
+        "show the basic flags or all of them",
+        "config/parser.py: print_help and its formatter",
         _help_in_two_sizes,
     ),
     Leaning(

@@ -134,7 +134,8 @@ def test_a_shell_that_allows_too_few_open_files_is_told(entry: str, without_torc
         ("--dataset here.txt --tokenizer_name ./gone", "no such tokenizer folder: ./gone"),
         ("--model slm1m", "unknown model 'slm1m'\nhint: did you mean slm-1m?"),
         ("--model gone/config.json", "gone/config.json"),
-        ("--seq_len 0", "--seq_len is 0: at least 2"),
+        ("--seq_len 0", "--seq_len is 0: 2 to 16777216"),
+        ("--seq_len 100000000", "--seq_len is 100000000: 2 to 16777216"),
         ("--batch_size 4", "unknown: --batch_size 4\nhint: --per_device_train_batch_size N"),
     ],
 )

@@ -158,7 +158,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     path = checkpoint / MANIFEST_FILE
     data = read_bytes(path, what="", hint=_HINT, limit_bytes=_MANIFEST_BYTES)
     try:
-        content = json.loads(data)
+        content = msgspec.json.decode(data)
         version = content.pop("format")
         is_as_written = content.pop("sha256") == digest_of(content)
     except (LookupError, TypeError, AttributeError, RecursionError, ValueError):

@@ -91,6 +91,12 @@ def test_a_removed_flag_is_answered_with_what_to_do_instead(capsys: pytest.Captu
         assert said.startswith(f"error: unknown: --{name} 1\nhint: --{name} was removed: {instead}")
 
 
+def test_a_removed_verb_is_answered_with_what_to_do_instead() -> None:
+    done = slm_here("completion", "bash")
+    assert done.code == 2
+    assert done.err.startswith("error: slm completion was removed\nhint: type flags in full")
+
+
 def test_a_file_with_fp16_runs_where_the_hint_of_fp16_says(tmp_path: Path) -> None:
     """With --numerics fp16 anywhere; accelerate's own fp16, of --numerics stock, needs a GPU."""
     assert HINTS["fp16"] == "--numerics fp16"

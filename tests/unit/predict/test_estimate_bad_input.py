@@ -86,7 +86,8 @@ MODELS = {
         (["--per_device_train_batch_size", "4", "0"], "--per_device_train_batch_size is 0"),
         (["--per_device_train_batch_size", "1.5"], "invalid int value: '1.5'"),
         (["--seq_len", "1"], "--seq_len is 1"),
-        (["--seq_len", "1" + "0" * 30], "at most 1,000,000,000,000"),
+        (["--seq_len", "100000000"], "--seq_len is 100000000: 2 to 16777216"),
+        (["--per_device_train_batch_size", "1" + "0" * 30], "at most 1,000,000,000,000"),
         (["--attn_implementation", "magic"], "--attn_implementation magic: no closed form"),
         (
             ["--numerics", "aligned", "stock", "--reduce_dtype", "bf16"],
