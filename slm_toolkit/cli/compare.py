@@ -324,6 +324,7 @@ def _request(args: argparse.Namespace, nodes: SlurmNodes | None) -> "Request":
         take_turns=args.take_turns,
         skip_oom=args.skip_oom,
         force=args.force,
+        dry_run=args.dry_run,
         usd_per_gpu_hour=args.usd_per_gpu_hour,
         nodes=nodes,
     )
