@@ -303,6 +303,7 @@ def _request(args: argparse.Namespace, nodes: SlurmNodes | None) -> "Request":
         gpus_per_run=args.gpus_per_run,
         skip_oom=args.skip_oom,
         force=args.force,
+        dry_run=args.dry_run,
         usd_per_gpu_hour=args.usd_per_gpu_hour,
         nodes=nodes,
     )

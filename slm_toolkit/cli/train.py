@@ -13,7 +13,7 @@ from slm_toolkit.config.parser import count
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import Machine, gpus_here
 from slm_toolkit.launch.command_line import check_training
-from slm_toolkit.model.names import find_model
+from slm_toolkit.model.names import check_tokenizer, find_model
 from slm_toolkit.strategy.groups import fit_groups, group_options
 from slm_toolkit.strategy.strategy import (
     Strategy,
@@ -87,11 +87,14 @@ def _train(args: argparse.Namespace) -> int:
     with user_errors():
         config, strategy = config_from_args(args), find_strategy(args.strategy)
         check_training([config], [strategy])
+        here = config.with_defaults(has_gpu=bool(gpus_here()) or config.rehearse is not None)
+        if config.resume_from_checkpoint is None:  # the run that it continues may have read bytes
+            check_tokenizer(here, find_model(here.model))
         words = launch_words(strategy, config, args)
         notes = notes_on([strategy])
         if args.num_machines in (None, 1):
             num_ranks = config.rehearse or processes_asked(strategy, config, args)
-            notes += _found_by_doctor(strategy, config, num_ranks=num_ranks)
+            notes += _found_by_doctor(strategy, here, num_ranks=num_ranks)
     for note in notes:
         print(note, file=sys.stderr)
     return start(words)
@@ -102,7 +105,6 @@ def _found_by_doctor(strategy: Strategy, config: RunConfig, *, num_ranks: int) -
     from slm_toolkit.doctor.before_launch import check_launches
 
     gpus = gpus_here()
-    config = config.with_defaults(has_gpu=bool(gpus) or config.rehearse is not None)
     checked = as_flags_say(strategy, config)[0]
     machine = Machine(len(gpus), gpus[0] if gpus else None)
     return check_launches([(checked, config, find_model(config.model), num_ranks)], machine, is_here=True)

@@ -29,6 +29,7 @@ from slm_toolkit.hardware.gpus import Machine, this_machine
 from slm_toolkit.hardware.prices import find_price
 from slm_toolkit.launch.command_line import check_training
 from slm_toolkit.model.model_spec import ModelSpec
+from slm_toolkit.model.names import check_tokenizer
 from slm_toolkit.record.files import write_record
 from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
 from slm_toolkit.report.rows import Row, with_values
@@ -58,6 +59,7 @@ class Request:
     gpus_per_run: int | None = None
     skip_oom: bool = False
     force: bool = False
+    dry_run: bool = False
     usd_per_gpu_hour: float | None = None
     nodes: SlurmNodes | None = None
     "the nodes of Slurm; None: all runs are on this machine"
@@ -94,6 +96,9 @@ def prepare(
     else:
         machine = nodes.machine
     runs, slots = _plan(request, machine, names, runs_beside)
+    for run in runs:
+        if not request.dry_run:
+            check_tokenizer(run.config, run.spec)
     check_with_torch(runs, console)  # reports a missing GPU before a missing package
     launches: list[tuple[Strategy, RunConfig, ModelSpec, int]] = [
         (run.strategy, run.config, run.spec, run.asked["num_processes"])

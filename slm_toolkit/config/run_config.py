@@ -611,6 +611,7 @@ class RunConfig:
         choices=("auto", "text", "messages", "prompt_completion", "alpaca", "sharegpt", "tokens"),
         excludes=(_NO_DOCUMENTS,),
         may_change_on_resume=False,
+        estimate="ignores",
     )
     loss_on: str = Flag(
         "answers",
@@ -646,11 +647,13 @@ class RunConfig:
     )
     tokenizer_name: str | None = Flag(
         None,
-        "hub id or folder. byte: needs no download (default: the model's own, else byte)",
+        "hub id or folder. byte: 256 bytes, no download (default: the model's own; byte for a model of 384 "
+        "tokens)",
         group="data",
         other_names=("tokenizer", "tokenizer_name_or_path"),
         is_printable=True,
         may_change_on_resume=False,
+        estimate="ignores",
     )
     streaming: bool | None = Flag(
         None,

@@ -9,6 +9,9 @@ from functools import lru_cache
 
 from slm_toolkit.hardware.gpus import Gpu
 
+NUM_BYTE_TOKENS = 384
+"of ByT5's tokenizer: 256 bytes, 3 special tokens and 125 that nothing uses"
+
 
 @dataclass(frozen=True)
 class Experts:
@@ -284,9 +287,10 @@ def _paper(name: str, num_layers: int, hidden_size: int, ffn_size: int, source: 
 
 
 def _byte_level(name: str, num_layers: int, hidden_size: int, ffn_size: int) -> ModelSpec:
-    """A model small enough for a CPU, with ByT5's 384 byte-level tokens."""
+    """A model small enough for a CPU."""
     heads = hidden_size // 64
-    return ModelSpec(name, num_layers, hidden_size, heads, heads, 64, ffn_size, 384, source="this project")
+    shape = (num_layers, hidden_size, heads, heads, 64, ffn_size)
+    return ModelSpec(name, *shape, NUM_BYTE_TOKENS, source="this project")
 
 
 _PAPER = "paper, appendix B, table 2; heads and FFN recovered from its printed parameter counts"

@@ -13,7 +13,7 @@ from slm_toolkit.base.user_files import exists, is_dir, is_file, json_of, read_t
 from slm_toolkit.config.dataset_files import FILE_FORMATS
 from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
 from slm_toolkit.model.from_config import spec_from_config, spec_from_config_file
-from slm_toolkit.model.model_spec import PRESETS, ModelSpec, spec_from_size
+from slm_toolkit.model.model_spec import NUM_BYTE_TOKENS, PRESETS, ModelSpec, spec_from_size
 
 
 def find_model(name: str) -> ModelSpec:
@@ -72,6 +72,36 @@ def check_adapter_base(config: RunConfig, spec: ModelSpec) -> None:
     raise ValueError(
         f"--peft {config.peft}: {reason}, and an adapter of random weights is useless\n"
         f"hint: {advice}; synthetic tokens measure speed and memory without weights"
+    )
+
+
+def tokenizer_of(config: RunConfig, spec: ModelSpec) -> str | None:
+    """Return the folder or hub id of the tokenizer: --tokenizer_name's or the model's; None for bytes."""
+    if config.tokenizer_name is not None:
+        return None if config.tokenizer_name == "byte" else config.tokenizer_name
+    if spec.path is None:
+        return None
+    folder = Path(spec.path).parent if spec.path.endswith(".json") else Path(spec.path)
+    has_own = any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
+    return str(folder) if has_own or not folder.exists() else None
+
+
+def needs_tokenizer(spec: ModelSpec) -> bool:
+    """Return whether the model reads text only with a --tokenizer_name: it has no tokenizer of its own."""
+    return spec.vocab_size != NUM_BYTE_TOKENS and tokenizer_of(RunConfig(), spec) is None
+
+
+def check_tokenizer(config: RunConfig, spec: ModelSpec) -> None:
+    """Raise ValueError if text would be read as bytes by a model with another vocabulary."""
+    reads_text = config.dataset != SYNTHETIC and config.dataset_format != "tokens"
+    if not reads_text or config.tokenizer_name or config.rehearse is not None or not needs_tokenizer(spec):
+        return
+    known = [preset.hub_id for preset in PRESETS.values() if preset.vocab_size == spec.vocab_size]
+    name = spec.hub_id or next(filter(None, known), "HUB_ID_OR_FOLDER")
+    raise ValueError(
+        f"--dataset {config.dataset}: model {spec.name} has {spec.vocab_size:,} tokens, but no tokenizer\n"
+        f"hint: --tokenizer_name {name}; --tokenizer_name byte trains on bytes, {NUM_BYTE_TOKENS} of these "
+        "tokens; --dataset_format tokens needs none"
     )
 
 

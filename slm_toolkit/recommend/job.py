@@ -12,7 +12,7 @@ from slm_toolkit.hardware.prices import Price
 from slm_toolkit.model.families import kernel_problems
 from slm_toolkit.model.from_config import position_problem
 from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.model.names import find_model, has_weights
+from slm_toolkit.model.names import check_tokenizer, find_model, has_weights
 from slm_toolkit.predict.bottleneck import WORTH_SAYING, alignment_gain, levers
 from slm_toolkit.predict.estimate import largest_batch
 from slm_toolkit.predict.flag_checks import all_of, check_grid, model_to_estimate, node_problems
@@ -119,8 +119,11 @@ def workloads_of(given: dict[str, Any], length: Length) -> tuple[list[Workload],
     check_pairs(names_given(asked), [Pair(*pair, why) for pair in itertools.combinations(asked, 2)])
     found, unreached, notes = [], [], []
     lengths = given.get("seq_len") or [RunConfig().with_defaults(has_gpu=True).seq_len]
+    of_data = {flag: given[flag] for flag in ("dataset", "dataset_format", "tokenizer_name") if flag in given}
     for name in dict.fromkeys(given.get("model", [_DEFAULT_MODEL])):
         spec = model_to_estimate(name)
+        if spec.hub_id is None:  # a published preset's plan names its tokenizer
+            check_tokenizer(RunConfig(**of_data), spec)
         if problems := [problem for n in lengths if (problem := position_problem(spec, n)) is not None]:
             raise all_of(problems, verb="recommend")
         if spec.experts is not None:

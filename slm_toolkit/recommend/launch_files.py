@@ -9,12 +9,14 @@ import textwrap
 from pathlib import Path
 
 from slm_toolkit.base.safe_files import write_new
+from slm_toolkit.base.user_files import exists, typed_path
+from slm_toolkit.config.dataset_files import FILE_FORMATS, sources_of
 from slm_toolkit.config.flags import flags_of
 from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
 from slm_toolkit.model.from_config import check_trainable
+from slm_toolkit.model.names import needs_tokenizer
 from slm_toolkit.recommend.plans import Plan
-from slm_toolkit.strategy.groups import group_options
-from slm_toolkit.strategy.strategy import config_dir, config_options, on_nodes, write_resolved
+from slm_toolkit.strategy.strategy import contradictions, is_shipped, on_nodes, write_resolved
 
 SKYPILOT_FILE = "skypilot.yaml"
 # `sky gpus list -a`, skypilot-org/skypilot docs/source/compute/show-gpus-all.txt @1c9d60b, read 2026-11-20;
@@ -36,22 +38,23 @@ SKYPILOT_NAMES = {
 }
 
 
-def skypilot_task(plan: Plan, command: str, folder: Path) -> str | None:
-    """Return the YAML of a task that runs `command` in a copy of `folder` on each node.
+def skypilot_task(plan: Plan, folder: Path) -> str | None:
+    """Return the YAML of a task that runs the launch script in a copy of `folder` on each node.
 
-    Return None for a GPU without a SkyPilot name. `command` comes from `launch_command` and may use NODE_RANK
-    and HEAD_NODE, which the task sets.
+    Return None for a GPU without a SkyPilot name. Files of this machine are mounted to the same path.
     Format and variables: https://docs.skypilot.co/en/latest/reference/yaml-spec.html, read 2026-11-20.
     """
     row = plan.estimate
     if row.gpu not in SKYPILOT_NAMES:
         return None
     num_gpus = min(row.num_gpus, row.gpus_per_node)
+    values = _values(plan)
+    variables = {name: values[name] for name in _variables(values, is_here=False)}
+    required = "".join(f" --env {_VARIABLES[name]}=..." for name, value in variables.items() if not value)
     lines = [
         f"# {row.model} on {row.num_gpus} x {row.gpu}: {plan.num_tokens:.3g} tokens, "
         f"{plan.hours:,.1f} h expected ({plan.evidence}). Records and checkpoints stay on the first node.",
-        f"#   sky launch {SKYPILOT_FILE} --env SLM_TOOLKIT=git+https://..."
-        + (" --env DATASET=a-hub-id" if plan.config.dataset == SYNTHETIC else ""),
+        f"#   sky launch {SKYPILOT_FILE} --env SLM_TOOLKIT=git+https://...{required}",
         f"name: {re.sub('[^a-z0-9]+', '-', plan.strategy.name.lower()).strip('-')}-{row.num_gpus}-gpus",
         f"workdir: {json.dumps(str(folder.resolve()))}  # each node works in a copy of it",
         f"num_nodes: {row.num_gpus // num_gpus}",
@@ -60,18 +63,19 @@ def skypilot_task(plan: Plan, command: str, folder: Path) -> str | None:
         "envs:",
         "  SLM_TOOLKIT:  # required: the source for pip install, git+https://... or the address of a wheel",
     ]
-    if plan.config.dataset == SYNTHETIC:
-        lines.append("  DATASET:  # required: a hub id")
-    names = {plan.config.model, plan.config.dataset} - {SYNTHETIC}
-    files = sorted(str(Path(name).resolve()) for name in names if Path(name).exists())
-    if files:
+    lines += [
+        f"  {_VARIABLES[name]}: {json.dumps(value) if value else f'  # required: {_HOLDS[name]}'}"
+        for name, value in variables.items()
+    ]
+    sources = [source for value in variables.values() if value for source in sources_of(value)]
+    if files := sorted(source.path for source in sources if Path(source.path).exists()):
         lines.append("file_mounts:  # to the same path on each node")
         lines += [f"  {json.dumps(path)}: {json.dumps(path)}" for path in files]
     run = [
         "set -e",
         'export NODE_RANK=$SKYPILOT_NODE_RANK HEAD_NODE=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',
         'echo "node $NODE_RANK of $SKYPILOT_NUM_NODES, the first node is $HEAD_NODE"',
-        command,
+        f"sh {SCRIPT}",
     ]
     lines += ["setup: |", '  pip install "$SLM_TOOLKIT"', "run: |", textwrap.indent("\n".join(run), "  ")]
     return "\n".join(lines) + "\n"
@@ -80,49 +84,29 @@ def skypilot_task(plan: Plan, command: str, folder: Path) -> str | None:
 SCRIPT = "launch.sh"
 
 
-def launch_command(plan: Plan, yaml_path: str, *, num_steps: int | None = None) -> str:
-    """Return the command that launches the plan; each of several nodes runs it with its own NODE_RANK.
+def launch_command(plan: Plan) -> str:
+    """Return the command that launches the plan on this machine.
 
-    If the plan has no dataset, the command needs the environment variable DATASET.
+    Each of several nodes runs it with its own NODE_RANK. What the user must still choose, such as the
+    dataset, is an environment variable.
     """
-    row = plan.estimate
-    num_nodes = row.num_gpus // row.gpus_per_node
-    words = ["accelerate", "launch", *config_options(yaml_path), "--num_processes", str(row.num_gpus)]
-    several = ""
-    if num_nodes > 1:
-        words[0] = "slm"  # `slm launch` waits for all nodes, and sets DeepSpeed's launcher for several nodes
-        several = " --machine_rank $NODE_RANK --main_process_ip $HEAD_NODE --main_process_port 29500"
-    if num_nodes > 1 or plan.strategy.num_machines > 1:
-        words += ["--num_machines", str(num_nodes)]
-    words += group_options(plan.strategy)
-    flags = _flags(plan, measures_only=num_steps is not None)
-    script = ["-m", "slm_toolkit.train", *flags, "--max_steps", str(num_steps or plan.num_steps)]
-    dataset = "" if num_steps or plan.config.dataset != SYNTHETIC else f" --dataset {_DATASET}"
-    return f"{shlex.join(words)}{several} {shlex.join(script)}{dataset}"
+    return _train(plan, shlex.quote(_strategy_word(plan)), _flags(plan, _values(plan)))
 
 
 def check_command(plan: Plan) -> str:
-    """Return the command that measures the plan for a few steps, on generated tokens."""
-    row = plan.estimate
+    """Return the command that measures the plan for a few steps, on generated tokens if it has no dataset."""
+    row, strategy = plan.estimate, shlex.quote(_strategy_word(plan))
+    flags = _flags(plan, _values(plan, measures_only=True), measures_only=True)
     if row.num_gpus > row.gpus_per_node:  # `slm compare` runs on one machine
-        return launch_command(plan, yaml_name(plan), num_steps=_STEPS_OF_A_CHECK)
-    processes = ["--num_processes", str(row.num_gpus)]
-    return shlex.join(
-        ["slm", "compare", "--strategy", _strategy_word(plan), *processes, *_flags(plan, measures_only=True)]
-    )
-
-
-def yaml_name(plan: Plan) -> str:
-    """Return the path of the plan's existing YAML, shipped or the user's own."""
-    path = Path(plan.strategy.path).resolve()
-    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+        return _train(plan, strategy, flags)
+    return f"slm compare --strategy {strategy} --num_processes {row.num_gpus} {flags}"
 
 
 def write_launch(plan: Plan, folder: Path) -> list[Path]:
     """Write the YAML, its JSON, a launch script and, if SkyPilot has the GPU, a SkyPilot task.
 
-    Return their paths. Raise ValueError for a model that can only be estimated, and if a file exists or can't
-    be written.
+    The script runs in a copy of the folder on any machine: files of this one are its variables. Return the
+    paths. Raise ValueError for a model that can only be estimated, and if a file exists or can't be written.
     """
     check_trainable(plan.spec, plan.config)
     check_folder(folder)
@@ -131,18 +115,21 @@ def write_launch(plan: Plan, folder: Path) -> list[Path]:
     yaml_path = write_resolved(on_nodes(plan.strategy, num_nodes), folder, row.num_gpus)
     # name the JSON without its folder, so that the folder can be copied anywhere
     write_new(yaml_path, yaml_path.read_text().replace(f"{yaml_path.parent}/", ""))
+    values = _values(plan)
     lines = [
         "#!/bin/sh",
         f"# {row.model} on {row.num_gpus} x {row.gpu}: {plan.num_tokens:.3g} tokens, "
         f"{plan.hours:,.1f} h expected ({plan.evidence})",
+        *(f"# set {_VARIABLES[name]}: {_HOLDS[name]}" for name in _variables(values, is_here=False)),
     ]
     if num_nodes > 1:
         lines.append("# run it on each node, with NODE_RANK from 0 and HEAD_NODE, the address of node 0")
-    lines += ["set -e", launch_command(plan, str(yaml_path))]
+    own_yaml = f'"$(dirname "$0")"/{shlex.quote(yaml_path.name)}'
+    lines += ["set -e", _train(plan, own_yaml, _flags(plan, values, is_here=False))]
     script = folder / SCRIPT
     write_new(script, "\n".join(lines) + "\n")
     script.chmod(0o755)
-    task = skypilot_task(plan, launch_command(plan, yaml_path.name), folder)
+    task = skypilot_task(plan, folder)
     if task is None:
         return [yaml_path, script]
     write_new(folder / SKYPILOT_FILE, task)
@@ -159,28 +146,86 @@ def check_folder(folder: Path) -> None:
         raise ValueError(f"can't write to {folder}: {error.strerror}\nhint: give --write a folder") from None
 
 
-_DATASET = '"${DATASET:?a hub id, file or folder}"'
-_STEPS_OF_A_CHECK = 33
+_VARIABLES = {"model": "MODEL", "dataset": "DATASET", "tokenizer_name": "TOKENIZER"}
+_HOLDS = {
+    "model": "a hub id, folder or config.json",
+    "dataset": "a hub id, file or folder",
+    "tokenizer_name": "a hub id or folder, or byte",
+}
+_HOURS_BETWEEN_CHECKPOINTS = 0.5
 
 
-def _flags(plan: Plan, *, measures_only: bool) -> list[str]:
-    """Return the plan's flags, without the defaults of a GPU and with absolute paths of the user's files.
+def _train(plan: Plan, strategy: str, flags: str) -> str:
+    """Return a `slm train` of the plan. `strategy` and `flags` are words for a shell."""
+    row = plan.estimate
+    num_nodes = row.num_gpus // row.gpus_per_node
+    nodes = f" --num_machines {num_nodes}" if num_nodes > 1 or plan.strategy.num_machines > 1 else ""
+    if num_nodes > 1:
+        nodes += " --machine_rank $NODE_RANK --main_process_ip $HEAD_NODE"
+    return f"slm train --strategy {strategy} --num_processes {row.num_gpus}{nodes} {flags}"
 
-    A published preset gets the hub id of its weights, or of its tokenizer, unless the run only measures.
+
+def _values(plan: Plan, *, measures_only: bool = False) -> dict[str, str | None]:
+    """Return the model, dataset and tokenizer, with absolute paths; None: the user must choose it.
+
+    A run that only measures takes a published preset's shape, without its weights.
     """
-    config, defaults = plan.config, RunConfig(numerics=plan.config.numerics).with_defaults(has_gpu=True)
+    config, spec = plan.config, plan.spec
+    weights = None if measures_only else plan.starts_from
+    values = {"model": _absolute(weights or spec.path or config.model)}
+    has_data = config.dataset != SYNTHETIC
+    if measures_only and not has_data:
+        return values
+    sources = [
+        "=".join([_absolute(source.path), *filter(None, [":".join(f"{w:g}" for w in source.weights)])])
+        for source in config.sources
+    ]
+    values["dataset"] = ",".join(sources) if has_data else None
+    tokenizer = config.tokenizer_name or spec.hub_id
+    if tokenizer or (config.dataset_format != "tokens" and needs_tokenizer(spec)):
+        values["tokenizer_name"] = tokenizer and _absolute(tokenizer)
+    return values
+
+
+def _absolute(name: str) -> str:
+    """Return the absolute path of a file, folder or glob of files; any other name as it is."""
+    is_path = exists(typed_path(name)) or Path(name).suffix in FILE_FORMATS
+    return os.path.abspath(typed_path(name)) if is_path else name
+
+
+def _variables(values: dict[str, str | None], *, is_here: bool) -> list[str]:
+    """Return the flags whose values are variables: those missing and, elsewhere, files of this machine."""
+    return [
+        name
+        for name, value in values.items()
+        if value is None or (not is_here and any(s.path.startswith("/") for s in sources_of(value)))
+    ]
+
+
+def _flags(
+    plan: Plan, values: dict[str, str | None], *, is_here: bool = True, measures_only: bool = False
+) -> str:
+    """Return the plan's flags for a shell, without the defaults of a GPU.
+
+    A run that trains writes a checkpoint and evaluates about every half hour, at least once.
+    """
+    defaults = RunConfig(numerics=plan.config.numerics).with_defaults(has_gpu=True)
     filled_in = ("max_grad_norm", "save_final_model")
-    changes = {name: None for name in filled_in if getattr(config, name) == getattr(defaults, name)}
-    for name in ("model", "dataset"):
-        if Path(path := getattr(config, name)).exists() and path != SYNTHETIC:
-            changes[name] = str(Path(path).resolve())
-    if plan.spec.hub_id is not None and not measures_only:
-        changes |= {"model": plan.starts_from} if plan.starts_from else {"tokenizer_name": plan.spec.hub_id}
-    return flags_of(dataclasses.replace(config, **changes))
+    changes = {name: None for name in filled_in if getattr(plan.config, name) == getattr(defaults, name)}
+    variables = _variables(values, is_here=is_here)
+    changes |= {name: getattr(RunConfig(), name) if name in variables else values[name] for name in values}
+    if not measures_only:
+        per_checkpoint = round(plan.num_steps / plan.hours * _HOURS_BETWEEN_CHECKPOINTS)
+        every = min(max(1, per_checkpoint), plan.num_steps)
+        changes |= {"max_steps": plan.num_steps, "eval_steps": every}
+        if not contradictions(plan.strategy, dataclasses.replace(plan.config, save_steps=every)):
+            changes["save_steps"] = every
+    words = [shlex.join(flags_of(dataclasses.replace(plan.config, **changes)))]
+    words += [f'--{name} "${{{_VARIABLES[name]}:?{_HOLDS[name]}}}"' for name in variables]
+    return " ".join(words)
 
 
 def _strategy_word(plan: Plan) -> str:
     """Return the value for `--strategy`: the name of a shipped strategy, or else its file."""
     path = Path(plan.strategy.path).resolve()
-    is_shipped = path.parent == config_dir("accel_configs").resolve()
-    return plan.strategy.name if is_shipped else yaml_name(plan)
+    return plan.strategy.name if is_shipped(path) else str(path)

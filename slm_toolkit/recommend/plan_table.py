@@ -8,7 +8,7 @@ from rich.text import Text
 from slm_toolkit.config.run_config import COLUMN_TITLES, FLAGS, RunConfig
 from slm_toolkit.model.from_config import ESTIMATED_ONLY
 from slm_toolkit.predict.estimate import Estimate
-from slm_toolkit.recommend.launch_files import check_command, launch_command, yaml_name
+from slm_toolkit.recommend.launch_files import check_command, launch_command
 from slm_toolkit.recommend.plans import HIGHEST_PUBLISHED_MFU, Plan
 from slm_toolkit.recommend.ranking import (
     TIE,
@@ -71,7 +71,7 @@ def _commands(winner: Plan) -> list[Text]:
         return [Text(f"\na {winner.spec.model_type} can be estimated, not trained here: nothing to launch")]
     return [
         Text("\nto launch the first plan:", style="bold"),
-        command_line(launch_command(winner, yaml_name(winner))),
+        command_line(launch_command(winner)),
         Text("to measure it first:", style="bold"),
         command_line(check_command(winner)),
     ]

@@ -24,7 +24,13 @@ from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
 from slm_toolkit.launch.command_line import shared_launch_facts
 from slm_toolkit.model.from_config import check_trainable
 from slm_toolkit.model.model_spec import ModelSpec, padded_spec
-from slm_toolkit.model.names import check_adapter_base, find_model, has_weights
+from slm_toolkit.model.names import (
+    check_adapter_base,
+    check_tokenizer,
+    find_model,
+    has_weights,
+    tokenizer_of,
+)
 from slm_toolkit.predict.deepspeed_estimator import live_deepspeed_needs
 from slm_toolkit.record.run_record import (
     RECORD_FILE,
@@ -64,7 +70,6 @@ from slm_toolkit.run.checkpoint.resume import (
 )
 from slm_toolkit.run.data.batches import count_steps, make_loader
 from slm_toolkit.run.data.data import Data, load_data
-from slm_toolkit.run.data.documents import tokenizer_of
 from slm_toolkit.run.engine.engine import (
     build_optimizer,
     check_engine,
@@ -354,6 +359,8 @@ def _choose_start(request: _Request, folder: _ClaimedFolder) -> _Start:
     candidates = (
         find_checkpoints(resume, run_dir, description, num_steps=config.steps_asked) if resume else []
     )
+    if all(candidate.is_foreign for candidate in candidates):
+        check_tokenizer(config, request.spec)
     # another program's checkpoint begins a run of ours, which must not replace an earlier one
     starts = resume is None or any(candidate.is_foreign for candidate in candidates)
     if not config.overwrite_output_dir and config.rehearse is None and (starts or config.save_steps):

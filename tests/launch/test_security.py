@@ -210,11 +210,11 @@ def _plan(folder: Path, dataset: str) -> object:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_launch_script_says_hostile_names_and_runs_none(name: str, tmp_path: Path) -> None:
-    """By bash, with an `accelerate` that only prints its words."""
+    """By bash, with an `slm` that only prints its words."""
     commands = tmp_path / "bin"
     commands.mkdir()
-    (commands / "accelerate").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    (commands / "accelerate").chmod(0o755)
+    (commands / "slm").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (commands / "slm").chmod(0o755)
     written = write_launch(_plan(tmp_path, name), tmp_path / "plan")
     env = {**os.environ, "PATH": f"{commands}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", written[1]], cwd=tmp_path, env=env, capture_output=True, text=True)
@@ -222,9 +222,10 @@ def test_a_launch_script_says_hostile_names_and_runs_none(name: str, tmp_path: P
     words = done.stdout.splitlines()
     assert words[words.index("--dataset") + 1] == name
     task = yaml.safe_load((tmp_path / "plan" / "skypilot.yaml").read_text())
-    done = subprocess.run(["bash", "-c", task["run"]], cwd=tmp_path, env=env, capture_output=True, text=True)
+    folder = tmp_path / "plan"
+    done = subprocess.run(["bash", "-c", task["run"]], cwd=folder, env=env, capture_output=True, text=True)
     assert name in done.stdout.splitlines()
-    assert not (tmp_path / "pwned").exists()
+    assert not list(tmp_path.rglob("pwned"))
 
 
 def test_an_sbatch_script_is_one_command_whatever_is_in_its_flags(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from slm_toolkit.base.errors import first_line
 from slm_toolkit.base.user_files import exists, typed_path
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.model.names import check_hub, is_hub_id
+from slm_toolkit.model.names import check_hub, is_hub_id, tokenizer_of
 from slm_toolkit.run.kernels.loss_kernels import IGNORE_INDEX
 
 TEMPLATE_SECONDS = 2.0
@@ -327,17 +327,6 @@ CHAT_TEMPLATE = (
 "used if the tokenizer has no template; every turn ends with the end-of-text token, where generation stops"
 MOST_GROWTH = 10_000
 "limit for a tokenizer's replacements: replacing `a` by `aaaa` 30 times turns one character into 10^18"
-
-
-def tokenizer_of(config: RunConfig, spec: ModelSpec) -> str | None:
-    """Return the folder or hub id of the tokenizer: --tokenizer_name's or the model's; None for bytes."""
-    if config.tokenizer_name is not None:
-        return None if config.tokenizer_name == "byte" else config.tokenizer_name
-    if spec.path is None:
-        return None
-    folder = Path(spec.path).parent if spec.path.endswith(".json") else Path(spec.path)
-    has_own = any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
-    return str(folder) if has_own or not folder.exists() else None
 
 
 def load_tokenizer(config: RunConfig, spec: ModelSpec) -> Any:

@@ -568,7 +568,7 @@ def test_a_target_loss_pretrains_a_published_shape_from_random_weights() -> None
     assert row["starts_from"] is None
     assert row["expected_loss"] == pytest.approx(3)
     shown = slm_here("recommend", *asked).out
-    (train,) = (line for line in shown.splitlines() if line.startswith("accelerate launch"))
+    (train,) = (line for line in shown.splitlines() if line.startswith("slm train"))
     assert "--model qwen2.5-0.5b " in train
     assert "--tokenizer_name Qwen/Qwen2.5-0.5B" in train
 
@@ -608,7 +608,7 @@ def test_a_pipe_keeps_to_columns_and_wraps_between_words_but_no_command(columns:
     wide = slm_here(*asked, env={"COLUMNS": "1000"})
     assert narrow.code == 0
     long = [line for line in narrow.out.splitlines() if len(line) > columns]
-    assert [line.split()[0] for line in long] == ["accelerate", "slm"]  # a command is for copying
+    assert [line.split()[0] for line in long] == ["slm", "slm"]  # a command is for copying
     below_table = [line for line in wide.out.splitlines() if line[:1] not in "┏┡└│┃"]
     assert set(" ".join(below_table).split()) <= set(narrow.out.split())
 

@@ -27,8 +27,9 @@ def test_the_task_asks_for_the_plans_nodes_and_gpus(
     assert task["resources"] == {"accelerators": {"A100-80GB": of_each}}
     assert task["workdir"] == str(tmp_path)
     assert task["envs"]["DATASET"] is None  # so that sky asks for it
-    assert f"--num_processes {num_gpus}" in task["run"]
-    assert ("--main_process_ip $HEAD_NODE" in task["run"]) == (num_nodes > 1)
+    script = (tmp_path / "launch.sh").read_text()
+    assert f"--num_processes {num_gpus}" in script
+    assert ("--main_process_ip $HEAD_NODE" in script) == (num_nodes > 1)
 
 
 def test_ones_own_files_are_mounted_where_the_command_looks_for_them(tmp_path: Path) -> None:
@@ -38,8 +39,8 @@ def test_ones_own_files_are_mounted_where_the_command_looks_for_them(tmp_path: P
     *_, path = write_launch(dataclasses.replace(plan, config=config), tmp_path / "plan")
     task = yaml.safe_load(path.read_text())
     assert task["file_mounts"] == {str(tmp_path / "texts"): str(tmp_path / "texts")}
-    assert f"--dataset {tmp_path}/texts" in task["run"]
-    assert "DATASET" not in task["envs"]
+    assert task["envs"]["DATASET"] == f"{tmp_path}/texts"
+    assert '--dataset "${DATASET:?' in (tmp_path / "plan" / "launch.sh").read_text()
 
 
 def test_a_gpu_that_skypilot_does_not_know_gets_no_task_and_a_note(tmp_path: Path) -> None:
@@ -55,5 +56,5 @@ def test_a_gpu_that_skypilot_does_not_know_gets_no_task_and_a_note(tmp_path: Pat
 def test_a_strategy_of_any_name_makes_a_name_that_yaml_and_clouds_take(tmp_path: Path) -> None:
     (plan, *_) = plans_of("ddp", num_gpus=2)
     named = dataclasses.replace(plan, strategy=dataclasses.replace(plan.strategy, name="My: [own]_one"))
-    task = skypilot_task(named, "true", tmp_path)
+    task = skypilot_task(named, tmp_path)
     assert yaml.safe_load(task)["name"] == "my-own-one-2-gpus"
