@@ -16,13 +16,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from measure import ESTIMATED
+
 ROOT = Path(__file__).resolve().parent.parent.parent
-ESTIMATED = ("step_seconds", "peak_allocated_bytes", "peak_reserved_bytes", "tokens_per_second", "mfu")
 NOT_OF_ESTIMATES = ("--max_steps", "--output_dir", "--run_name", "--rehearse")
 
 
 def git(*words: str) -> str:
-    return subprocess.run(("git", *words), cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+    ended = subprocess.run(("git", *words), cwd=ROOT, check=True, capture_output=True, text=True)
+    return ended.stdout.strip()
 
 
 def question(result: dict[str, Any], command: list[str], gpu: str) -> list[str]:
