@@ -335,8 +335,9 @@ def _on_gpus() -> str:
         "## Estimates against one GPU\n\n"
         + _table(head, rows)
         + "\n`bench/gpu/measure.py` on one GPU; memory also as rank 0 of 8, rehearsed. The estimates are"
-        " those of before, with constants fitted to published runs. That page has each figure, and the"
-        " errors after calibration"
+        " what `slm estimate` printed on the day of the measurement (`bench/gpu/said_before.py`): for the"
+        " first H100 with constants fitted to published runs, for the second and for the H200 with the first"
+        " H100's calibration. That page has each figure, and the errors after calibration"
         " ([Measure on a GPU of your own](speed_and_cost.md#measure-on-a-gpu-of-your-own))."
         " The worst peak is DDP's on one GPU: accelerate starts a single rank without DDP, and estimates know"
         " that since. Reserved memory was estimated for an allocator without expandable segments, which these"

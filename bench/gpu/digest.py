@@ -182,7 +182,9 @@ def _is_positive(value: Any) -> bool:
 def _files_of(path: Path) -> dict[str, bytes]:
     if path.is_dir():
         files = (each for each in path.rglob("*") if each.is_file())
-        return {str(each.relative_to(path)): each.read_bytes() for each in files}
+        found = {str(each.relative_to(path)): each.read_bytes() for each in files}
+        packed = path / "records.tar.gz"  # of a folder of results/
+        return found | (_files_of(packed) if packed.exists() else {})
     try:
         with tarfile.open(path) as packed:
             return {
@@ -388,6 +390,8 @@ class Step:
     arm: str
     model: str
     measured_seconds: float
+    said_seconds: float | None
+    "what `slm estimate` printed on the day of the measurement; None: unknown"
     predict: Callable[[Calibration], float]
     is_fitted: bool
     "else held out"
@@ -407,6 +411,7 @@ def steps_of(archive: Archive, gpu: Gpu) -> list[Step]:
             f"{arm['part']} {arm['name']}",
             setup.spec.name,
             arm["result"]["step_seconds"],
+            arm["result"].get("estimated_step_seconds"),
             _predictor(setup),
             is_fitted=arm in fitted_to,
         )
@@ -464,6 +469,7 @@ def _step_terms(archive: Archive, gpu: Gpu, terms: list[Term]) -> tuple[list[Ter
 # ---- the page
 
 GIB = 2**30
+BEFORE = "what `slm estimate` printed on the day of the measurement (`said_before.py`)"
 
 
 def table(title: str, columns: Sequence[str], rows: list[Sequence[Any]], note: str = "") -> list[str]:
@@ -505,42 +511,43 @@ def memory_table(archive: Archive) -> list[str]:
     columns = ("model", "strategy", "evidence", "ranks")
     for kind in ("allocated", "reserved"):
         columns += (f"{kind} GiB, predicted", "seen", "off by")
-    note = "Peaks as `slm estimate` predicted them before, and as seen: measured on one GPU, or rehearsed."
+    note = f"Predicted: {BEFORE}. Seen: measured on one GPU, or rehearsed."
     return table("Memory", columns, rows, note)
 
 
 def step_table(steps: list[Step], calibration: Calibration) -> list[str]:
     rows = []
     for step in steps:
-        before, after = step.predict(Calibration()), step.predict(calibration)
         seen = step.measured_seconds
-        cells = [step.arm, f"{1e3 * seen:.1f}", f"{1e3 * before:.1f}", _off(before, seen)]
-        rows.append(
-            [*cells, f"{1e3 * after:.1f}", _off(after, seen), "fit" if step.is_fitted else "held out"]
-        )
-    columns = (
-        "arm",
-        "ms measured",
-        "predicted before",
-        "off by",
-        "predicted after",
-        "off by",
-        "arm is of the",
-    )
-    note = "One GPU, today's forms. Before: constants fitted to published runs; after: calibrated. "
+        cells = [step.arm, f"{1e3 * seen:.1f}"]
+        for _, predicted in _predictions(step, calibration):
+            cells += [predicted and f"{1e3 * predicted:.1f}", _off(predicted, seen)]
+        rows.append([*cells, "fit" if step.is_fitted else "held out"])
+    columns = ["arm", "ms measured"]
+    for name in ("predicted before", "today's forms, uncalibrated", "today's forms, calibrated"):
+        columns += [name, "off by"]
+    note = f"One GPU. Before: {BEFORE}. "
     note += "; ".join(residuals(steps, calibration))
-    return table("Seconds of a step", columns, rows, note if rows else "")
+    return table("Seconds of a step", (*columns, "arm is of the"), rows, note if rows else "")
+
+
+def _predictions(step: Step, calibration: Calibration) -> list[tuple[str, float | None]]:
+    uncalibrated, calibrated = step.predict(Calibration()), step.predict(calibration)
+    return [("before", step.said_seconds), ("uncalibrated", uncalibrated), ("calibrated", calibrated)]
 
 
 def residuals(steps: list[Step], calibration: Calibration) -> Iterator[str]:
-    """Before and after, of both halves."""
-    for name, is_fitted in (("fit", True), ("held out", False)):
+    """Of each prediction, for both halves."""
+    for half_name, is_fitted in (("fit", True), ("held out", False)):
         half = [step for step in steps if step.is_fitted == is_fitted]
+        errors: dict[str, list[float]] = {}
+        for step in half:
+            for name, predicted in _predictions(step, calibration):
+                if predicted:
+                    errors.setdefault(name, []).append(predicted / step.measured_seconds - 1)
+        summaries = ", ".join(f"{_summary(np.array(found))} {name}" for name, found in errors.items())
         if half:
-            seen = [step.measured_seconds for step in half]
-            before = np.array([step.predict(Calibration()) for step in half]) / seen - 1
-            after = np.array([step.predict(calibration) for step in half]) / seen - 1
-            yield f"{name} ({len(half)} arms): {_summary(before)} before, {_summary(after)} after"
+            yield f"{half_name} ({len(half)} arms): {summaries}"
 
 
 def _summary(errors: np.ndarray) -> str:
@@ -555,7 +562,7 @@ def ladder_table(archive: Archive, parts: tuple[str, ...] = ("rungs", "ladder", 
         mfu = [_number(r.get(name), ".1%") for name in ("mfu", "estimated_mfu")]
         rows.append([arm["part"], arm["name"], r.get("per_device_train_batch_size"), of_rate, *mfu])
     columns = ("part", "arm", "batch", "tokens/s, measured", "MFU, measured", "MFU, predicted before")
-    return table("The ladder", columns, rows, "Of the data sheet's dense bf16 peak.")
+    return table("The ladder", columns, rows, f"Of the data sheet's dense bf16 peak. Before: {BEFORE}.")
 
 
 def trainer_table(archive: Archive) -> list[str]:

@@ -610,7 +610,6 @@ def slm(*words: str) -> tuple[int, str, str]:
     """`slm WORDS` in this process, which imports it once: exit code, stdout, stderr."""
     from slm_toolkit.cli.main import main as command_line
 
-    os.environ["SLM_CALIBRATION"] = os.devnull  # what is measured is compared with what others' runs say
     code, out, err = 0, io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         try:

@@ -313,6 +313,27 @@ def test_tables_are_well_formed(digest: ModuleType, whole: Path) -> None:
     assert digest.readme_with("a", table, H200) is None
 
 
+@pytest.mark.quick
+def test_before_is_what_the_command_printed_on_the_day_of_the_measurement(
+    digest: ModuleType, tmp_path: Path
+) -> None:
+    """Not what today's forms say without a calibration."""
+    lines = [arm(digest, "ladder", "slm-1b", "slm-1b", 8), arm(digest, "ladder", "slm-2b", "slm-2b", 8)]
+    lines[0]["result"] |= {"step_seconds": 0.5, "estimated_step_seconds": 0.4321}  # 0.4321 / 0.5 = 0.864
+    archive = read(digest, write(tmp_path / "a", [], lines))
+    rows = "\n".join(digest.step_table(digest.steps_of(archive, H200), Calibration()))
+    assert "| ladder slm-1b | 500.0 | 432.1 | -13.6% |" in rows
+    assert re.search(r"\| ladder slm-2b \| [\d.]+ \| - \| - \|", rows)  # unknown
+
+
+def test_every_result_of_the_repository_names_the_commit_that_predicted_it() -> None:
+    for file in sorted((ROOT / "results").glob("*/arms.jsonl")):
+        for line in file.read_text().splitlines():
+            result = json.loads(line)["result"]
+            day = result["estimated_by"].split()[1] if "estimated_step_seconds" in result else None
+            assert day is None or day == result["started_at"][:10]
+
+
 def test_a_dry_run_writes_nothing_and_a_run_what_it_showed(
     digest: ModuleType, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
