@@ -444,9 +444,8 @@ def _published_memory() -> str:
         " compared with the middle of our range. The allocator's slack is fitted to replays of our own"
         " traces. The allocated rows are all atorch's. They include what its script seems to keep alive"
         " beside a step, which is a hypothesis; the first line is without it. The paper's stack of 2024 took"
-        " more memory per layer than its tensors explain; `--software 2024` adds one constant, fitted to its"
-        " 16 fits and OOMs. CUDA's context and NCCL's buffers come from others' reports. Host RAM and offload"
-        " are arithmetic.\n"
+        " more memory per layer than its tensors explain. CUDA's context and NCCL's buffers come from others'"
+        " reports. Host RAM and offload are arithmetic.\n"
     )
 
 

@@ -148,7 +148,6 @@ def search(
     *,
     gpus_per_node: int,
     observations: Observations,
-    software: str = "2026",
     like: OtherTrainer | None = None,
 ) -> PlanSearch:
     """Return the plans of all GPUs, strategies and `configs`.
@@ -187,7 +186,6 @@ def search(
                     num_gpus=count,
                     gpus_per_node=gpus_per_node,
                     gpu=offer.gpu,
-                    software=software,
                     like=like,
                     deployment=offer.deployment,
                 )

@@ -6,10 +6,11 @@ from statistics import median, quantiles
 import pytest
 from conftest import ROOT
 
-from slm_toolkit.predict.speed.software import LLM_FOUNDRY, PAPER, TODAY
+from slm_toolkit.predict.speed.software import TODAY
+from slm_toolkit.study.comparison import PAPER
 
 sys.path.insert(0, str(ROOT / "bench"))
-from speed_rows import Row, predicted_tokens_per_second_per_gpu, published_rows
+from speed_rows import LLM_FOUNDRY, Row, predicted_tokens_per_second_per_gpu, published_rows
 
 
 def errors(rows: tuple[Row, ...], software: object) -> list[float]:
@@ -42,7 +43,7 @@ def test_other_peoples_runs_are_met_without_a_fit() -> None:
     assert sum(within) > 0.8 * len(rows)
 
 
-@pytest.mark.parametrize("software", [PAPER, LLM_FOUNDRY, TODAY], ids=lambda software: software.name)
+@pytest.mark.parametrize("software", [PAPER, LLM_FOUNDRY, TODAY], ids=["paper", "llm-foundry", "today"])
 def test_shares_are_shares(software: object) -> None:
     for name in ("ampere", "ada", "hopper", "blackwell", "geforce"):
         assert 0 < software.misaligned_share.of(name) <= 1
