@@ -13,21 +13,14 @@ from slm_toolkit.hardware.calibration import NOT_CALIBRATED, Calibration
 
 @dataclass(frozen=True)
 class Shares:
-    """A fraction for each architecture; an architecture without a value uses a related one."""
+    """A fraction for each of the architectures that were measured."""
 
     ampere: float
     hopper: float
-    ada: float | None = None
-    blackwell: float | None = None
-    geforce: float | None = None
-    "all generations: clocks exceed the data sheet's boost, and the bf16 peak is half of the chip's"
 
     def of(self, architecture: str) -> float:
-        """Return an architecture's fraction. Without a value, Blackwell uses Hopper's, others Ampere's."""
-        share = getattr(self, architecture, None)
-        if share is not None:
-            return share
-        return self.hopper if architecture == "blackwell" else self.ampere
+        """Return an architecture's fraction: Blackwell uses Hopper's, others Ampere's."""
+        return self.hopper if architecture in ("hopper", "blackwell") else self.ampere
 
 
 @dataclass(frozen=True)
