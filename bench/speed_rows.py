@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.hardware.gpus import Gpu, gpu_of_name
 from slm_toolkit.hardware.network import Cluster, cluster_of
 from slm_toolkit.model.model_spec import ModelSpec
@@ -150,6 +150,12 @@ LLM_FOUNDRY = Software(  # fitted to llm-foundry's bf16 tables and torchtitan's 
     reduces_each_micro_step=True,
 )
 "Composer with PyTorch 2.1 and flash-attn, January 2024: only for comparison with its tables"
+
+
+def asked(row: Row, loss_kernel: str) -> Row:
+    """Return the row as `slm estimate` can be asked: with `loss_kernel` if no flag has the run's own."""
+    has_flag = row.loss_kernel in FLAGS["loss_kernel"].choices
+    return row if has_flag else dataclasses.replace(row, loss_kernel=loss_kernel)
 
 
 def predicted_tokens_per_second_per_gpu(row: Row, software: Software) -> float:
