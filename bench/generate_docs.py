@@ -445,9 +445,8 @@ def _published_memory() -> str:
         " compared with the middle of our range. The allocator's slack is fitted to replays of our own"
         " traces. The allocated rows are all atorch's. They include what its script seems to keep alive"
         " beside a step, which is a hypothesis; the first line is without it. The paper's stack of 2024 took"
-        " more memory per layer than its tensors explain; `--software 2024` adds one constant, fitted to its"
-        " 16 fits and OOMs. CUDA's context and NCCL's buffers come from others' reports. Host RAM and offload"
-        " are arithmetic.\n"
+        " more memory per layer than its tensors explain. CUDA's context and NCCL's buffers come from others'"
+        " reports. Host RAM and offload are arithmetic.\n"
     )
 
 
@@ -480,12 +479,16 @@ def _speed() -> str:
     printed = (RESULTS / "speed" / "accuracy.txt").read_text()
     line = r"^  {}  +n +(\d+)  median \|error\| +([\d.]+%)  p90 +([\d.]+%)  worst +([\d.]+%)"
     paper, paper_64, tables = re.findall(line.format("one model left out"), printed, re.M)
-    (others,) = re.findall(line.format("all"), printed, re.M)
+    fused, default, own = re.findall(line.format("with (?:--loss_kernel|their own).*"), printed, re.M)
+    others = "other people's runs, nothing fitted to them: 124M to 13B on 1 to 256 GPUs of 14 types"
+    (num_asked,) = re.findall(r"(\d+) of them have a loss kernel that no flag", printed)
     rows = [
         ("the study's figures 1 to 4: 100M to 2B on 1 to 64 A100 and H100", *paper),
         ("the same, with heads of 64 in place of 32 heads", *paper_64),
         ("llm-foundry's and torchtitan's tables: 125M to 70B on 8 to 512 A100 and H100", *tables),
-        ("other people's runs, nothing fitted to them: 124M to 13B on 1 to 256 GPUs of 14 types", *others),
+        (f"{others}: as `slm estimate --loss_kernel fused_logits` answers", *fused),
+        ("the same, as it answers with the default, `--loss_kernel hf`", *default),
+        ("the same, with the runs' own loss kernels", *own),
     ]
     (band,) = re.findall(r"band that `slm estimate` prints: (\d+ of \d+)", printed)
     return (
@@ -495,11 +498,13 @@ def _speed() -> str:
         + _table(("published", "points", "median error", "90 % within", "worst"), rows)
         + "\nThe output is of 2026-11-26; `results/speed/accuracy.txt` has all its lines. Each model is left"
         " out of the fit that predicts it. The paper's points are maxima over GPUs, batches and schemes that"
-        " a figure does not fix. Six points that contradict its other points are left out. Its three points"
-        " at zero are predicted to run out of memory, and all others to fit. The band that `slm estimate`"
-        f" prints holds {band} runs of others. Two constants of host time, of a launch and between two steps,"
-        " were set with some of these runs at hand; what an H100 corrected in the forms is in them, its"
-        " calibration is not.\n\n"
+        f" a figure does not fix. Of other people's runs {num_asked} have a loss kernel that no flag asks for"
+        " (Inductor's, flash-attn's): the last row assumes that kernel, the two rows above it the flag's. Six"
+        " points of the paper that contradict its other points are left out. Its three points at zero are"
+        " predicted to run out of memory, and all others to fit. The band that `slm estimate` prints holds"
+        f" {band} runs of others with `--loss_kernel fused_logits`. Two constants of host time, of a launch"
+        " and between two steps, were set with some of these runs at hand; what an H100 corrected in the"
+        " forms is in them, its calibration is not.\n\n"
         "Where the paper's error bars separate two options, the predicted winner is right in:\n\n"
         + _table(("choice", "right"), _winners(printed))
         + "\nThree of the eight wrong panels for DDP or FSDP hold runs of slm-100m on A100-80GB that are 30 %"

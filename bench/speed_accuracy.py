@@ -3,12 +3,13 @@
     pip install scipy && python bench/speed_accuracy.py
 
 Two sets of rows, each with its own constants: the paper's figures 1 to 4 (PyTorch 2.3, transformers, ten
-steps, `PAPER`), and llm-foundry's and torchtitan's tables (`LLM_FOUNDRY`). `in sample`: the constants that
-`predict/speed/software.py` ships; `left out`: all constants named below fitted again without any row of
-the model that is asked about. Points of the paper that nothing explains (`study.comparison.is_unexplained`,
+steps, `PAPER`), and llm-foundry's and torchtitan's tables (`LLM_FOUNDRY`). `in sample`: these constants as
+they are; `left out`: all constants named below fitted again without any row of the model that is asked
+about. Points of the paper that nothing explains (`study.comparison.is_unexplained`,
 six) are in neither; points at zero are out of memory, counted apart. Then who wins where the published
 error bars separate two, by the left-out predictions. Last, other people's runs with today's constants
 (`TODAY`), which nothing was fitted to; only its two host times were set with some of these rows at hand.
+They come first with loss kernels that flags ask for.
 `--fit` prints constants fitted to all rows, `--rows` the error of each.
 """
 
@@ -19,19 +20,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from scipy.optimize import least_squares
-from speed_rows import Row, predicted_tokens_per_second_per_gpu, published_rows
+from speed_rows import LLM_FOUNDRY, Row, asked, predicted_tokens_per_second_per_gpu, published_rows
 
-from slm_toolkit.predict.speed.software import (
-    LLM_FOUNDRY,
-    MEMORY_SHARE,
-    PAPER,
-    TODAY,
-    Shares,
-    Software,
-)
+from slm_toolkit.predict.speed.software import MEMORY_SHARE, TODAY, Shares, Software
 from slm_toolkit.study.comparison import (
     HEADS,
     MODELS,
+    PAPER,
     Point,
     cell_token_per_dollar,
     cells_of,
@@ -186,12 +181,20 @@ def _tables(*, show_fit: bool) -> None:
 def _others(*, show_rows: bool) -> None:
     rows = published_rows("other_speed.csv")
     today = dataclasses.replace(TODAY, fsdp_version=1)  # the rows under FSDP are of 2023 and early 2024
-    errors = np.array(
-        [predicted_tokens_per_second_per_gpu(row, today) / row.tokens_per_second_per_gpu - 1 for row in rows]
-    )
+
+    def errors_of(found: Sequence[Row]) -> np.ndarray:
+        predicted = [predicted_tokens_per_second_per_gpu(row, today) for row in found]
+        return np.array(predicted) / [row.tokens_per_second_per_gpu for row in found] - 1
+
     num_sources = len({row.source for row in rows})
     print(f"\nother people's runs, nothing fitted: {len(rows)} rows of {num_sources} sources")
-    _print_errors("all", errors)
+    errors = errors_of([asked(row, "fused_logits") for row in rows])
+    num_asked = sum(asked(row, "hf") is not row for row in rows)
+    print(f"  {num_asked} of them have a loss kernel that no flag asks for; instead, all rows:")
+    _print_errors("with --loss_kernel fused_logits", errors)
+    _print_errors("with --loss_kernel hf, the default", errors_of([asked(row, "hf") for row in rows]))
+    _print_errors("with their own kernel", errors_of(rows))
+    print("  with --loss_kernel fused_logits:")
     band = [(TODAY.low <= 1 / (1 + error) <= TODAY.high) for error in errors]
     print(f"  within the band that `slm estimate` prints: {sum(band)} of {len(band)}")
     groups = {

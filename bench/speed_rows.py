@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.hardware.gpus import Gpu, gpu_of_name
 from slm_toolkit.hardware.network import Cluster, cluster_of
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.setup.setup import Deployment, Setup
-from slm_toolkit.predict.speed.software import Software
+from slm_toolkit.predict.speed.software import Shares, Software
 from slm_toolkit.predict.speed.step import step_time
 from slm_toolkit.predict.speed.traffic import transfers
 from slm_toolkit.strategy.strategy import Strategy, find_strategy
@@ -136,6 +136,26 @@ def setup_of(row: Row) -> Setup:
         gpu=row.gpu,
         deployment=Deployment(row.cluster),
     )
+
+
+LLM_FOUNDRY = Software(  # fitted to llm-foundry's bf16 tables and torchtitan's rows
+    # its benchmarks ran FlashAttention 1 in Triton (submit_benchmarks.py: attn_impl triton). An A100 runs it
+    # at half of FlashAttention-2's rate (triton-lang/triton#1917: 72 TFLOP/s with 2,048 tokens, both passes)
+    attention_share=Shares(ampere=0.334, hopper=0.176),
+    attention_half_length=770.0,  # triton-lang/triton#1917
+    eager_slowdown=0.85,
+    contention=6.37,
+    step_seconds=0.0249,
+    fsdp_version=1,
+    reduces_each_micro_step=True,
+)
+"Composer with PyTorch 2.1 and flash-attn, January 2024: only for comparison with its tables"
+
+
+def asked(row: Row, loss_kernel: str) -> Row:
+    """Return the row as `slm estimate` can be asked: with `loss_kernel` if no flag has the run's own."""
+    has_flag = row.loss_kernel in FLAGS["loss_kernel"].choices
+    return row if has_flag else dataclasses.replace(row, loss_kernel=loss_kernel)
 
 
 def predicted_tokens_per_second_per_gpu(row: Row, software: Software) -> float:

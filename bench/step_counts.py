@@ -17,7 +17,7 @@ from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.estimate import estimate
 from slm_toolkit.predict.setup.setup import Setup
 from slm_toolkit.predict.speed.matmul import rates_of
-from slm_toolkit.predict.speed.software import SOFTWARE
+from slm_toolkit.predict.speed.software import TODAY
 from slm_toolkit.predict.speed.step import _optimizer_kernels, micro_step_work, optimizer_bytes
 from slm_toolkit.strategy.strategy import find_strategy
 
@@ -58,14 +58,13 @@ def row_of(model: str, gpu: str, batch_size: int, words: str, flags: dict[str, A
     config = RunConfig(**given).with_defaults(has_gpu=True)
     single = find_strategy("single")
     setup = Setup(find_model(model), single, config, num_gpus=1, gpu=gpu_of_name(gpu)).launched
-    software = SOFTWARE[setup.software]
-    work = micro_step_work(setup, rates_of(setup.gpu, software), software, config.loss_kernel)
+    work = micro_step_work(setup, rates_of(setup.gpu, TODAY), TODAY, config.loss_kernel)
     num_kernels = work.num_kernels + _optimizer_kernels(setup)
     of_optimizer, found = optimizer_bytes(setup.strategy, config), estimate(setup)
     parts = found.parts_seconds
     on_gpu = found.step_seconds - parts["launch_overhead"] - parts["fixed"]
     cells = (model, words, f"{num_kernels:,}", f"{of_optimizer:.0f}")
-    cells += (f"{1e3 * num_kernels * software.kernel_seconds:.1f}", f"{1e3 * on_gpu:.1f}", f"{found.mfu:.1%}")
+    cells += (f"{1e3 * num_kernels * TODAY.kernel_seconds:.1f}", f"{1e3 * on_gpu:.1f}", f"{found.mfu:.1%}")
     return f"| {' | '.join(cells)} |"
 
 

@@ -3,8 +3,8 @@
 # hardware: 1 x rtx-4090
 # memory: 12.8 of 23.5 GiB per GPU, 2 GiB of host RAM per node
 # time: 7.7 h
-# cost: $5.73
-# estimated on 2026-11-26 by the first command below
+# cost: $5.68
+# estimated on 2026-11-28 by the first command below
 set -euo pipefail
 
 # 1. Continue the pretraining of a 360M model for a billion tokens.

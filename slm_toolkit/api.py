@@ -53,7 +53,6 @@ def estimate(
     peft: str | Sequence[str] | None = None,
     find_largest_batch: bool = False,
     live_deepspeed: bool = False,
-    software: Literal["2024", "2026"] = "2026",
     like: str | None = None,
     usd_per_gpu_hour: float | None = None,
     prices: str | Path | None = None,
@@ -90,7 +89,7 @@ def estimate(
         numerics=numerics,
         peft=peft,
     )
-    _check_choices(software=software, price_kind=price_kind)
+    _check_choices(price_kind=price_kind)
     own_flags, trainer = given, trainer_named(like)
     given, trainer = as_liked(trainer, own_flags)
     names = _list(strategy) or (list(trainer.strategies) if trainer else None)
@@ -105,7 +104,6 @@ def estimate(
         find_largest_batch=find_largest_batch,
         search_changes=True,
         live_deepspeed=live_deepspeed,
-        software=software,
         like=trainer,
         deployments=deployments(
             usd_per_gpu_hour=_number("usd_per_gpu_hour", usd_per_gpu_hour, price_per_hour),
@@ -141,7 +139,6 @@ def recommend(
     gpus_per_node: int = 8,
     strategy: Names | None = None,
     records: str | Path | Sequence[str | Path] = (),
-    software: Literal["2024", "2026"] = "2026",
     like: str | None = None,
     seq_len: int | Sequence[int] | None = None,
     per_device_train_batch_size: int | Sequence[int] | None = None,
@@ -184,7 +181,7 @@ def recommend(
         numerics=numerics,
         peft=peft,
     )
-    _check_choices(software=software, price_kind=price_kind, objective=objective, law=(law, LAWS))
+    _check_choices(price_kind=price_kind, objective=objective, law=(law, LAWS))
     if like is not None and records:
         raise ValueError(
             f"--like {like} with --records: the records are slm_toolkit's own runs\nhint: give one of them"
@@ -225,7 +222,6 @@ def recommend(
         configs_of(given, gpus_per_node=gpus_per_node),
         gpus_per_node=gpus_per_node,
         observations=observations_of([Path(folder) for folder in _list(records) or []]),
-        software=software,
         like=trainer,
     )
     limits = {
@@ -240,7 +236,6 @@ def recommend(
         offers=offers,
         objective=objective,
         gpus_per_node=gpus_per_node,
-        software=software,
         like=trainer,
         **limits,
     )
@@ -492,7 +487,6 @@ class Recommendation(_Listed["Plan"]):
     offers: list["GpuOffer"]
     objective: str
     gpus_per_node: int
-    software: str
     like: "OtherTrainer | None" = None
     deadline_hours: float | None = None
     budget_usd: float | None = None
@@ -531,7 +525,6 @@ class Recommendation(_Listed["Plan"]):
             self.plans,
             offers=self.offers,
             gpus_per_node=self.gpus_per_node,
-            software=self.software,
             like=self.like,
         )
         return plan_report(self.plans, advice, top=top, objective=self.objective, width=width)
@@ -696,7 +689,7 @@ def _check_choices(**values: Any) -> None:
     from slm_toolkit.config.keyword_flags import check_choice
     from slm_toolkit.hardware.prices import KINDS
 
-    known = {"software": ("2024", "2026"), "price_kind": KINDS, "objective": ("cost", "time")}
+    known = {"price_kind": KINDS, "objective": ("cost", "time")}
     for name, value in values.items():
         value, choices = value if isinstance(value, tuple) else (value, known[name])
         check_choice(name, value, choices)

@@ -22,7 +22,6 @@ from slm_toolkit.model.from_config import position_problem
 from slm_toolkit.predict.deployments import deployments
 from slm_toolkit.predict.flag_checks import (
     NOT_OF_AN_ESTIMATE,
-    add_software_flag,
     all_of,
     gpus_asked,
     model_to_estimate,
@@ -106,13 +105,6 @@ def fill(parser: argparse.ArgumentParser) -> None:
         help="RAM of each node (default: this machine's if its GPUs are checked; else RAM is not checked)",
     )
     parser.add_argument(
-        "--versions",
-        nargs="+",
-        default=[],
-        metavar="PACKAGE=VERSION",
-        help="versions where it will run, such as torch=2.12 (default: those installed here)",
-    )
-    parser.add_argument(
         "--strict", action="store_true", help="also exit with 1 if something is unwise"
     ).basic = True
     parser.add_argument(
@@ -126,7 +118,6 @@ def fill(parser: argparse.ArgumentParser) -> None:
     ).basic = True
     parser.add_argument("--overwrite", action="store_true", help="let --fix replace existing files")
     parser.add_argument("--json", action="store_true", help="print a list of findings").basic = True
-    add_software_flag(parser)
     add_network_flags(parser)
     leave_out = tuple(name for name in NOT_OF_AN_ESTIMATE if name not in _SEEN)
     add_flags(parser, grid=False, leave_out=leave_out)
@@ -142,9 +133,7 @@ def _doctor(args: argparse.Namespace) -> int:
             args.gpu, counts = gpus_asked(args.gpu, [args.num_gpus] if args.num_gpus else None)
             args.num_gpus = max(counts) if counts else None
         cases = _cases(args, config)
-        examined, found, notes = examine_all(
-            cases, deployment_of=deployments(**deployment_flags(args)), software=args.software
-        )
+        examined, found, notes = examine_all(cases, deployment_of=deployments(**deployment_flags(args)))
         fixed = _fix(examined, args.fix, overwrite=args.overwrite) if args.fix is not None else []
     read = [one.strategy for one in examined if one.strategy is not None]
     for note in (*notes_on(read), *notes):
@@ -214,17 +203,10 @@ def _host(args: argparse.Namespace) -> "Host":
 
     Its RAM is checked only if its GPUs are the target.
     """
-    from slm_toolkit.doctor.case import PACKAGES, look_here
+    from slm_toolkit.doctor.case import look_here
     from slm_toolkit.hardware.gpus import gpus_here
     from slm_toolkit.hardware.machine import look_at_host_ram
 
-    versions = dict(word.partition("=")[::2] for word in args.versions)
-    if bad := [
-        name for name, version in versions.items() if name not in PACKAGES or not version[:1].isdigit()
-    ]:
-        raise ValueError(
-            f"--versions {bad[0]}={versions[bad[0]]}\nhint: PACKAGE=VERSION, of {', '.join(PACKAGES)}"
-        )
     is_meant = args.gpu is None
     total = free = None
     if args.host_ram_gib is not None:
@@ -233,7 +215,7 @@ def _host(args: argparse.Namespace) -> "Host":
         ram = look_at_host_ram()
         total = ram.limit_bytes or ram.total_bytes
         free = min(total, ram.available_bytes)
-    return look_here(is_meant=is_meant, ram_bytes=total, free_ram_bytes=free, versions=versions)
+    return look_here(is_meant=is_meant, ram_bytes=total, free_ram_bytes=free)
 
 
 def _gpus_of(args: argparse.Namespace, files: "Files", host: "Host") -> tuple[int, int]:

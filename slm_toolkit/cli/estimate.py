@@ -8,7 +8,7 @@ from slm_toolkit import api
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.cli.deployment_flags import add_network_flags, add_price_flags, deployment_flags
 from slm_toolkit.config.flags import add_flags, given_flags
-from slm_toolkit.predict.flag_checks import NOT_OF_AN_ESTIMATE, add_like_flag, add_software_flag
+from slm_toolkit.predict.flag_checks import NOT_OF_AN_ESTIMATE, add_like_flag
 from slm_toolkit.strategy.groups import help_of_strategies
 
 _DESCRIPTION = """\
@@ -59,7 +59,6 @@ def fill(parser: argparse.ArgumentParser) -> None:
         help="DeepSpeed's own estimate. arithmetic: by its formulas. live: by the installed DeepSpeed, "
         "which takes seconds",
     )
-    add_software_flag(parser)
     add_like_flag(parser)
     add_price_flags(parser)
     add_network_flags(parser)
@@ -79,7 +78,6 @@ def _estimate(args: argparse.Namespace) -> int:
             gpus_per_node=args.gpus_per_node,
             find_largest_batch=args.largest_batch,
             live_deepspeed=args.deepspeed == "live",
-            software=args.software,
             like=args.like,
             flags=given_flags(args),
             **deployment_flags(args),

@@ -11,7 +11,7 @@ from slm_toolkit.cli.output import print_notes
 from slm_toolkit.config.flags import add_flags, given_flags
 from slm_toolkit.config.parser import count, positive_number
 from slm_toolkit.config.run_config import number_of_tokens
-from slm_toolkit.predict.flag_checks import NOT_OF_AN_ESTIMATE, add_like_flag, add_software_flag
+from slm_toolkit.predict.flag_checks import NOT_OF_AN_ESTIMATE, add_like_flag
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, shipped_strategies
 
 _LAWS = ("besiroglu", "hoffmann", "hoffmann-unrounded", "kaplan", "kaplan-joint")  # scaling_laws.LAWS
@@ -99,7 +99,6 @@ def add_recommend_flags(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folders with records of your runs and rehearsals. A matching record replaces the estimate",
     ).basic = True
-    add_software_flag(parser)
     add_like_flag(parser)
     parser.add_argument("--top", type=count, default=10, metavar="N", help="rows to show (default: 10)")
     parser.add_argument(
@@ -164,7 +163,6 @@ def _recommend(args: argparse.Namespace) -> int:
             gpus_per_node=args.gpus_per_node,
             strategy=args.strategy,
             records=args.records,
-            software=args.software,
             like=args.like,
             flags=given_flags(args),
             **deployment_flags(args),

@@ -74,6 +74,8 @@ REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
     "take_turns": "--repeats 5 compares round by round",
     **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_private_repo"), _UPLOAD),
     "lm_eval_tasks": "`lm_eval --model hf --model_args pretrained=runs/NAME/model --tasks hellaswag`",
+    "software": "estimates are for today's torch and transformers, so leave it out",
+    "versions": "`slm doctor` checks the versions that are installed where it runs: run it there",
 }
 _LAUNCHERS_OWN = ("strategy", "config_file", "num_processes", "num_machines", "machine_rank")
 _OUR_NAME = {f"--{other}": f"--{ours}" for ours, others in SAME_MEANING.items() for other in others}

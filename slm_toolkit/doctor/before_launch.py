@@ -29,7 +29,7 @@ def check_launches(
     disks, libraries and environment are examined, too. Raises one ValueError with all other findings of
     severity wrong.
     """
-    host = look_here(is_meant=is_here, ram_bytes=None, free_ram_bytes=None, versions={})
+    host = look_here(is_meant=is_here, ram_bytes=None, free_ram_bytes=None)
     host = host if is_here else replace(host, gpu_names=())
     defaults = {name: getattr(RunConfig(), name) for name in _IRRELEVANT_FLAGS}
     cases: dict[tuple, Case] = {}

@@ -53,10 +53,8 @@ class Host:
     "environment variables of the shell"
 
 
-def look_here(
-    *, is_meant: bool, ram_bytes: int | None, free_ram_bytes: int | None, versions: Mapping[str, str]
-) -> Host:
-    """Return the Host of this machine; `versions` replaces the versions that are installed."""
+def look_here(*, is_meant: bool, ram_bytes: int | None, free_ram_bytes: int | None) -> Host:
+    """Return the Host of this machine."""
     import psutil
 
     from slm_toolkit.hardware.gpus import gpus_here, num_cores
@@ -74,7 +72,7 @@ def look_here(
         interfaces=tuple(psutil.net_if_addrs()),
         has_libaio="async_io" in built or (_finds(_INCLUDE, "libaio.h") and _finds(_LIBRARIES, "libaio.so*")),
         has_compiler="cpu_adam" in built or shutil.which(os.environ.get("CXX", "c++")) is not None,
-        versions={**installed(), **versions},
+        versions=installed(),
         variables=dict(os.environ),
     )
 

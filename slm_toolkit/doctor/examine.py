@@ -69,14 +69,14 @@ def examine(case: Case) -> Examined:
 
 
 def examine_all(
-    cases: list[Case], *, deployment_of: Callable[[Gpu], Deployment], software: str
+    cases: list[Case], *, deployment_of: Callable[[Gpu], Deployment]
 ) -> tuple[list[Examined], list[Finding], list[str]]:
     """Return each examined case, all findings (gravest first), and notes on what was not checked."""
     notes: list[str] = []
     examined_cases, setups = [], []
     for case in cases:
         examined = examine(case)
-        case_setups = _setups(examined, deployment_of=deployment_of, software=software, notes=notes)
+        case_setups = _setups(examined, deployment_of=deployment_of, notes=notes)
         ram_findings = [
             located(finding, examined.corrected, "machine")
             for setup in case_setups
@@ -139,7 +139,7 @@ def _refusal(case: Case, name: str, sentence: str, topic: str, *, why: str, chan
 
 
 def _setups(
-    examined: Examined, *, deployment_of: Callable[[Gpu], Deployment], software: str, notes: list[str]
+    examined: Examined, *, deployment_of: Callable[[Gpu], Deployment], notes: list[str]
 ) -> list[Setup]:
     """Return a setup of the corrected case per GPU type; skip setups that can't be estimated, with a note."""
     if examined.strategy is None:
@@ -157,7 +157,6 @@ def _setups(
             num_gpus=case.num_ranks,
             gpus_per_node=case.gpus_per_node,
             gpu=gpu,
-            software=software,
             deployment=deployment_of(gpu),
         )
         try:

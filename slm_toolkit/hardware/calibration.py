@@ -20,8 +20,6 @@ SAME_CHIP = {"h200": "h100-80gb", "gh200": "h100-80gb"}
 "GPUs that take each term that has no row of theirs from another GPU, whose chip they have"
 _OF_MACHINE = ("kernel_seconds", "cuda_context_bytes")
 "terms that are not the chip's"
-SOFTWARE_MEASURED = "2026"
-"software generation of the runs in the archives that digest.py reads"
 
 
 @dataclass(frozen=True)
@@ -95,12 +93,12 @@ class CalibrationRow:
     date: str
 
 
-def calibration_of(gpu: str | None, software: str = SOFTWARE_MEASURED) -> Calibration:
+def calibration_of(gpu: str | None) -> Calibration:
     """Return the Calibration of a GPU by its canonical name; a term without a row is the same chip's.
 
-    Returns NOT_CALIBRATED if neither has a row, or if the software is older than the measurements.
+    Returns NOT_CALIBRATED if neither has a row.
     """
-    if gpu is None or software != SOFTWARE_MEASURED:
+    if gpu is None:
         return NOT_CALIBRATED
     return completed(gpu, _calibrations(_file()).get(gpu, NOT_CALIBRATED))
 

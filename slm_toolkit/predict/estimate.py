@@ -89,8 +89,6 @@ class Estimate:
     adapted_modules: list[str] | None
     "matrices of each layer that have an adapter; None if all weights are trained"
     num_trainable_params: int
-    software: str
-    "generation of torch and transformers, as in `predict.speed.software.SOFTWARE`"
     calibration: str | None
     "the measurements of this GPU in `hardware/calibration.py`; None: constants fitted to published runs"
     peak_allocated_bytes: int
@@ -230,7 +228,6 @@ def estimate(
         lora_dropout=config.lora_dropout if adapters and adapters.rank else None,
         adapted_modules=list(adapters.targets) if adapters else None,
         num_trainable_params=setup.unpadded.num_params if setup.unpadded else setup.weights.trained,
-        software=setup.software,
         calibration=setup.calibration.described,
         peak_allocated_bytes=allocated.middle,
         peak_allocated_low_bytes=allocated.low,
@@ -289,10 +286,10 @@ def _speed_and_cost(setup: Setup) -> dict[str, Any]:
     sent = transfers(setup)
     time = software = None
     if setup.gpu is not None:
-        from slm_toolkit.predict.speed.software import SOFTWARE, calibrated
+        from slm_toolkit.predict.speed.software import TODAY, calibrated
         from slm_toolkit.predict.speed.step import step_time
 
-        software = calibrated(SOFTWARE[setup.software], setup.calibration)
+        software = calibrated(TODAY, setup.calibration)
         compiled_loss = setup.own_loss is not None and setup.own_loss == setup.like.compiled_loss
         loss_kernel = "compiled" if compiled_loss else None
         time = step_time(setup, sent, software, loss_kernel=loss_kernel)

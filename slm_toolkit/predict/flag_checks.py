@@ -22,17 +22,6 @@ SEARCH_HAS_NO_BATCH = Pair(
 _LARGEST_MODEL = 10**15
 
 
-def add_software_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--software",
-        choices=("2024", "2026"),
-        default="2026",
-        help="2026: memory as traced with torch 2.13 and transformers 5. 2024: torch 2.3 and "
-        "transformers 4.4x, which the paper ran and which took more memory and time (default: "
-        "2026)",
-    )
-
-
 def add_like_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--like",

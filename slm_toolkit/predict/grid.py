@@ -43,7 +43,6 @@ def estimates(
     find_largest_batch: bool = False,
     search_changes: bool = False,
     live_deepspeed: bool = False,
-    software: str = "2026",
     like: "OtherTrainer | None" = None,
     deployments: "Callable[[Gpu | None], Deployment] | None" = None,
 ) -> list["Estimate"]:
@@ -117,7 +116,6 @@ def estimates(
                 num_gpus=count,
                 gpus_per_node=gpus_per_node,
                 gpu=gpu,
-                software=software,
                 like=like,
                 deployment=deployments(gpu) if deployments else Deployment(),
             )

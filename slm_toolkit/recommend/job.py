@@ -268,7 +268,6 @@ def advice_on(
     *,
     offers: list[GpuOffer],
     gpus_per_node: int,
-    software: str,
     like: OtherTrainer | None = None,
 ) -> list[str]:
     """Return lines on the gain of aligned widths, and on changes that speed up the first plan."""
@@ -281,7 +280,6 @@ def advice_on(
             num_gpus=plan.estimate.num_gpus,
             gpus_per_node=gpus_per_node,
             gpu=next(offer.gpu for offer in offers if offer.gpu.name == plan.estimate.gpu),
-            software=software,
             like=like,
             deployment=plan.deployment,
         )
@@ -325,7 +323,6 @@ def search_all(
     *,
     gpus_per_node: int,
     observations: Observations,
-    software: str,
     like: OtherTrainer | None = None,
 ) -> PlanSearch:
     """Return all plans that fit, and reasons for those left out."""
@@ -338,7 +335,6 @@ def search_all(
             [config for config in configs if config.model == workload.asked_model],
             gpus_per_node=gpus_per_node,
             observations=observations,
-            software=software,
             like=like,
         )
         found += of_job.plans

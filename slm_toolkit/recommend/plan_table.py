@@ -309,9 +309,9 @@ def _evidence_notes(listed: list[Plan]) -> list[str]:
         for plan in listed
         if plan.estimate.calibration and plan.speed_evidence in ("compared", "none")
     )
-    if limited := dict.fromkeys(plan.estimate.gpu for plan in listed if plan.is_limited):
-        highest = f"the highest published one, {HIGHEST_PUBLISHED_MFU:.0%}"
-        notes.append(f"{', '.join(limited)}: estimated at a higher MFU, but all counted slower, to {highest}")
+    if limited := dict.fromkeys(plan.estimate.gpu for plan in listed if plan.slowed_by > 1):
+        highest = f"the highest published MFU, {HIGHEST_PUBLISHED_MFU:.0%}"
+        notes.append(f"{', '.join(limited)}: plans with a higher estimate count with {highest}")
     if any(plan.estimate.torch_compile and plan.memory_evidence == "estimated" for plan in listed):
         notes.append("compiled: the memory that Inductor's kernels keep is assumed, never traced")
     estimated = [plan.estimate for plan in listed if plan.memory_evidence == "estimated"]

@@ -96,8 +96,8 @@ class Plan:
     "by `law`, for its data and tokenizer; None for fine-tuning, which no law covers"
     loss_per_usd: float | None
     "the paper's equation 1: how much one dollar more would lower the loss"
-    is_limited: bool = False
-    "whether the estimate counts slower than it was: see `_limited`"
+    slowed_by: float = 1.0
+    "the estimated rate is divided by it: see `_limited`"
 
     @property
     def gpu_hours(self) -> float:
@@ -148,7 +148,6 @@ def search(
     *,
     gpus_per_node: int,
     observations: Observations,
-    software: str = "2026",
     like: OtherTrainer | None = None,
 ) -> PlanSearch:
     """Return the plans of all GPUs, strategies and `configs`.
@@ -187,7 +186,6 @@ def search(
                     num_gpus=count,
                     gpus_per_node=gpus_per_node,
                     gpu=offer.gpu,
-                    software=software,
                     like=like,
                     deployment=offer.deployment,
                 )
@@ -202,47 +200,34 @@ def search(
     if without_network:
         result.left_out.append(_unknown_network(without_network))
     result.left_out[:] = dict.fromkeys(result.left_out)
-    return PlanSearch(_limited(result.plans), result.left_out)
+    return result
 
 
-def _limited(plans: list[Plan]) -> list[Plan]:
-    """Slow the estimated plans of a GPU type that nothing supports, if its fastest has an implausible MFU.
-
-    All by one factor, which brings the fastest to HIGHEST_PUBLISHED_MFU: their order stays.
-    """
-    highest: dict[str, float] = {}
-    for plan in plans:
-        if plan.speed_evidence in ("compared", "none"):
-            row = plan.estimate
-            of_peak = (row.mfu or 0.0) / (1 if row.fp8 == "none" else 2)  # float8's peak is twice bf16's
-            highest[row.gpu] = max(highest.get(row.gpu, 0.0), of_peak)
-    factors = {
-        gpu: HIGHEST_PUBLISHED_MFU / mfu for gpu, mfu in highest.items() if mfu > HIGHEST_PUBLISHED_MFU
-    }
-    return [
-        _slowed(plan, factors[plan.estimate.gpu])
-        if plan.speed_evidence in ("compared", "none") and plan.estimate.gpu in factors
-        else plan
-        for plan in plans
-    ]
+def _limited(plan: Plan) -> Plan:
+    """Slow an estimated plan of a GPU type that nothing supports to HIGHEST_PUBLISHED_MFU, if it is above."""
+    row = plan.estimate
+    of_peak = (row.mfu or 0.0) / (1 if row.fp8 == "none" else 2)  # float8's peak is twice bf16's
+    if plan.speed_evidence in ("compared", "none") and of_peak > HIGHEST_PUBLISHED_MFU:
+        return _slowed(plan, of_peak / HIGHEST_PUBLISHED_MFU)
+    return plan
 
 
-def _slowed(plan: Plan, factor: float) -> Plan:
+def _slowed(plan: Plan, by: float) -> Plan:
     row = plan.estimate
 
-    def times(source: Any, by: float, *names: str) -> dict[str, Any]:
-        return {name: None if (value := getattr(source, name)) is None else value * by for name in names}
+    def times(source: Any, factor: float, *names: str) -> dict[str, Any]:
+        return {name: None if (value := getattr(source, name)) is None else value * factor for name in names}
 
-    rates = times(row, factor, "tokens_per_second", "tokens_per_second_per_gpu", "mfu", "tokens_per_usd")
+    rates = times(row, 1 / by, "tokens_per_second", "tokens_per_second_per_gpu", "mfu", "tokens_per_usd")
     seconds = ("step_seconds", "step_low_seconds", "step_high_seconds", "misaligned_seconds")
-    slower = times(row, 1 / factor, *seconds, "usd_per_million_tokens")
-    parts = {name: value / factor for name, value in row.parts_seconds.items()}
+    slower = times(row, by, *seconds, "usd_per_million_tokens")
+    parts = {name: value * by for name, value in row.parts_seconds.items()}
     return dataclasses.replace(
         plan,
         estimate=dataclasses.replace(row, **rates, **slower, parts_seconds=parts),
-        is_limited=True,
-        **times(plan, factor, "tokens_per_second", "loss_per_usd"),
-        **times(plan, 1 / factor, "hours", "usd"),
+        slowed_by=by,
+        **times(plan, 1 / by, "tokens_per_second", "loss_per_usd"),
+        **times(plan, by, "hours", "usd"),
     )
 
 
@@ -346,7 +331,7 @@ def _search_strategy(
             savings_that_fit.setdefault(same_batch, []).append(candidate.savings)
         plan = _plan(workload, row, config, strategy, offer, observed)
         if plan is not None:
-            result.plans.append(plan)
+            result.plans.append(_limited(plan))
 
 
 def _fitted_strategy(setup: Setup, result: PlanSearch) -> Strategy | None:

@@ -6,8 +6,9 @@ from itertools import groupby
 
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.bottleneck import WORTH_SAYING, aligned_sibling, describe_alignment
-from slm_toolkit.predict.speed.software import PAPER, TODAY, Software
+from slm_toolkit.predict.speed.software import TODAY, Software
 from slm_toolkit.study.comparison import (
+    PAPER,
     Comparison,
     Point,
     cell_token_per_dollar,

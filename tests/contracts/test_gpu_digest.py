@@ -375,7 +375,6 @@ def test_a_dry_run_writes_nothing_and_a_run_what_it_showed(
 @pytest.mark.quick
 def test_a_gpu_without_a_calibration_keeps_the_very_constants() -> None:
     assert calibration_of("a100-80gb") is NOT_CALIBRATED
-    assert calibration_of("h200", "2024") is NOT_CALIBRATED
     assert calibrated(TODAY, NOT_CALIBRATED) is TODAY
     rates = rates_of(H200, TODAY)
     # 0.967 of gpus.csv's best rate, 794.5 TFLOP/s; 0.147 of that; 0.85 of 4.8 TB/s

@@ -30,14 +30,6 @@ from slm_toolkit.predict.setup.adapters import (
 from slm_toolkit.predict.setup.setup import AUTOCAST, BF16, FP32, Setup
 from slm_toolkit.strategy.strategy import Strategy
 
-SOFTWARE = ("2024", "2026")
-"""2026: the traced versions. 2024: torch 2.3 and transformers 4.4x, as in the paper. The paper's fits and
-OOMs (slm-2b at batch 16 fits one A100-80GB, but not with DDP) mean that a layer took more than its tensors
-explain, and that the loss copied the logits once more"""
-EXTRA_OF_2024 = 13.0
-"""bytes per token, layer and element of h, on top of the allocator's slack; cause unknown. With 12.2 to 14,
-the estimates agree with all fits and OOMs of the paper's figures 1 to 4, with 32 heads as with heads of 64"""
-
 
 @dataclass(frozen=True)
 class Moment:
@@ -94,7 +86,6 @@ def layer_memory(
     in_place: bool = False,
     float8: bool = False,
     sp_size: int = 1,
-    software: str,
 ) -> LayerMemory:
     """Return the memory of a layer whose weights are all trained.
 
@@ -109,12 +100,11 @@ def layer_memory(
     saved = _saved_by_layer(spec, kernels)
     moments, arrivals = _moments(spec, kernels, saved), _named_as_in(spec, _arrivals(spec, kernels, saved))
     h, residual = spec.hidden_size, 2 if compute == BF16 else 4
-    everything = saved.everything + (EXTRA_OF_2024 * h if software == "2024" else 0)
     if spec.norms != "before":  # backward begins with the norm behind the FFN
-        in_norm = everything - saved.norm_behind + _norm_backward(spec, kernels)
+        in_norm = saved.everything - saved.norm_behind + _norm_backward(spec, kernels)
         moments.insert(0, Moment("post_feedforward_layernorm", in_norm, 0, 0, 0))
     if checkpointing == "none":
-        return LayerMemory(everything, tuple(moments), residual, tuple(arrivals))
+        return LayerMemory(saved.everything, tuple(moments), residual, tuple(arrivals))
     # transformers' bf16 norm copies its input, so the layer's input comes on top of the recomputed tensors
     extra = 2 * h if compute == BF16 and not kernels.fused_norm else 0
     if spec.norms == "after":  # the matrix products save the input itself, or copies under autocast
@@ -702,7 +692,6 @@ def layers_of(setup: Setup) -> list[LayerMemory]:
             "in_place": config.use_liger_kernel,
             "float8": config.fp8 != "none",
             "sp_size": config.sp_size,
-            "software": setup.software,
         }
         pair = [layer_memory(spec, **shape, **rest, checkpointing=mode) for mode in modes]
         return [pair[number % 2] for number in range(spec.num_layers)]

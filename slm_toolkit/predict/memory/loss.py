@@ -40,10 +40,9 @@ def loss_memory(setup: Setup) -> LossMemory:
 def _loss_memory(setup: Setup) -> LossMemory:
     """Return the bytes of the setup's loss kernel. h: hidden size, V: vocabulary, T: tokens.
 
-    transformers' loss makes an fp32 copy of the logits, their log-softmax and its gradient. In 2024 the model
-    returned the fp32 copy, so it stayed allocated in backward. A frozen norm and head save neither the scaled
-    input nor the norm's output, which lives until forward ends; ZeRO-3's linear layers save that output (see
-    `activations.Kernels`).
+    transformers' loss makes an fp32 copy of the logits, their log-softmax and its gradient. A frozen
+    norm and head save neither the scaled input nor the norm's output, which lives until forward ends;
+    ZeRO-3's linear layers save that output (see `activations.Kernels`).
     """
     config, compute, is_frozen = setup.config, setup.compute, setup.weights.is_frozen
     h, V, T = setup.spec.hidden_size, setup.spec.vocab_size, setup.num_tokens
@@ -87,7 +86,7 @@ def _loss_memory(setup: Setup) -> LossMemory:
         forward, backward = (kept + output) * T + own.forward * V * T, kept * T + own.backward * V * T
         return LossMemory(kept * T, forward, backward, kept * T + e * (V + h) * T, norm_backward * T)
     in_forward = (kept + output) * T + (8 if compute == FP32 else 10) * V * T
-    backward = kept * T + (16 if setup.software == "2024" else 12) * V * T
+    backward = kept * T + 12 * V * T
     head = kept * T + e * V * T + e * h * T
     freed_logits = 2 * V * T * (compute != FP32)
     return LossMemory(kept * T, in_forward, backward, head, norm_backward * T, freed_logits)

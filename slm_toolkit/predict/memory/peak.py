@@ -67,8 +67,6 @@ def peak(setup: Setup) -> MemoryEstimate:
     """
     spec, config, compute = setup.spec, setup.config, setup.compute
     unknown = unknown_to_estimates(config, spec=spec)
-    if config.peft != "none" and setup.software != "2026":
-        unknown.append(f"--software {setup.software} with --peft {config.peft}: no closed form for it")
     if setup.strategy.is_fsdp1 and config.peft != "none":
         unknown.append(
             f"{setup.strategy.path or setup.strategy.name}: no closed form for adapters under FSDP1\n"

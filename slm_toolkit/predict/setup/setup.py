@@ -114,8 +114,6 @@ class Setup:
     "GPUs of a full node; a job may use a part of each node"
     gpu: Gpu | None = None
     "None: only bytes are estimated"
-    software: str = "2026"
-    "generation of torch and transformers, a key of `predict.speed.software.SOFTWARE`"
     like: OtherTrainer | None = None
     "the preset of `--like`; None: slm_toolkit's own trainer"
     deployment: Deployment = field(default=Deployment(), hash=False)  # a measured network contains dicts
@@ -223,8 +221,8 @@ class Setup:
 
     @cached_property
     def calibration(self) -> Calibration:
-        """The measurements of this GPU with this software."""
-        return calibration_of(self.gpu.name if self.gpu else None, self.software)
+        """The measurements of this GPU."""
+        return calibration_of(self.gpu.name if self.gpu else None)
 
     @cached_property
     def cluster(self) -> Cluster | None:

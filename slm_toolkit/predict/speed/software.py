@@ -1,4 +1,4 @@
-"""Software: the constants of a step's time for one generation of kernels and engines.
+"""Software: the constants of a step's time for one generation of kernels and engines, and today's values.
 
 Every constant is fitted to published throughput, unless its comment names another source. The measurements
 of a GPU replace some of them (`hardware/calibration.py`). `bench/speed_accuracy.py` repeats the fits, prints
@@ -13,21 +13,14 @@ from slm_toolkit.hardware.calibration import NOT_CALIBRATED, Calibration
 
 @dataclass(frozen=True)
 class Shares:
-    """A fraction for each architecture; an architecture without a value uses a related one."""
+    """A fraction for each of the architectures that were measured."""
 
     ampere: float
     hopper: float
-    ada: float | None = None
-    blackwell: float | None = None
-    geforce: float | None = None
-    "all generations: clocks exceed the data sheet's boost, and the bf16 peak is half of the chip's"
 
     def of(self, architecture: str) -> float:
-        """Return an architecture's fraction. Without a value, Blackwell uses Hopper's, others Ampere's."""
-        share = getattr(self, architecture, None)
-        if share is not None:
-            return share
-        return self.hopper if architecture == "blackwell" else self.ampere
+        """Return an architecture's fraction: Blackwell uses Hopper's, others Ampere's."""
+        return self.hopper if architecture in ("hopper", "blackwell") else self.ampere
 
 
 @dataclass(frozen=True)
@@ -37,7 +30,6 @@ class Software:
     Fields with a default have the same value in most generations.
     """
 
-    name: str
     eager_slowdown: float
     "eager PyTorch's element-wise kernels: their time / (hand-counted bytes / memory rate)"
     contention: float
@@ -103,38 +95,10 @@ def calibrated(software: Software, calibration: Calibration) -> Software:
 MEMORY_SHARE = 0.85
 "fraction of the memory's data-sheet rate for a kernel that only moves bytes; fixed, not fitted"
 
-PAPER = Software(  # fitted to the paper's figures 1 to 4
-    name="2024",
-    fsdp_version=1,
-    eager_slowdown=1.26,
-    contention=0.0,
-    layer_seconds=11.5e-3,
-    sharded_layer_seconds=13.3e-3,
-    few_ranks=1.43,
-    ddp_seconds=0.0716,
-    first_step_seconds=0.1115,
-)
-"PyTorch 2.3 and transformers 4.4x over EFA, as in the paper"
-
-LLM_FOUNDRY = Software(  # fitted to llm-foundry's bf16 tables and torchtitan's rows
-    name="llm-foundry",
-    # its benchmarks ran FlashAttention 1 in Triton (submit_benchmarks.py: attn_impl triton). An A100 runs it
-    # at half of FlashAttention-2's rate (triton-lang/triton#1917: 72 TFLOP/s with 2,048 tokens, both passes)
-    attention_share=Shares(ampere=0.334, hopper=0.176),
-    attention_half_length=770.0,  # triton-lang/triton#1917
-    eager_slowdown=0.85,
-    contention=6.37,
-    step_seconds=0.0249,
-    fsdp_version=1,
-    reduces_each_micro_step=True,
-)
-"Composer with PyTorch 2.1 and flash-attn, January 2024: only for comparison with its tables"
-
-TODAY = Software(  # the fits above, without the constants of one cluster or one protocol
-    name="2026",
+TODAY = Software(  # the fits, without the constants of one cluster or one protocol
     sdpa_kernel="cudnn",
-    eager_slowdown=PAPER.eager_slowdown,
-    contention=LLM_FOUNDRY.contention,
+    eager_slowdown=1.26,  # fitted to the paper's figures 1 to 4
+    contention=6.37,  # fitted to llm-foundry's bf16 tables and torchtitan's rows
     # host time between two steps, while the GPU waits: it reads the loss and takes a batch. Chosen, not
     # timed: for published steps of up to 4,096 tokens the p90 error is 66 % without it and 25 % with it
     step_seconds=0.003,
@@ -142,6 +106,3 @@ TODAY = Software(  # the fits above, without the constants of one cluster or one
     high=1.25,
 )
 "torch 2.11 and later, transformers 5; its band is wide, because most GPUs have no calibration"
-
-SOFTWARE = {software.name: software for software in (PAPER, TODAY)}
-"keyed by the value of `--software`"

@@ -493,7 +493,7 @@ def step_time(
 ) -> StepTime | None:
     """Return the time of one step on the setup's GPU; None if the network between nodes is unknown.
 
-    `transfers` is the communication of a rank in the step. `software` may differ from `setup.software`.
+    `transfers` is the communication of a rank in the step.
     `loss_kernel` is a key of LOGIT_BYTES, for a kernel that the trainer does not have. `first_step` adds the
     extra time of the paper's protocol.
     """

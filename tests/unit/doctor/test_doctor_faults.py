@@ -27,7 +27,7 @@ def deployment_of(gpu: Gpu) -> Deployment:
 
 
 def examined(case: Case) -> tuple[Examined, list[Finding]]:
-    (one,), found, _ = examine_all([case], deployment_of=deployment_of, software="2026")
+    (one,), found, _ = examine_all([case], deployment_of=deployment_of)
     return one, found
 
 

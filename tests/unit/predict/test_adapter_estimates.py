@@ -16,7 +16,7 @@ from slm_toolkit.hardware.gpus import gpu_of_name
 from slm_toolkit.model.model_spec import PRESETS, flops_per_token
 from slm_toolkit.predict.setup.setup import unknown_to_estimates
 from slm_toolkit.predict.speed.matmul import product_seconds, rates_of
-from slm_toolkit.predict.speed.software import SOFTWARE
+from slm_toolkit.predict.speed.software import TODAY
 from slm_toolkit.predict.speed.step import adapter_work
 from slm_toolkit.report.rows import row_of
 from slm_toolkit.run.model.model import build_model
@@ -49,13 +49,13 @@ def test_a_frozen_step_makes_no_gradient_of_its_weights() -> None:
     assert (whole["parts_seconds"]["dequantization"], lora["parts_seconds"]["dequantization"]) == (0, 0)
     # forward and backward unpack each weight: 4 bits read, 17/64 bytes of scales moved, 2 bytes written
     weights = 19 * (4 * 1920**2 + 3 * 1920 * 5120)
-    rate = rates_of(gpu_of_name("h100-80gb"), SOFTWARE["2026"]).memory_bytes
+    rate = rates_of(gpu_of_name("h100-80gb"), TODAY).memory_bytes
     expected = 2 * weights * (0.5 + 17 / 64 + 2) / rate
     assert qlora["parts_seconds"]["dequantization"] == pytest.approx(expected)
 
 
 def test_adapters_products_are_those_of_their_thin_matrices() -> None:
-    rates = rates_of(gpu_of_name("h100-80gb"), SOFTWARE["2026"])
+    rates = rates_of(gpu_of_name("h100-80gb"), TODAY)
     one = dataclasses.replace(adapters(), targets=("down_proj",))
     work = adapter_work(PRESETS["slm-100m"], one, tokens=4096, rates=rates, element_bytes=2)
     thin = [
@@ -143,11 +143,6 @@ def test_what_has_no_closed_form_is_said(flags: dict, says: str) -> None:
 
 
 def test_what_an_estimate_has_no_word_for_is_refused() -> None:
-    refused = slm_here("estimate", "--peft", "lora", "--software", "2024")
-    assert (refused.code, refused.err.splitlines()[0]) == (
-        2,
-        "error: --software 2024 with --peft lora: no closed form for it",
-    )
     for flag in ("--loss_on", "--eval_dataset", "--merge_adapter", "--base_batch_size"):
         assert f"error: unknown: {flag}" in slm_here("estimate", flag, "1").err
 

@@ -47,7 +47,7 @@ KEYS = {
     ),
     "gradient_checkpointing",
     *("gradient_accumulation_steps", "loss_kernel", "loss_chunk_tokens", "norm_kernel", "mlp_kernel"),
-    *("torch_compile", "pad_widths", "optim", "adam_dtype", "software", "calibration", "peft", "lora_r"),
+    *("torch_compile", "pad_widths", "optim", "adam_dtype", "calibration", "peft", "lora_r"),
     *("lora_dropout", "triton_loss", "fp8", "use_liger_kernel"),
     *("adapted_modules", "num_trainable_params", "changes_that_fit"),
     *("peak_allocated_bytes", "peak_allocated_low_bytes", "peak_allocated_high_bytes"),

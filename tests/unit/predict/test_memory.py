@@ -205,9 +205,10 @@ def test_published_memory_is_met() -> None:
     assert all(row["remark"] for row in rows if abs(published.compared(row)[0]) > 0.10)
 
 
-def test_the_papers_fits_and_ooms_are_met_by_its_software() -> None:
+def test_the_papers_fits_and_ooms_are_met_but_for_one_that_todays_software_would_fit() -> None:
     published = bench("published_memory")
-    assert [case for case in published.PAPER if published.fits(case, software="2024") != case[-1]] == []
+    (wrong,) = (case for case in published.PAPER if published.fits(case) != case[-1])
+    assert wrong[1:6] == ("slm-2b", ("ddp",), 16, 64, "a100-80gb")
 
 
 FSDP1 = """distributed_type: FSDP

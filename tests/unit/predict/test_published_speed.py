@@ -6,10 +6,12 @@ from statistics import median, quantiles
 import pytest
 from conftest import ROOT
 
-from slm_toolkit.predict.speed.software import LLM_FOUNDRY, PAPER, TODAY
+from slm_toolkit.config.run_config import FLAGS
+from slm_toolkit.predict.speed.software import TODAY
+from slm_toolkit.study.comparison import PAPER
 
 sys.path.insert(0, str(ROOT / "bench"))
-from speed_rows import Row, predicted_tokens_per_second_per_gpu, published_rows
+from speed_rows import LLM_FOUNDRY, Row, asked, predicted_tokens_per_second_per_gpu, published_rows
 
 
 def errors(rows: tuple[Row, ...], software: object) -> list[float]:
@@ -42,7 +44,15 @@ def test_other_peoples_runs_are_met_without_a_fit() -> None:
     assert sum(within) > 0.8 * len(rows)
 
 
-@pytest.mark.parametrize("software", [PAPER, LLM_FOUNDRY, TODAY], ids=lambda software: software.name)
+def test_other_peoples_runs_are_met_less_well_with_loss_kernels_that_flags_ask_for() -> None:
+    rows = published_rows("other_speed.csv")
+    found = [asked(row, "fused_logits") for row in rows]
+    assert sum(row is not before for row, before in zip(found, rows, strict=True)) == 61
+    assert {row.loss_kernel for row in found} <= set(FLAGS["loss_kernel"].choices)
+    assert median(errors(tuple(found), TODAY)) < 0.10
+
+
+@pytest.mark.parametrize("software", [PAPER, LLM_FOUNDRY, TODAY], ids=["paper", "llm-foundry", "today"])
 def test_shares_are_shares(software: object) -> None:
     for name in ("ampere", "ada", "hopper", "blackwell", "geforce"):
         assert 0 < software.misaligned_share.of(name) <= 1

@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 
 import pytest
-from conftest import drawn, made_record, own_strategy
+from conftest import made_record, own_strategy
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import gpu_of_name, gpus
@@ -21,7 +21,7 @@ from slm_toolkit.predict.setup.setup import Deployment, Setup
 from slm_toolkit.predict.speed.collectives import transfer_seconds
 from slm_toolkit.predict.speed.matmul import Rates, product_seconds, rates_of, wave_efficiency
 from slm_toolkit.predict.speed.offload import offload_bytes, offload_seconds
-from slm_toolkit.predict.speed.software import MEMORY_SHARE, SOFTWARE, TODAY
+from slm_toolkit.predict.speed.software import MEMORY_SHARE, TODAY
 from slm_toolkit.predict.speed.step import (
     PARTS,
     StepTime,
@@ -53,7 +53,6 @@ def rows_of(
     *strategies: str,
     on: tuple[str, ...] = H100,
     num_gpus: tuple[int, ...] = (8,),
-    software: str = "2026",
     **given: object,
 ) -> list[Estimate]:
     """On nodes of eight with 400 Gbit/s between them."""
@@ -62,7 +61,6 @@ def rows_of(
         [find_strategy(name) for name in strategies],
         gpus=list(on),
         num_gpus=list(num_gpus),
-        software=software,
         deployments=lambda gpu: Deployment(cluster_of(gpu, inter_node_gbps=400)),
     )
 
@@ -109,11 +107,10 @@ def test_parts_tokens_and_mfu_of_a_row_agree() -> None:
 
 
 @GPUS
-@pytest.mark.parametrize("software", drawn(SOFTWARE, 1))
-def test_more_tokens_never_take_less_time(software: str, gpus: tuple[str, ...]) -> None:
+def test_more_tokens_never_take_less_time(gpus: tuple[str, ...]) -> None:
     batches = [1, 2, 3, 4, 6, 8, 13, 16, 32, 64]
     grid = {"on": gpus, "num_gpus": (1, 8, 16), "model": ["slm-1m", "slm-500m", "slm-1b"]}
-    rows = rows_of(*STUDIED_STRATEGIES, **grid, software=software, per_device_train_batch_size=batches)
+    rows = rows_of(*STUDIED_STRATEGIES, **grid, per_device_train_batch_size=batches)
     by_rest: dict[tuple, list[float]] = {}
     for row in rows:  # batches come in order
         by_rest.setdefault((row.model, row.strategy, row.gpu, row.num_gpus), []).append(row.step_seconds)
@@ -460,8 +457,7 @@ def test_mfu_is_between_0_and_1_wherever_one_looks(num_draws: int) -> None:
     for _ in range(num_draws):
         where = {"on": (draw.choice(EVERY_GPU),), "num_gpus": (draw.choice((1, 2, 8, 64, 512)),)}
         given = {name: draw.choice(values) for name, values in grid.items()}
-        strategy, software = draw.choice(("single", *STUDIED_STRATEGIES)), draw.choice(list(SOFTWARE))
-        (row,) = rows_of(strategy, **where, **given, software=software)
+        (row,) = rows_of(draw.choice(("single", *STUDIED_STRATEGIES)), **where, **given)
         # PaLM's convention counts the whole square of attention, of which kernels compute half; a GeForce's
         # clock exceeds its data sheet
         spec = find_model(row.model)
@@ -509,7 +505,7 @@ def test_an_engine_that_reduces_each_micro_step_adds_only_its_shard(
         row.parts_seconds["memory_traffic"] for row in rows_of(strategy, gradient_accumulation_steps=[1, 2])
     )
     # bf16 gradients: read the old and the new one, write the sum: 6 bytes each
-    rate = rates_of(gpu_of_name("h100-80gb"), SOFTWARE["2026"]).memory_bytes
+    rate = rates_of(gpu_of_name("h100-80gb"), TODAY).memory_bytes
     per_parameter = (twice - 2 * once) * rate / PRESETS["slm-100m"].num_params
     assert per_parameter == pytest.approx(6 / shards - copied_once)
 
@@ -517,7 +513,7 @@ def test_an_engine_that_reduces_each_micro_step_adds_only_its_shard(
 def copied_bytes(*strategies: str, **given: object) -> dict[str, float]:
     """Bytes per parameter that copies around collectives move: what eight ranks move and one does not."""
     alone, *others = (row.parts_seconds["memory_traffic"] for row in rows_of("single", *strategies, **given))
-    rate = rates_of(gpu_of_name("h100-80gb"), SOFTWARE["2026"]).memory_bytes
+    rate = rates_of(gpu_of_name("h100-80gb"), TODAY).memory_bytes
     copied = [(seconds - alone) * rate / PRESETS["slm-100m"].num_params for seconds in others]
     return dict(zip(strategies, copied, strict=True))
 
