@@ -99,6 +99,8 @@ class Archive:
     micro: dict[str, dict[str, Any]] = field(default_factory=dict)
     records: dict[str, bytes] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    notes: str = ""
+    "notes.md of a folder of results/: what a person found out about these figures"
 
     def add(self, path: Path) -> None:
         files = _files_of(path)
@@ -129,6 +131,7 @@ class Archive:
             measured = ("seconds", "num_samples", "spread")
             shape = {name: value for name, value in line.items() if name not in measured}
             self.micro[json.dumps(shape, sort_keys=True)] = line
+        self.notes = files.get("notes.md", self.notes.encode()).decode()
         self.records |= {name: data for name, data in files.items() if name.startswith("records/")}
 
     def _lines(
@@ -663,6 +666,7 @@ def page(archive: Archive, gpu: Gpu, terms: list[Term], missing: list[str]) -> s
     lines += [f"Driver {about.get('driver') or '-'}; {versions or 'versions unknown'}.", ""]
     lines += ["```bash", *about.get("commands", []), "```", ""]
     lines += ["`arms.jsonl` has the command of each arm; `measure.py` without `--arms` runs all of them."]
+    lines += ["", archive.notes.strip()] if archive.notes else []
     lines += memory_table(archive)
     lines += step_table(steps_of(archive, gpu), calibration)
     lines += ladder_table(archive) + trainer_table(archive) + flash_table(archive)

@@ -220,16 +220,9 @@ class Numerics:
     )
 
 
-_SAME_PRECISION = "give all YAMLs the same mixed_precision, and the JSON the same bf16 or fp16 section"
 ALIGNMENTS = {
-    **dict.fromkeys(
-        (
-            *("parameter_dtype", "autocast", "compute_dtype", "residual_dtype", "logits_dtype", "loss_dtype"),
-            *("cross_entropy_dtype", "gradient_dtype", "reduction_dtype", "master_weight_dtype"),
-        ),
-        _SAME_PRECISION,
-    ),
-    "optimizer_state_dtype": _SAME_PRECISION,
+    # the same mixed_precision gives all engines this dtype, and several of them other dtypes elsewhere
+    "compute_dtype": "give all YAMLs the same mixed_precision, and the JSON the same bf16 or fp16 section",
     "clipping": "clip with accelerator.clip_grad_norm_, and gradient_clipping: auto in the JSON",
     "accumulation": "give micro-steps to the Accelerator, and gradient_accumulation_steps: auto in the JSON",
     "tokens_per_step": "give every strategy as many sequences per step",

@@ -31,6 +31,8 @@ from slm_toolkit.record.numerics import (
 )
 from slm_toolkit.record.run_record import FP32_REFERENCE, RunRecord
 
+JUMP = 0.5
+"loss above that of the first step, the loss of random weights: such a training diverges, if only for a while"
 _NORM_EPS = "1e-06"
 "default in transformers' configurations of the presets' architectures"
 _CLOSE = 1e-4
@@ -209,8 +211,8 @@ class Parity:
     cause: str | None = None
     "why parity does not hold, if the records show it"
     unlike: str | None = None
-    """why a user's own script can't be compared with its other runs: it began with other weights or batches.
-    Our trainer begins alike under every strategy, so that such a difference is its fault"""
+    """why losses can't be compared: a user's own script began with other weights or batches, or both losses
+    jump. Our trainer begins alike under every strategy, so that such a difference is its fault"""
 
     @property
     def holds(self) -> bool:
@@ -454,7 +456,33 @@ def compare_with(
     by_chance = record.is_of_script and _weights_differ(record, reference)
     if parity.agrees and not by_chance:
         return parity
+    if (jump := _jump(reference, record)) and not by_chance:
+        end = max(1, jump - 2)
+        before = compare_with(
+            replace(reference, losses=reference.losses[:end], grad_norms=reference.grad_norms[:end]),
+            replace(record, losses=record.losses[:end], grad_norms=record.grad_norms[:end]),
+            limits=limits,
+            loss_tolerance=loss_tolerance,
+            what=what,
+        )
+        if before.agrees:
+            loss = f"to {reference.losses[jump - 1]:.3g} in step {jump}"
+            hint = "a lower learning rate, or one that warms up, keeps them comparable"
+            return replace(before, unlike=f"both jump, {loss}, where rounding errors grow ({hint})")
     return replace(parity, cause=cause_of(record, reference), unlike=_unlike_beginning(record, reference))
+
+
+def _jump(reference: RunRecord, record: RunRecord) -> int | None:
+    """Return the first step whose losses exceed the first loss by JUMP in both runs; None if there is none.
+
+    There a step multiplies the rounding errors of the steps before, from the step before it on: its gradient
+    is as steep as the next loss shows.
+    """
+    for step, pair in enumerate(zip(reference.losses, record.losses, strict=False), start=1):
+        firsts = (reference.losses[0], record.losses[0])
+        if None not in (*pair, *firsts) and all(a > b + JUMP for a, b in zip(pair, firsts, strict=True)):
+            return step
+    return None
 
 
 def _unlike_beginning(record: RunRecord, reference: RunRecord) -> str | None:

@@ -1,13 +1,12 @@
 """Turn records into ranked rows: a row has every figure of one run, computed once; None: unknown."""
 
 import re
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, geometric_mean
 from typing import Any
 
 import msgspec
@@ -36,8 +35,10 @@ from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES
 
 SEEN_OF_SCRIPTS = ("seq_len", "per_device_train_batch_size")
 "flags whose values are observed if a user's own script did the run: they follow from the script's arguments"
-TOO_DISTURBED = 2.0
-"a rate whose interval reaches this factor up or down has no rank, unless it is compared in paired rounds"
+MOST_UNCERTAIN = 0.2
+"a rate whose interval reaches farther up or down has no rank, unless it is compared in paired rounds"
+_DECISIVE = ("compute_dtype", "master_weight_dtype")
+"numerics that must not differ between ranked rows: other dtypes take other times"
 
 
 @dataclass  # not frozen: creating it takes a third of the time, and a report creates tens of thousands
@@ -170,10 +171,14 @@ class Row:
     parity: str | None
     "the result of the comparison as a sentence"
     rank: int | None
-    """1 + the number of clearly faster rows of the same model, sequence length and GPU, per GPU: their whole
-    interval is above this row's; with three rounds of --repeats, the interval of their ratios is above 1"""
+    """place by tokens/s per GPU among rows of the same model, sequence length and GPU. Neighbours share one if
+    none of them is clearly faster than another: its whole interval is above the other's; with three rounds
+    of --repeats, the interval of their ratios is above 1"""
     shares_rank: bool | None
     "whether another row has the same rank: a tie"
+    unlike: str | None
+    """why this row has no rank: another dtype of compute or master weights than `numerics_reference` (with
+    --strict, any difference), or another number of ranks than was asked for"""
     warnings: list[str]
     "events that slowed the run down or may have disturbed its measurement"
     anatomy: dict[str, Any] | None
@@ -208,22 +213,16 @@ class Row:
         return sum((self.state_bytes_per_rank or {}).values()) or None
 
     @property
-    def is_too_disturbed(self) -> bool:
-        """Return whether another measurement could be TOO_DISTURBED times as fast or as slow."""
-        if self.tokens_per_second_lowest is None:
+    def is_uncertain(self) -> bool:
+        """Return whether another measurement could be faster or slower by more than MOST_UNCERTAIN."""
+        if self.interval is None:
             return False
-        return (
-            self.tokens_per_second_highest >= TOO_DISTURBED * self.tokens_per_second
-            or self.tokens_per_second_lowest * TOO_DISTURBED <= self.tokens_per_second
-        )
+        return any(abs(end / self.tokens_per_second - 1) > MOST_UNCERTAIN for end in self.interval)
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Return both ends of the interval of tokens per second.
-
-        None if too few steps were timed, or if the rate was too disturbed: such an interval tells nothing.
-        """
-        if self.tokens_per_second_lowest is None or self.is_too_disturbed:
+        """Return both ends of the interval of tokens per second; None if too few steps were timed."""
+        if self.tokens_per_second_lowest is None:
             return None
         return self.tokens_per_second_lowest, self.tokens_per_second_highest
 
@@ -346,6 +345,7 @@ def row_of(
         parity=None,
         rank=None,
         shares_rank=None,
+        unlike=_unasked_ranks(main_record),
         warnings=[]
         if rehearsed
         else [
@@ -412,6 +412,12 @@ def impossible(records: list[RunRecord], mfu: float | None) -> str | None:
         if len(set(counts.values())) > 1:
             return "tokens were counted differently: " + ", ".join(f"{n} {c:,}" for n, c in counts.items())
     return None
+
+
+def _unasked_ranks(record: RunRecord) -> str | None:
+    """Return that a run had other ranks than it asked for, as accelerate's launcher may start fewer."""
+    size, asked = record.world_size, record.asked.get("num_processes")
+    return None if None in (size, asked) or size == asked else f"{size} of {asked} ranks ran"
 
 
 def _largest(of_records: list[list[int] | None]) -> int | None:
@@ -481,7 +487,7 @@ def rows_of(
 
 def _with_parity(row: Row, parities: list[Parity]) -> Row:
     unlike = [f"losses not comparable: {parity.unlike}" for parity in parities if parity.unlike is not None]
-    if unlike:
+    if unlike and not any(parity.faults for parity in parities):
         return with_values(row, warnings=[*row.warnings, *dict.fromkeys(unlike)])
     if not parities:
         return row
@@ -535,7 +541,7 @@ def ranked(rows: list[Row], *, strict: bool) -> list[Row]:
     With `strict`, rows with different or unknown numerics have no rank either, and each `--numerics` is
     ranked separately.
     """
-    marked = _marked(rows)
+    marked = _marked(rows, strict=strict)
     groups: dict[tuple, list[Row]] = defaultdict(list)
     for row in marked:
         if _competes(row, strict=strict):
@@ -558,19 +564,23 @@ def _places(group: list[Row]) -> list[tuple[Row, tuple[int, bool]]]:
     """Return each row's rank, and whether it is shared; no ranks for a group of one row."""
     if len(group) < 2:
         return []
-    if any(len(row.tokens_per_second_by_round) >= MIN_ROUNDS for row in group):
-        ranks = [1 + sum(_is_faster(other, row) for other in group if other is not row) for row in group]
-    else:
+    places: list[tuple[Row, int]] = []
+    tied: list[Row] = []
+    for place, row in enumerate(sorted(group, key=_mean_rate, reverse=True), start=1):
         # per GPU, so that two GPUs are not twice as good as one
-        lowest = sorted(row.interval[0] / row.world_size for row in group)
-        ranks = [1 + len(group) - bisect_right(lowest, row.interval[1] / row.world_size) for row in group]
-    num_of_rank = Counter(ranks)
-    return [(row, (rank, num_of_rank[rank] > 1)) for row, rank in zip(group, ranks, strict=True)]
+        if any(clearly_faster(other, row, weight=row.world_size / other.world_size) for other in tied):
+            tied = []
+        tied.append(row)
+        places.append((row, place - len(tied) + 1))
+    num_of_rank = Counter(rank for _, rank in places)
+    return [(row, (rank, num_of_rank[rank] > 1)) for row, rank in places]
 
 
-def _is_faster(row: Row, other: Row) -> bool:
-    """Return whether a row is clearly faster per GPU."""
-    return clearly_faster(row, other, weight=other.world_size / row.world_size)
+def _mean_rate(row: Row) -> float:
+    """Return the rate per GPU by which rows are ordered: of paired rounds, as in `paired_lead`."""
+    rounds = row.tokens_per_second_by_round.values()
+    total = geometric_mean(rounds) if len(rounds) >= MIN_ROUNDS else row.tokens_per_second
+    return total / row.world_size
 
 
 def clearly_faster(row: Row, other: Row, *, weight: float = 1.0) -> bool:
@@ -587,10 +597,9 @@ def clearly_faster(row: Row, other: Row, *, weight: float = 1.0) -> bool:
 
 
 def _competes(row: Row, *, strict: bool) -> bool:
-    fair = not strict or (row.numerics_probed is not None and not row.numerics_differences)
-    is_judged = row.interval is not None or (
-        row.is_too_disturbed and len(row.tokens_per_second_by_round) >= MIN_ROUNDS
-    )
+    fair = row.unlike is None and (row.numerics_probed is not None or not strict)
+    in_rounds = len(row.tokens_per_second_by_round) >= MIN_ROUNDS
+    is_judged = row.interval is not None and (in_rounds or not row.is_uncertain)
     timed = is_judged and row.world_size is not None and not row.is_rehearsed
     return row.status == "ok" and row.parity_holds is not False and timed and fair
 
@@ -603,7 +612,7 @@ def _numerics(row: Row) -> tuple:
     return row.numerics, row.asked.get("reduce_dtype"), row.asked.get("grad_dtype")
 
 
-def _marked(rows: list[Row]) -> list[Row]:
+def _marked(rows: list[Row], *, strict: bool) -> list[Row]:
     """Return the rows with the differences of their numerics from their references."""
     groups: dict[tuple, list[Row]] = defaultdict(list)
     for row in rows:
@@ -614,7 +623,7 @@ def _marked(rows: list[Row]) -> list[Row]:
         rows_by_engine = ([row for row in group if row.engine == engine] for engine in ("ddp", "single"))
         candidates[key] = _Candidates(next(filter(None, rows_by_engine), group))
     return [
-        _with_differences(row, row_candidates.most_similar(row))
+        _with_differences(row, row_candidates.most_similar(row), strict=strict)
         if (row_candidates := candidates.get((_machine(row), _numerics(row)))) and row.numerics_probed
         else row
         for row in rows
@@ -641,7 +650,7 @@ class _Candidates:
         return min(self._rows, key=lambda other: num_different_flags(row, other))
 
 
-def _with_differences(row: Row, reference: Row) -> Row:
+def _with_differences(row: Row, reference: Row, *, strict: bool) -> Row:
     """Return the row with the differences of its numerics that different flags don't explain."""
     if row is reference or row.is_rehearsed:
         return row
@@ -652,11 +661,14 @@ def _with_differences(row: Row, reference: Row) -> Row:
     numerics = numerics_from(row.numerics_probed)
     reference_numerics = numerics_from(reference.numerics_probed)
     unexplained = differences(numerics, reference_numerics, other_settings=frozenset(other))
+    decisive = ", ".join(str(found) for found in unexplained if strict or found.field in _DECISIVE)
+    reasons = (row.unlike, decisive and f"{decisive}, unlike {reference.strategy}")
     return with_values(
         row,
         numerics_differences=[str(difference) for difference in unexplained],
         numerics_alignments=alignments(unexplained) if row.script else [],
         numerics_reference=reference.strategy,
+        unlike="; ".join(filter(None, reasons)) or None,
     )
 
 

@@ -6,7 +6,7 @@ from itertools import combinations
 from statistics import median_high
 
 from slm_toolkit.record.steady_rate import STEPS_PER_BLOCK
-from slm_toolkit.report.rows import Row, labelled
+from slm_toolkit.report.rows import MOST_UNCERTAIN, Row, labelled
 from slm_toolkit.report.stats import MOST_ROUNDS, chance_of_lead, rounds_to_find
 
 SAME_MEMORY = 0.01
@@ -22,7 +22,7 @@ PROBLEMS = {  # why a row is not ranked, by its status
     "skipped": "skipped",
     "failed": "failed",
     "timeout": "took too long",
-    "disturbed": "too disturbed",
+    "uncertain": "too uncertain",
 }
 
 
@@ -66,6 +66,7 @@ def _sentences(group: list[Row]) -> list[str]:
         id(row): name for name, row in labelled(group).items()
     }
     sentences = [
+        *_unlike(group, names),
         _speed(group, names),
         _cost(group),
         _to_loss(group, names),
@@ -76,11 +77,21 @@ def _sentences(group: list[Row]) -> list[str]:
     return list(filter(None, sentences))
 
 
+def _unlike(group: list[Row], names: dict[int, str]) -> list[str]:
+    """Return a sentence for each reason why rows computed something that others did not."""
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for row in group:
+        if row.unlike and _is_good(row):
+            by_reason[row.unlike].append(names[id(row)])
+    return [f"Not ranked: {_joined(labels)} ({reason})." for reason, labels in by_reason.items()]
+
+
 def _speed(group: list[Row], names: dict[int, str]) -> str:
     """Name the fastest row, or the rows that tie for it, and how much slower the others are."""
     ranked = sorted((row for row in group if row.rank is not None), key=_rate_of_one, reverse=True)
     if not ranked:
-        return _why_unranked([row for row in group if _is_good(row) and row.tokens_per_second], names)
+        timed = [row for row in group if _is_good(row) and row.tokens_per_second and not row.unlike]
+        return _why_unranked(timed, names)
     fastest = [row for row in ranked if row.rank == 1]
     others = [row for row in ranked if row.rank != 1]
     if len(fastest) == 1:
@@ -114,11 +125,9 @@ def _more_rounds(tied: list[Row]) -> str:
 
 def _why_unranked(timed: list[Row], names: dict[int, str]) -> str:
     """State why rows with a rate have no rank."""
-    if timed and all(row.is_too_disturbed for row in timed):
-        again = "may be over twice as fast or slow."
-        if len(timed) == 1:
-            return f"{names[id(timed[0])]} ran at {_rates(timed)}, but was disturbed: another run {again}"
-        return f"Too disturbed to rank: another run of any row {again}"
+    if len(timed) > 1 and (uncertain := [names[id(row)] for row in timed if row.is_uncertain]):
+        again = f"another run of {_joined(uncertain)} may differ by over {MOST_UNCERTAIN:.0%}"
+        return f"Too uncertain to rank: {again} (--repeats 3 compares in rounds)."
     if timed and all(row.interval is None for row in timed):
         steps = min(row.num_timed_steps for row in timed)
         flag = "" if timed[0].script else " (--max_steps)"
@@ -203,8 +212,8 @@ def _problems(group: list[Row], names: dict[int, str]) -> list[str]:
     has_ranks = any(row.rank is not None for row in group)
     for row in group:
         state = "unequal" if row.parity_holds is False else row.status
-        if has_ranks and row.rank is None and row.is_too_disturbed:
-            state = "disturbed"
+        if has_ranks and row.rank is None and row.is_uncertain and not row.unlike:
+            state = "uncertain"
         if state in PROBLEMS:
             by_problem[state].append(names[id(row)])
     return [f"Not ranked, {PROBLEMS[state]}: {_joined(labels)}." for state, labels in by_problem.items()]
@@ -219,7 +228,9 @@ def _sameness(group: list[Row]) -> str:
     if len(measured) < 2 or any(row.strategy not in references for row in unchecked):
         return ""
     largest = max(row.parity_max_loss_difference or 0.0 for row in checked)
-    return f"{_capital(_all(len(measured)))} computed the same (largest loss difference {largest:.1g})."
+    is_marked = any(row.numerics_differences or row.unlike for row in measured)
+    same = "computed other things, with nearly the same losses" if is_marked else "computed the same"
+    return f"{_capital(_all(len(measured)))} {same} (largest loss difference {largest:.1g})."
 
 
 def _is_good(row: Row) -> bool:

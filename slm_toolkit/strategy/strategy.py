@@ -432,6 +432,8 @@ def write_resolved(strategy: Strategy, folder: Path, num_processes: int) -> Path
     """Write the YAML (and JSON) to launch into `folder`, with absolute paths; return the YAML's path."""
     make_folder(folder)
     config = {**strategy.accelerate_config, "num_processes": num_processes}
+    if config["distributed_type"] == "MULTI_CPU":  # for which accelerate starts one process without mpirun
+        config["distributed_type"] = "MULTI_GPU"
     if strategy.is_deepspeed and strategy.deepspeed_config_file is not None:
         json_path = folder.resolve() / "deepspeed.json"
         write_new(json_path, json.dumps(strategy.deepspeed_config, indent=2) + "\n")

@@ -108,7 +108,7 @@ def _rank(row: Row) -> str:
 def _interval(row: Row) -> str:
     """Return both ends of the interval, relative to the median."""
     if row.interval is None:
-        return "disturbed" if row.is_too_disturbed else DASH
+        return DASH
     below, above = (end / row.tokens_per_second - 1 for end in row.interval)
     return f"±{above:.1%}" if abs(above + below) < 0.001 else f"{below:+.1%} {above:+.1%}"
 

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from slm_toolkit.config.run_config import FLAGS, RunConfig
-from slm_toolkit.report.rows import Row
+from slm_toolkit.report.rows import MOST_UNCERTAIN, Row
 from slm_toolkit.report.stats import MIN_ROUNDS
 from slm_toolkit.report.tables.columns import columns_of, common, marks_of, value_of, varying
 from slm_toolkit.report.tables.fitted import (
@@ -129,26 +129,16 @@ def notes(rows: list[Row], dropped: list[str]) -> list[Text]:
         if first.numerics_alignments:
             note += f". To align: {'; '.join(first.numerics_alignments)}"
         notes.append(Text(note, style="yellow"))
-    if any(row.numerics_differences and row.rank is None and row.tokens_per_second for row in rows):
-        notes.append(
-            Text("marked rows have no rank: --strict is set, or no other row is comparable", style="dim")
-        )
     notes += _warnings(rows)
     if any(row.rank for row in rows) and "rank" not in dropped:
         paired = any(len(row.tokens_per_second_by_round) >= MIN_ROUNDS for row in rows)
         how = "not clearly different in paired rounds" if paired else "the intervals overlap"
         scope = f"among rows of one model, sequence length and machine; =: shared, {how}"
         notes.append(Text(f"rank: by tokens/s per process, {scope}", style="dim"))
-    if disturbed := [row.strategy for row in rows if row.is_too_disturbed]:
-        names = ", ".join(dict.fromkeys(disturbed))
-        flag = "" if any(row.script for row in rows) else " (--max_steps)"
-        causes = f"other programs were busy, or few steps were timed{flag}"
-        notes.append(
-            Text(
-                f"too disturbed: {names}: another run may be over twice as fast or slow; {causes}",
-                style="yellow",
-            )
-        )
+    if names := dict.fromkeys(row.strategy for row in rows if row.is_uncertain and row.rank is None):
+        why = f"another run may differ by over {MOST_UNCERTAIN:.0%}"
+        hint = "take more steps, keep other programs away, or compare in rounds (--repeats 3)"
+        notes.append(Text(f"too uncertain to rank: {', '.join(names)}: {why}; {hint}", style="yellow"))
     if (most := max(row.num_launches for row in rows)) > 1 and "interval" not in dropped:
         notes.append(Text(f"intervals: from up to {most} launches", style="dim"))
     if any(row.is_rehearsed for row in rows):
@@ -232,7 +222,8 @@ def parity_notes(rows: dict[str, Row]) -> list[Text]:
         count = len(same_reference)
         others = f"; this is {label}, the largest difference of {count} runs" if count > 1 else ""
         notes.append(Text(f"parity holds {worst.parity}{others}"))
-    if not notes and sum(not row.is_rehearsed for row in rows.values()) > 1:
+    is_known = any("not comparable" in warning for row in rows.values() for warning in row.warnings)
+    if not notes and not is_known and sum(not row.is_rehearsed for row in rows.values()) > 1:
         flag = "" if any(row.script for row in rows.values()) else " (--parity K adds a reference)"
         notes.append(
             Text(f"losses were not compared: no two strategies had the same flags and batches{flag}")

@@ -286,3 +286,45 @@ def test_losses_of_a_script_that_began_with_other_weights_agree_only_by_chance(
     assert row.parity_holds is holds
     said = any("losses not comparable: its weights before step 1" in text for text in row.warnings)
     assert said == (holds is None)
+
+
+JUMP = [10.889, 10.2266, 13.8264, 11.8414, 10.9559]  # of slm-2b under DDP, results/h100-80gb
+NORMS = {
+    "ddp": [9.758, 69.166, 9.039, 39.547, 25.611],
+    "fsdp_full_shard": [9.759, 69.356, 9.037, 39.377, 26.964],
+}
+ALIKE_BEFORE = [10.889, 10.2303, 13.8262, 11.8618, 11.0148]  # under FSDP
+
+
+@pytest.mark.parametrize(
+    ("losses", "holds"),
+    [
+        (ALIKE_BEFORE, None),
+        ([10.9, *ALIKE_BEFORE[1:]], False),  # step 1 is before the jump
+        ([10.889, 10.2303, 10.1, 9.9, 9.7], False),  # only one of both jumps
+    ],
+)
+def test_losses_are_not_comparable_once_they_jump(losses: list[float], holds: bool | None) -> None:
+    """Each step of a run whose losses jump multiplies rounding errors: here by four."""
+    strategies = (("ddp", "ddp", JUMP), ("fsdp_full_shard", "fsdp2", losses))
+    records = [
+        made_record(strategy=name, engine=engine, identity=name, losses=of_run, grad_norms=NORMS[name])
+        for name, engine, of_run in strategies
+    ]
+    shown = rows_of([(f"{record.strategy}/record.json", record) for record in records])
+    (row,) = (row for row in shown if row.strategy == "fsdp_full_shard")
+    assert row.parity_holds is holds
+    said = any("losses not comparable: both jump, to 13.8 in step 3" in text for text in row.warnings)
+    assert said == (holds is None)
+
+
+def test_a_fault_is_red_though_the_losses_jump() -> None:
+    strategies = (("ddp", "ddp", JUMP), ("fsdp_full_shard", "fsdp2", ALIKE_BEFORE))
+    first, second = (
+        made_record(strategy=name, engine=engine, identity=name, losses=of_run, grad_norms=NORMS[name])
+        for name, engine, of_run in strategies
+    )
+    second = dataclasses.replace(second, numerics={"clipping": 0.5})
+    shown = rows_of([("a/record.json", first), ("b/record.json", second)])
+    assert shown[1].parity_holds is False
+    assert "gradients clipped at 0.5, not 1" in shown[1].parity

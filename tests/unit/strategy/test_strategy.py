@@ -88,6 +88,13 @@ def test_a_resolved_copy_holds_absolute_paths_and_the_number_asked_for(tmp_path:
     assert read_strategy(path).deepspeed_config == find_strategy("ds_zero3").deepspeed_config
 
 
+def test_a_yaml_of_multi_cpu_is_launched_with_all_its_processes(tmp_path: Path) -> None:
+    """For MULTI_CPU without mpirun, accelerate starts one process, whatever num_processes says."""
+    own = read_strategy(write(tmp_path, "distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: 2\n"))
+    config = yaml.safe_load(write_resolved(own, tmp_path / "launch", 2).read_text())
+    assert config == {"distributed_type": "MULTI_GPU", "use_cpu": True, "num_processes": 2}
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
