@@ -8,13 +8,16 @@
 All are pickles around tensors. The index of a DCP folder is unpickled into stand-ins: classes of ours, made
 anew for each index, that only keep what they are given. So nothing of torch is called or changed, and the
 shards are read here, not by DCP. Every other file is read by `torch.load` with weights_only=True, DeepSpeed's
-with the classes of `_load_pt`. Tensors are as large as their parameters, whatever a file claims.
+with the classes of `_load_pt`. Tensors are as large as their parameters, whatever a file claims. A small file
+that would take much time or memory is refused before it is read.
 """
 
 import io
 import math
 import pickle
+import pickletools
 import re
+import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,6 +35,9 @@ from slm_toolkit.run.engine.training_state import WEIGHTS, parameter_name
 _ANOTHER = "hint: give the folder that Accelerator.save_state or DeepSpeed's save_checkpoint wrote"
 _INDEX_BYTES = 2**28
 _MOST_RANKS, _MOST_STEPS = 2**16, 10**12
+_NOT_HASHED = ([pickletools.pylist], [pickletools.pydict])
+_MOST_NESTED = 2**20
+"largest weight of a value in a pickle: that of 20 tuples in one another, or of one tuple with 500,000 items"
 _METADATA = "torch.distributed.checkpoint.metadata"
 _DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 _OF_INDEX = frozenset(
@@ -192,10 +198,10 @@ class _Shard:
     def load(self) -> torch.Tensor:
         with self.file.open("rb") as content:
             content.seek(self.start)
-            data = io.BytesIO(content.read(self.length))
+            data = content.read(self.length)
         with _as_value_error(self.file):
-            part = torch.load(data, map_location="cpu", weights_only=True)
-            return _checked(part)
+            _check_archive(io.BytesIO(data))
+            return _checked(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
 
 
 def _index(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, list[_Shard]]]:
@@ -205,6 +211,7 @@ def _index(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, list[_Shar
     """
     data = read_bytes(file, what="", hint=_ANOTHER.removeprefix("hint: "), limit_bytes=_INDEX_BYTES)
     with _as_value_error(file):
+        _check_pickle(data)
         index = _IndexUnpickler(io.BytesIO(data)).load()
         tensors, shards = {}, {}
         for key, entry in _field(index, "state_dict_metadata", dict).items():
@@ -247,8 +254,9 @@ class _IndexUnpickler(pickle.Unpickler):
             raise ValueError(f"it names {module}.{name}, which has no place in an index")
         if module == "torch" and name in _DTYPES:
             return name
-        base = {"Size": tuple, "OrderedDict": dict}.get(name, _StandIn)
-        return type(name, (base,), {})
+        if name == "Size":
+            return lambda numbers: _numbers(numbers)
+        return type(name, (dict if name == "OrderedDict" else _StandIn,), {})
 
 
 def _name(entry: Any) -> str:
@@ -413,7 +421,43 @@ def _load(file: Path) -> Any:
     with _as_value_error(file):
         if not file.is_file():
             raise ValueError("it is no file")
+        _check_archive(file)
         return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+
+
+def _check_archive(file: Path | io.BytesIO) -> None:
+    """Raise ValueError for an archive of torch.save with compressed data, or with a pickle to be refused."""
+    with zipfile.ZipFile(file) as archive:
+        for member in archive.infolist():
+            if member.compress_type or member.compress_size != member.file_size:
+                raise ValueError("it is compressed, which torch.save never does")
+            if member.filename.endswith("data.pkl"):
+                _check_pickle(archive.read(member))
+
+
+def _check_pickle(data: bytes) -> None:
+    """Raise ValueError for tuples in tuples that take forever to hash: 60 times (t, t) fits in 130 bytes.
+
+    Follows the pickle's stack with the weight of each value: twice the sum of its parts, and 1 for a list or
+    dict, which Python does not hash.
+    """
+    stack, marks, memo = [], [], {}
+    for opcode, argument, _ in pickletools.genops(data):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            memo[len(memo) if argument is None else argument] = stack[-1]
+        elif opcode.name in ("GET", "BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])
+        elif opcode.name == "MARK":
+            marks.append(len(stack))
+        else:
+            before, after = opcode.stack_before, opcode.stack_after
+            first = len(stack) - len(before)
+            if pickletools.markobject in before:  # everything above the last mark
+                first = marks.pop() - before.index(pickletools.markobject)
+            weight = 1 + 2 * sum(stack[first:])
+            if weight > _MOST_NESTED or opcode.name == "POP":  # only a tuple in itself has POP
+                raise ValueError("it contains tuples in tuples in tuples, which no checkpoint has")
+            stack[first:] = [1 if after in _NOT_HASHED else weight] * len(after)
 
 
 def _checked(tensor: Any) -> torch.Tensor:
@@ -495,6 +539,6 @@ def _as_value_error(path: Path) -> Iterator[None]:
             said = "it contains more than tensors and numbers, or is damaged"
         elif isinstance(error, KeyError):
             said = f"it lacks the entry {said}"
-        elif "_use_new_zipfile_serialization" in said:
+        elif isinstance(error, zipfile.BadZipFile):
             said = "it is no file of torch.save"
         raise ValueError(f"{path} is refused: {said or type(error).__name__}\n{_ANOTHER}") from None

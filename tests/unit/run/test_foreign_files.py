@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import shutil
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,54 @@ def test_small_files_claim_no_memory(tmp_path: Path) -> None:
     torch.save(content, rank)
     with pytest.raises(ValueError, match="3000000000 ranks wrote it"):
         open_foreign(wide)
+
+
+def deflated(file: Path) -> None:
+    """Compress an archive of torch.save, as torch.load reads it all the same."""
+    with zipfile.ZipFile(file) as archive:
+        members = {member.filename: archive.read(member) for member in archive.infolist()}
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+
+
+@pytest.mark.parametrize("kind", ["whole file", "shard"])
+def test_a_compressed_file_is_refused_before_it_is_inflated(kind: str, tmp_path: Path) -> None:
+    if kind == "whole file":
+        write_zero3(tmp_path / "a")
+        deflated(tmp_path / "a/global_step7/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    else:
+        folder = write_dcp(tmp_path / "a") / "optimizer_0"
+        index = pickle.loads((folder / ".metadata").read_bytes())
+        torch.save(torch.tensor(7.0), folder / "step.distcp")
+        deflated(folder / "step.distcp")
+        for place, info in index.storage_data.items():
+            if place.fqn.endswith(".step"):
+                info.relative_path, info.offset = "step.distcp", 0
+                info.length = (folder / "step.distcp").stat().st_size
+        (folder / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(ValueError, match="is refused: it is compressed, which torch.save never does"):
+        open_foreign(tmp_path / "a")
+
+
+@pytest.mark.parametrize("kind", ["index", "whole file"])
+def test_a_tuple_doubled_60_times_is_refused_before_it_is_hashed(kind: str, tmp_path: Path) -> None:
+    doubled: tuple = ()
+    for _ in range(60):
+        doubled = (doubled, doubled)
+    # {(): 0} with the tuple in the place of its key: Python can't make the dict itself, as it would hash it
+    evil = pickle.dumps([doubled, 0], protocol=2).replace(b"]q\x00(", b"}q\x00(")[:-2] + b"u."
+    if kind == "index":
+        (write_dcp(tmp_path / "a") / "optimizer_0" / ".metadata").write_bytes(evil)
+    else:
+        file = write_zero3(tmp_path / "a") / "global_step7/zero_pp_rank_0_mp_rank_00_model_states.pt"
+        torch.save({}, file)
+        with zipfile.ZipFile(file) as archive:
+            name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr(name, evil)
+    with pytest.raises(ValueError, match="is refused: it contains tuples in tuples in tuples"):
+        open_foreign(tmp_path / "a")
 
 
 def test_a_pipe_or_a_parent_folder_is_no_tag(tmp_path: Path) -> None:
