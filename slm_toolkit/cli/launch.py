@@ -11,6 +11,8 @@ from pathlib import Path
 
 from slm_toolkit.base.errors import shown, user_errors
 from slm_toolkit.config.flags import MODULE, flags_of, training_config
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.hardware.gpus import gpus_here
 from slm_toolkit.launch.command_line import arguments_of, check_training, option, shared_launch_facts
 from slm_toolkit.launch.processes import SAFE_PATH, safe_environment
 from slm_toolkit.launch.rendezvous import (
@@ -29,8 +31,16 @@ from slm_toolkit.launch.rendezvous import (
     patience_seconds,
     wait_until_closed,
 )
+from slm_toolkit.model.names import check_hub_names, find_model
+from slm_toolkit.run.checkpoint.start import check_before_launch
 from slm_toolkit.strategy.groups import check_groups, fit_groups, group_sizes, with_group_options
-from slm_toolkit.strategy.strategy import Strategy, check_passed_on, find_strategy, read_strategy
+from slm_toolkit.strategy.strategy import (
+    Strategy,
+    as_flags_say,
+    check_passed_on,
+    find_strategy,
+    read_strategy,
+)
 
 _DEFAULT_PORT = 29500  # accelerate's
 _LARGEST_PORT = 65535
@@ -169,9 +179,28 @@ def _with_flags_of_config_file(words: list[str]) -> list[str]:
 
 def _check_script(words: list[str], asked: _Asked) -> None:
     if (arguments := arguments_of(words, MODULE)) is not None:
-        check_training([training_config(arguments)], [] if asked.strategy is None else [asked.strategy])
+        config = training_config(arguments)
+        check_training([config], [] if asked.strategy is None else [asked.strategy])
         if asked.strategy is not None:
-            check_groups(with_group_options(asked.strategy, partial(option, asked.words)))
+            strategy = with_group_options(asked.strategy, partial(option, asked.words))
+            check_groups(strategy)
+            _check_start(config, strategy, asked)
+
+
+def _check_start(config: RunConfig, strategy: Strategy, asked: _Asked) -> None:
+    """Raise ValueError, or exit, if the ranks of one machine would refuse to start, or have nothing to do."""
+    if asked.num_machines not in (None, 1) or config.rehearse is not None:
+        return
+    check_hub_names(config)
+    gpus = gpus_here()
+    config = config.with_defaults(has_gpu=bool(gpus))
+    check_before_launch(
+        config,
+        find_model(config.model),
+        as_flags_say(strategy, config)[0],
+        asked.num_processes or strategy.num_processes,
+        gpus[0] if gpus else None,
+    )
 
 
 def meet(planned: PlannedLaunch) -> str | None:

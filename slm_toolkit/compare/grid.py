@@ -14,7 +14,7 @@ from slm_toolkit.config.run_config import REHEARSED_RANKS_PER_NODE, RunConfig
 from slm_toolkit.hardware.gpus import Machine
 from slm_toolkit.model.from_config import check_trainable
 from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.model.names import check_adapter_base, check_hub_datasets, find_model
+from slm_toolkit.model.names import check_adapter_base, check_hub_names, find_model
 from slm_toolkit.predict.flag_checks import SEARCH_HAS_NO_BATCH
 from slm_toolkit.record.numerics import FP32_STEPS, PLAIN
 from slm_toolkit.record.run_record import (
@@ -249,7 +249,7 @@ def _planned(
     spec = find_model(config.model)
     check_trainable(spec, config)
     check_adapter_base(config, spec)
-    check_hub_datasets(config)
+    check_hub_names(config)
     asked = everything_asked(config, strategy, num_processes)
     identity = identity_of(asked, versions, gpu)
     run_name = prefix + run_name_of(spec, strategy, identity)

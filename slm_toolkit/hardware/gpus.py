@@ -69,7 +69,12 @@ class Machine:
 
 NVIDIA_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
 _OTHER_FILES = ("/dev/kfd", "/dev/nvmap")
-"files of AMD's driver and of NVIDIA's for Jetson; without any of these, torch.cuda finds no GPU"
+"files of AMD's driver and of NVIDIA's for Jetson"
+
+
+def has_driver() -> bool:
+    """Return whether a GPU's driver is here. Without its files torch.cuda finds no GPU."""
+    return any(Path(file).exists() for file in (*NVIDIA_FILES, *_OTHER_FILES))
 
 
 @cache
@@ -163,7 +168,7 @@ def this_machine() -> Machine:
     """
     import subprocess
 
-    if not any(Path(file).exists() for file in (*NVIDIA_FILES, *_OTHER_FILES)):
+    if not has_driver():
         return Machine(0, None)
 
     program = (

@@ -34,7 +34,7 @@ _LOGS_OF_TORCH = (
     "torch.distributed.elastic.agent.server.api",
     "torch.distributed.elastic.multiprocessing.api",
 )
-"torch's launcher logs each signal here; the ranks already report how the run ended"
+"torch's launcher logs each signal and exit code here; ranks that wrote theirs have said how the run ended"
 
 
 def launch(words: list[str]) -> int:
@@ -47,9 +47,11 @@ def launch(words: list[str]) -> int:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _pass_on)  # torch's launcher replaces this handler by its own
     _kill_at_second_interrupt()
-    for name in _LOGS_OF_TORCH:
-        logging.getLogger(name).addFilter(lambda record: " signal" not in record.getMessage())
     with tempfile.NamedTemporaryFile() as exit_code_file:
+        for name in _LOGS_OF_TORCH:
+            logging.getLogger(name).addFilter(
+                lambda record: " signal" not in record.getMessage() and not _has_said_why(exit_code_file.name)
+            )
         os.environ[EXIT_CODE_VARIABLE] = exit_code_file.name
         before = look_at_host_ram()
         try:
@@ -62,6 +64,11 @@ def launch(words: list[str]) -> int:
         except subprocess.CalledProcessError as error:  # raised for a strategy with one process
             return _shell_exit_code("the process", error.returncode, before)
     return 0
+
+
+def _has_said_why(exit_code_file: str) -> bool:
+    """Return whether a rank ended with its own message: it then writes its exit code."""
+    return os.path.exists(exit_code_file) and os.path.getsize(exit_code_file) > 0
 
 
 def _shell_exit_code(process: str, exit_code: int, before: RamState) -> int:

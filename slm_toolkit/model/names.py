@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from slm_toolkit.base.user_files import exists, is_dir, is_file, json_of, read_text, typed_path
-from slm_toolkit.config.dataset_files import FILE_FORMATS
+from slm_toolkit.config.dataset_files import is_saved_dataset, local_files
 from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
 from slm_toolkit.model.from_config import spec_from_config, spec_from_config_file
 from slm_toolkit.model.model_spec import NUM_BYTE_TOKENS, PRESETS, ModelSpec, spec_from_size
@@ -159,12 +159,14 @@ def check_hub(hub_id: str, kind: str) -> None:
     _note_cached_copies(reason)
 
 
-def check_hub_datasets(config: RunConfig) -> None:
-    """Call `check_hub` for every dataset that is a hub id, before anything is launched."""
+def check_hub_names(config: RunConfig) -> None:
+    """Call `check_hub` for each dataset and tokenizer that is no file here, before anything is launched."""
     for source in (*config.sources, *config.eval_sources):
-        is_file = Path(source.path).suffix.lower() in FILE_FORMATS
-        if is_hub_id(source.path) and not is_file and not exists(typed_path(source.path)):
+        if source.path != SYNTHETIC and not is_saved_dataset(source.path) and not local_files(source.path):
             check_hub(source.path, "dataset")
+    tokenizer = config.tokenizer_name or "byte"
+    if tokenizer != "byte" and not exists(typed_path(tokenizer)):
+        check_hub(tokenizer, "tokenizer")
 
 
 def not_here(hub_id: str, kind: str) -> ValueError:

@@ -1,12 +1,12 @@
-"""The parts of a training process: engine, data, loss, clocks, checkpoints. Imports torch."""
+"""The parts of a training process: engine, data, loss, clocks, checkpoints."""
 
 import logging
 import os
 import warnings
 
-import torch
+from slm_toolkit.hardware.gpus import has_driver
 
-if not torch.cuda.is_available():
+if not has_driver():
     # without this, DeepSpeed (which accelerate imports) warns on every rank
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 for name in ("torchao", "torch.utils._pytree"):  # they warn about parts that float8 training does not use

@@ -33,7 +33,6 @@ from slm_toolkit.model.names import (
 )
 from slm_toolkit.predict.deepspeed_estimator import live_deepspeed_needs
 from slm_toolkit.record.run_record import (
-    RECORD_FILE,
     RunRecord,
     everything_asked,
     identity_of,
@@ -41,32 +40,28 @@ from slm_toolkit.record.run_record import (
     model_facts,
     run_name_of,
 )
-from slm_toolkit.record.saved_files import MODEL_DIR, check_replaceable, model_damage
 from slm_toolkit.run.checkpoint.checkpoint import (
     CheckpointWriter,
     fingerprint,
     fingerprint_of_frozen,
-    launch_description,
-    run_description,
 )
 from slm_toolkit.run.checkpoint.files import DATA
-from slm_toolkit.run.checkpoint.output_dir import (
-    check_apart,
-    check_writable,
-    has_ended,
-    hold_run,
-    hold_swap_folder,
-)
+from slm_toolkit.run.checkpoint.output_dir import check_writable, hold_swap_folder
 from slm_toolkit.run.checkpoint.resume import (
-    Checkpoint,
     check_data,
-    check_place,
     choose,
     described,
-    find_checkpoints,
     load_state,
     load_weights,
     num_held_out,
+)
+from slm_toolkit.run.checkpoint.start import (
+    Checkpoint,
+    check_steps_left,
+    claim,
+    find_start,
+    launch_description,
+    run_description,
 )
 from slm_toolkit.run.data.batches import count_steps, make_loader
 from slm_toolkit.run.data.data import Data, load_data
@@ -78,7 +73,6 @@ from slm_toolkit.run.engine.engine import (
     probe_engine,
     reduce_as_asked,
     scale_losses,
-    sequences_per_step,
     start_accelerator,
     without_unused_imports,
 )
@@ -118,7 +112,7 @@ from slm_toolkit.run.rehearse import (
     stay_in_place,
     tensors_of,
 )
-from slm_toolkit.strategy.strategy import as_flags_say, contradictions
+from slm_toolkit.strategy.strategy import as_flags_say, contradictions, sequences_per_step
 
 
 def deepspeed_estimate_of(
@@ -268,7 +262,7 @@ class _ClaimedFolder:
     gpu: str | None
     gpu_before: GpuBefore
     machines: Machines
-    has_ended: bool
+    is_ended: bool
     "True if the folder contains this run's record with all steps done"
 
 
@@ -295,23 +289,10 @@ def _claim_folder(request: _Request, machines: Machines) -> _ClaimedFolder:
     local_name = config.run_name or run_name_of(request.spec, launch.strategy, identity)
     run_name = machines.of_rank_0("run_name", local_name)
     run_dir = Path(os.path.realpath(config.output_dir), run_name)
-    if _is_rank_0() and exists(run_dir):
-        check_writable(run_dir)
-        hold_run(run_dir)
+    is_ended = claim(run_dir, config, request.spec, identity)
     if _is_rank_0() and config.rehearse is None:
         for folder in launch.strategy.swap_folders:
             hold_swap_folder(Path(folder))
-    ended = has_ended(run_dir, identity)
-    if config.resume_from_checkpoint == "auto" and ended:
-        damage = model_damage(run_dir / MODEL_DIR) if config.save_final_model else None
-        reason = f", but {damage}, so it resumes to save its model again" if damage else ""
-        _print_on_rank_0(f"note: this run has ended{reason}: {run_dir / RECORD_FILE}")
-        if damage is None:
-            raise SystemExit(0)
-    if config.save_final_model or config.overwrite_output_dir:
-        check_replaceable(run_dir / MODEL_DIR)
-        if request.spec.path is not None:
-            check_apart(typed_path(request.spec.path), run_dir / MODEL_DIR)
     if config.save_steps or config.resume_from_checkpoint:
         flag = f"--save_steps {config.save_steps}" if config.save_steps else "--resume_from_checkpoint"
         machines.check_shared(run_dir.parent, flag=flag)
@@ -324,7 +305,7 @@ def _claim_folder(request: _Request, machines: Machines) -> _ClaimedFolder:
         gpu=gpu,
         gpu_before=gpu_before,
         machines=machines,
-        has_ended=ended,
+        is_ended=is_ended,
     )
 
 
@@ -352,19 +333,13 @@ def _choose_start(request: _Request, folder: _ClaimedFolder) -> _Start:
     """
     launch, run_dir = request.launch, folder.run_dir
     config = smaller_batch(request.config)
-    per_step = sequences_per_step(config, launch)
+    per_step = sequences_per_step(config, launch.strategy, launch.num_processes)
     config = config.with_steps(per_step)
     description = run_description(config, per_step)
     resume = noted_checkpoint() or config.resume_from_checkpoint
-    candidates = (
-        find_checkpoints(resume, run_dir, description, num_steps=config.steps_asked) if resume else []
-    )
+    candidates = find_start(run_dir, config, description, resume, is_ended=folder.is_ended)
     if all(candidate.is_foreign for candidate in candidates):
         check_tokenizer(config, request.spec)
-    # another program's checkpoint begins a run of ours, which must not replace an earlier one
-    starts = resume is None or any(candidate.is_foreign for candidate in candidates)
-    if not config.overwrite_output_dir and config.rehearse is None and (starts or config.save_steps):
-        check_place(run_dir, description, starts=starts, has_ended=folder.has_ended)
     if _is_rank_0():
         check_writable(run_dir)
     name_groups_anew()
@@ -536,16 +511,10 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
         prefetch_as_asked(model, config.fsdp_prefetch)
         num_micro_steps = accelerator.gradient_accumulation_steps
         num_steps = NUM_TRACED_STEPS if loader is None else count_steps(config, loader, num_micro_steps)
-        # a run that was killed between its last checkpoint and its record has no step left, but must finish
-        may_end = {"auto": True, "latest": not has_ended(job.run_dir)}.get(config.resume_from_checkpoint)
-        if record.first_step > num_steps or (record.first_step == num_steps and not may_end):
-            raise ValueError(
-                f"{job.checkpoint.path} has all {num_steps} steps done\n"
-                f"hint: to train longer, give --max_steps above {record.first_step} "
-                f"and --resume_from_checkpoint {job.checkpoint.path}"
-            )
         if job.checkpoint is not None:
+            check_steps_left(job.checkpoint, num_steps, config.resume_from_checkpoint, job.run_dir)
             load_state(job.checkpoint, model, optimizer, accelerator)
+    per_step = sequences_per_step(config, job.launch.strategy, job.launch.num_processes)
     record = dataclasses.replace(
         record,
         world_size=running.world_size,
@@ -555,7 +524,7 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
         reshard_after_forward=running.reshard_after_forward,
         attn_implementation=config.attn_implementation,
         num_trainable_params=num_trainable(model) if config.peft != "none" else None,
-        tokens_per_step=sequences_per_step(config, job.launch) * config.seq_len,
+        tokens_per_step=per_step * config.seq_len,
         deepspeed_estimate=None
         if config.peft != "none"  # DeepSpeed's estimate ignores frozen parameters
         else deepspeed_estimate_of(

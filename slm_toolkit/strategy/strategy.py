@@ -504,6 +504,19 @@ def precision_problem(mixed_precision: str | None, config: RunConfig, *, has_gpu
     return None
 
 
+def micro_steps(strategy: Strategy, config: RunConfig) -> int:
+    """Return the micro-steps per step: the flag's, or in `stock` the DeepSpeed JSON's if it has a number."""
+    json_steps = strategy.deepspeed.num_micro_steps if strategy.deepspeed is not None else None
+    json_wins = config.numerics == "stock" and json_steps is not None
+    return json_steps if json_wins else config.gradient_accumulation_steps
+
+
+def sequences_per_step(config: RunConfig, strategy: Strategy, num_processes: int) -> int:
+    """Return the effective batch size, over all ranks and micro-steps."""
+    num_groups = num_processes // config.sp_size
+    return config.per_device_train_batch_size * micro_steps(strategy, config) * num_groups
+
+
 def contradictions(
     strategy: Strategy,
     config: RunConfig,

@@ -21,6 +21,12 @@ def test_a_network_is_read_without_the_heavy_libraries() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_the_checks_before_a_launch_need_no_torch() -> None:
+    program = "import sys, slm_toolkit.cli.launch; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
 def test_the_launch_of_a_probe_knows_neither_ranks_nor_tables() -> None:
     program = (
         "import sys, slm_toolkit.compare.probe_network; "

@@ -2,10 +2,7 @@
 
 import dataclasses
 import hashlib
-import json
-import os
 import shutil
-import sys
 import uuid
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,53 +14,23 @@ import torch
 from accelerate import Accelerator
 
 from slm_toolkit.base.errors import DISK_FULL, RunEnded
-from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.record.saved_files import CHECKPOINTS_DIR, delete, finished, sweep_checkpoints
 from slm_toolkit.run.checkpoint.files import (
-    DATA,
     Manifest,
     RankFile,
     finish,
-    read_manifest,
     remove,
     step_name,
     unfinished,
     write_rank_file,
 )
+from slm_toolkit.run.checkpoint.start import is_of, readable_manifests
 from slm_toolkit.run.engine.training_state import num_elements, optimizer_steps, stretches, trained
 from slm_toolkit.run.peers.step_exchange import gather_to_all
-from slm_toolkit.strategy.strategy import Strategy
 
 RANDOM_CPU, RANDOM_CUDA = "random/cpu", "random/cuda"
 "names of each rank's random states, which dropout uses"
 _FINGERPRINT_ELEMENTS = 1024
-
-
-def run_description(config: RunConfig, sequences_per_step: int) -> dict[str, Any]:
-    """Return the settings that a resuming run must share with the run that wrote the checkpoint.
-
-    Strategy, number of processes and the split of a step's sequences over them may change. A checkpoint also
-    describes its data, see `Data.contents`.
-    """
-    flags = {name: getattr(config, name) for name, flag in FLAGS.items() if not flag.may_change_on_resume}
-    evaluates = config.eval_steps is not None  # evaluation holds out some of the data
-    return {**flags, "evaluates": evaluates, "sequences_per_step": sequences_per_step}
-
-
-def is_of(manifest: Manifest, run: dict[str, Any]) -> bool:
-    """Return True if a run with this description wrote the checkpoint. Ignores the data."""
-    return {**manifest.run, DATA: None} == {**plain(run), DATA: None}
-
-
-def launch_description(config: RunConfig, strategy: Strategy, num_processes: int) -> dict[str, Any]:
-    """Return the settings that a resuming run may change."""
-    return {
-        "strategy": strategy.name,
-        "num_processes": num_processes,
-        "per_device_train_batch_size": config.per_device_train_batch_size,
-        "gradient_accumulation_steps": config.gradient_accumulation_steps,
-        "base_batch_size": config.base_batch_size or config.per_device_train_batch_size,
-    }
 
 
 class CheckpointWriter:
@@ -233,27 +200,3 @@ def _whole(param: torch.Tensor) -> AbstractContextManager[Any]:
     import deepspeed
 
     return deepspeed.zero.GatheredParameters([param])
-
-
-def readable_manifests(folder: Path, *, warn: bool = False) -> dict[Path, Manifest]:
-    """Return the readable manifests of a folder, by checkpoint. `warn`: name unreadable ones on stderr."""
-    manifests = {}
-    for path in finished(folder):
-        try:
-            manifests[path] = read_manifest(path)
-        except ValueError as error:
-            if warn and os.environ.get("RANK", "0") == "0":
-                reason = str(error).splitlines()[0]
-                print(f"warning: skipped the damaged checkpoint {path}: {reason}", file=sys.stderr)
-    return manifests
-
-
-def by_order(folder: Path) -> list[Path]:
-    """Return the readable checkpoints of a folder, the newest last."""
-    manifests = readable_manifests(folder)
-    return sorted(manifests, key=lambda path: manifests[path].order)
-
-
-def plain(description: dict[str, Any]) -> dict[str, Any]:
-    """Return the description as it is after a round trip through JSON."""
-    return json.loads(json.dumps(description))

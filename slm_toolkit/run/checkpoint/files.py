@@ -16,17 +16,18 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from slm_toolkit.base.typed_files import field_problem
 from slm_toolkit.base.user_files import read_bytes
 from slm_toolkit.config.run_config import FLAGS
 from slm_toolkit.record.saved_files import delete, sync
+
+if TYPE_CHECKING:
+    import torch
 
 FORMAT = 3
 "format 1 was accelerate's, with one format per engine; format 2 did not describe its data"
@@ -93,11 +94,13 @@ def file_of_rank(rank: int) -> str:
     return f"rank_{rank}.safetensors"
 
 
-def write_rank_file(folder: Path, rank: int, tensors: dict[str, tuple[int, torch.Tensor]]) -> RankFile:
+def write_rank_file(folder: Path, rank: int, tensors: dict[str, tuple[int, "torch.Tensor"]]) -> RankFile:
     """Write {name: (start, 1-D CPU tensor)} and sync it to disk; no two tensors may share memory.
 
     Raises OSError, for example on a full disk.
     """
+    from safetensors.torch import save_file
+
     path = folder / file_of_rank(rank)
     try:
         save_file({name: tensor for name, (_, tensor) in tensors.items()}, path)
@@ -200,6 +203,8 @@ def _makes_sense(manifest: Manifest) -> bool:
 
 
 def _is_scaler(state: dict[str, Any]) -> bool:
+    import torch
+
     has_torch_keys = state.keys() == torch.amp.GradScaler("cpu").state_dict().keys()
     numbers = [value for value in state.values() if isinstance(value, float) or _is_count(value)]
     return has_torch_keys and len(numbers) == len(state) and all(map(math.isfinite, numbers))
@@ -244,11 +249,13 @@ class Reader:
                 places.setdefault(name, []).append((start, start + file.sizes[name], file.name))
         return {name: sorted(parts) for name, parts in places.items()}
 
-    def read(self, name: str, start: int, size: int) -> torch.Tensor:
+    def read(self, name: str, start: int, size: int) -> "torch.Tensor":
         """Return elements `start` to `start + size` of the flattened tensor.
 
         Raises ValueError if elements are missing, or if a file does not match the manifest.
         """
+        import torch
+
         parts, read_to, end = [], start, start + size
         for first, last, file in self._places.get(name, []):
             if first <= read_to < min(last, end):
@@ -262,7 +269,7 @@ class Reader:
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def of_rank(self, rank: int, name: str) -> torch.Tensor | None:
+    def of_rank(self, rank: int, name: str) -> "torch.Tensor | None":
         """Return rank `rank`'s own tensor of this name; None if the checkpoint does not contain it."""
         file = file_of_rank(rank)
         is_saved = any(file == other for *_, other in self._places.get(name, []))

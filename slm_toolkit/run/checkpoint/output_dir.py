@@ -5,10 +5,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
-
-import torch
-from accelerate import Accelerator
+from typing import IO, TYPE_CHECKING, Any
 
 from slm_toolkit.base.errors import RunEnded
 from slm_toolkit.base.safe_files import hold
@@ -28,8 +25,10 @@ from slm_toolkit.record.saved_files import (
 )
 from slm_toolkit.run.checkpoint.files import remove
 from slm_toolkit.run.checkpoint.model_card import CARD_FILE
-from slm_toolkit.run.model.adapters import save_merged
-from slm_toolkit.run.model.padding import config_without_padding, without_padding
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
 
 
 def has_ended(run_dir: Path, identity: str | None = None) -> bool:
@@ -88,7 +87,7 @@ def _hold(folder: Path, does: str, way_out: str) -> None:
         ) from None
 
 
-def remove_earlier_run(run_dir: Path, accelerator: Accelerator) -> None:
+def remove_earlier_run(run_dir: Path, accelerator: "Accelerator") -> None:
     """Delete the earlier run's record, checkpoints and model, for --overwrite_output_dir.
 
     Every rank must call it, after the new run is set up and before it writes anything. Raises ValueError on
@@ -125,8 +124,8 @@ def check_apart(source: Path, target: Path) -> None:
 
 
 def save_model(
-    accelerator: Accelerator,
-    model: torch.nn.Module,
+    accelerator: "Accelerator",
+    model: "torch.nn.Module",
     tokenizer: Any,
     folder: Path,
     *,
@@ -138,6 +137,9 @@ def save_model(
     `card`: the model card, which each written model gets as its README.md.
     For a model with an adapter, write peft's adapter folder; with `merge`, add the merged model to it.
     """
+    from slm_toolkit.run.model.adapters import save_merged
+    from slm_toolkit.run.model.padding import config_without_padding, without_padding
+
     state_dict = accelerator.get_state_dict(model)  # a collective: shards are gathered to rank 0
     if accelerator.is_main_process:
         hf_model = accelerator.unwrap_model(model, keep_torch_compile=False)

@@ -16,7 +16,7 @@ from slm_toolkit.base.errors import first_line
 from slm_toolkit.base.user_files import exists, typed_path
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.model.names import check_hub, is_hub_id, tokenizer_of
+from slm_toolkit.model.names import check_hub, tokenizer_of
 from slm_toolkit.run.kernels.loss_kernels import IGNORE_INDEX
 
 TEMPLATE_SECONDS = 2.0
@@ -337,7 +337,7 @@ def load_tokenizer(config: RunConfig, spec: ModelSpec) -> Any:
     if name is None:
         tokenizer = ByT5Tokenizer()
     else:
-        if is_hub_id(name) and not exists(typed_path(name)):
+        if not exists(typed_path(name)):
             check_hub(name, "tokenizer")
         with tokenizer_errors(f"can't load tokenizer {name!r}"):
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)

@@ -34,7 +34,7 @@ from slm_toolkit.run.engine.optimizer import AdamWWithMasterWeights, LionWithMas
 from slm_toolkit.run.kernels.layer_kernels import decoder_layers
 from slm_toolkit.run.peers.launch_info import Launch
 from slm_toolkit.run.peers.machines import process_group_timeout
-from slm_toolkit.strategy.strategy import Strategy, check_passed_on, precision_note
+from slm_toolkit.strategy.strategy import Strategy, check_passed_on, micro_steps, precision_note
 
 _MOMENT_DTYPES = {"bf16": torch.bfloat16, "int8": torch.uint8}
 "of `--adam_dtype`"
@@ -83,7 +83,7 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
         "mixed_precision": _mixed_precision(launch, config),
         # by default, the last batch of an epoch would end a step early and shift all later steps
         "gradient_accumulation_plugin": GradientAccumulationPlugin(
-            num_steps=micro_steps(launch, config), sync_with_dataloader=False
+            num_steps=micro_steps(launch.strategy, config), sync_with_dataloader=False
         ),
         "dataloader_config": DataLoaderConfiguration(
             dispatch_batches=False, use_seedable_sampler=True, non_blocking=torch.cuda.is_available()
@@ -127,14 +127,6 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
         policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()  # stock has accelerate's own
         plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32)
     return accelerator
-
-
-def micro_steps(launch: Launch, config: RunConfig) -> int:
-    """Return the micro-steps per step: the flag's, or in `stock` the DeepSpeed JSON's if it has a number."""
-    deepspeed = launch.strategy.deepspeed
-    json_steps = deepspeed.num_micro_steps if deepspeed is not None else None
-    json_wins = config.numerics == "stock" and json_steps is not None
-    return json_steps if json_wins else config.gradient_accumulation_steps
 
 
 def _write_deepspeed_config(deepspeed: dict[str, Any], config: RunConfig) -> None:
@@ -451,12 +443,6 @@ def check_engine(running: RunningEngine, launch: Launch) -> None:
     )
 
 
-def sequences_per_step(config: RunConfig, launch: Launch) -> int:
-    """Return the effective batch size, over all ranks and micro-steps."""
-    num_groups = launch.num_processes // config.sp_size
-    return config.per_device_train_batch_size * micro_steps(launch, config) * num_groups
-
-
 def describe_batch(config: RunConfig, per_step: int, launch: Launch) -> str:
     """Return one line: the effective batch size, and the learning rate if it is scaled."""
     ranks = f"{launch.num_processes} processes"
@@ -464,7 +450,7 @@ def describe_batch(config: RunConfig, per_step: int, launch: Launch) -> str:
         ranks += f" / {config.sp_size} that share each sequence"
     batch = (
         f"a step is {per_step} sequences of {config.seq_len} tokens: {config.per_device_train_batch_size} x "
-        f"{micro_steps(launch, config)} micro-steps x {ranks}"
+        f"{micro_steps(launch.strategy, config)} micro-steps x {ranks}"
     )
     if config.scale_lr == "none":
         return batch

@@ -1,0 +1,348 @@
+"""Where a run starts: the checkpoints that it may resume from, and whether its folder is free for it.
+
+`slm train` checks this before it launches the ranks, and rank 0 checks it again. Imports no torch.
+"""
+
+import json
+import os
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slm_toolkit.base.user_files import exists, typed_path
+from slm_toolkit.config.run_config import FLAGS, RunConfig, rule_of
+from slm_toolkit.model.model_spec import ModelSpec
+from slm_toolkit.record.run_record import (
+    RECORD_FILE,
+    everything_asked,
+    identity_of,
+    installed_versions,
+    run_name_of,
+)
+from slm_toolkit.record.saved_files import (
+    CHECKPOINTS_DIR,
+    MODEL_DIR,
+    check_replaceable,
+    finished,
+    model_damage,
+    saved_model,
+)
+from slm_toolkit.run.checkpoint.files import (
+    DATA,
+    MANIFEST_FILE,
+    WRITTEN_BY,
+    Manifest,
+    Reader,
+    damage,
+    read_manifest,
+)
+from slm_toolkit.run.checkpoint.output_dir import check_apart, check_writable, has_ended, hold_run
+from slm_toolkit.strategy.strategy import Strategy, sequences_per_step
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that a run may resume from."""
+
+    path: Path
+    manifest: Manifest
+    reader: Any
+    "of the tensors: a Reader, or a ForeignReader"
+
+    @property
+    def is_foreign(self) -> bool:
+        """True if another program wrote it: data, flags and random states are then unknown."""
+        return not isinstance(self.reader, Reader)
+
+
+def check_before_launch(
+    config: RunConfig, spec: ModelSpec, strategy: Strategy, num_processes: int, gpu: str | None
+) -> None:
+    """Raise ValueError if the ranks would refuse to start; exit with 0 if they would have nothing to do."""
+    identity = identity_of(everything_asked(config, strategy, num_processes), installed_versions(), gpu)
+    run_name = config.run_name or run_name_of(spec, strategy, identity)
+    run_dir = Path(os.path.realpath(config.output_dir), run_name)
+    is_ended = claim(run_dir, config, spec, identity)
+    per_step = sequences_per_step(config, strategy, num_processes)
+    config = config.with_steps(per_step)
+    description = run_description(config, per_step)
+    candidates = find_start(run_dir, config, description, config.resume_from_checkpoint, is_ended=is_ended)
+    if candidates and config.steps_asked is not None:
+        first = candidates[0]
+        if damage(first.path, first.manifest.files) is None:
+            check_steps_left(first, config.steps_asked, config.resume_from_checkpoint, run_dir)
+
+
+def claim(run_dir: Path, config: RunConfig, spec: ModelSpec, identity: str) -> bool:
+    """Lock the run's folder, if it exists, and return whether this very run has ended in it.
+
+    Raises ValueError if the run can't use the folder. Exits if --resume_from_checkpoint is auto and the run
+    has ended.
+    """
+    is_rank_0 = os.environ.get("RANK", "0") == "0"
+    if is_rank_0 and exists(run_dir):
+        check_writable(run_dir)
+        hold_run(run_dir)
+    is_ended = has_ended(run_dir, identity)
+    if config.resume_from_checkpoint == "auto" and is_ended:
+        problem = model_damage(run_dir / MODEL_DIR) if config.save_final_model else None
+        reason = f", but {problem}, so it resumes to save its model again" if problem else ""
+        if is_rank_0:
+            with suppress(OSError):  # the log may be on a full disk
+                print(f"note: this run has ended{reason}: {run_dir / RECORD_FILE}", file=sys.stderr)
+        if problem is None:
+            raise SystemExit(0)
+    if config.save_final_model or config.overwrite_output_dir:
+        check_replaceable(run_dir / MODEL_DIR)
+        if spec.path is not None:
+            check_apart(typed_path(spec.path), run_dir / MODEL_DIR)
+    return is_ended
+
+
+def find_start(
+    run_dir: Path, config: RunConfig, run: dict[str, Any], resume: str | None, *, is_ended: bool
+) -> list[Checkpoint]:
+    """Return the checkpoints that the run may resume from, best first; empty if it starts without one.
+
+    Raises ValueError if there is none to resume from, or if the run would replace another run's files.
+    """
+    candidates = find_checkpoints(resume, run_dir, run, num_steps=config.steps_asked) if resume else []
+    # another program's checkpoint begins a run of ours, which must not replace an earlier one
+    starts = resume is None or any(candidate.is_foreign for candidate in candidates)
+    if not config.overwrite_output_dir and config.rehearse is None and (starts or config.save_steps):
+        check_place(run_dir, run, starts=starts, has_ended=is_ended)
+    return candidates
+
+
+def check_steps_left(checkpoint: Checkpoint, num_steps: int, resume: str | None, run_dir: Path) -> None:
+    """Raise ValueError if all steps are done and the run has nothing else to finish."""
+    # a run that was killed between its last checkpoint and its record has no step left, but must finish
+    may_end = {"auto": True, "latest": not has_ended(run_dir)}.get(resume)
+    first_step = checkpoint.manifest.step
+    if first_step > num_steps or (first_step == num_steps and not may_end):
+        raise ValueError(
+            f"{checkpoint.path} has all {num_steps} steps done\n"
+            f"hint: to train longer, give --max_steps above {first_step} "
+            f"and --resume_from_checkpoint {checkpoint.path}"
+        )
+
+
+def run_description(config: RunConfig, sequences_per_step: int) -> dict[str, Any]:
+    """Return the settings that a resuming run must share with the run that wrote the checkpoint.
+
+    Strategy, number of processes and the split of a step's sequences over them may change. A checkpoint also
+    describes its data, see `Data.contents`.
+    """
+    flags = {name: getattr(config, name) for name, flag in FLAGS.items() if not flag.may_change_on_resume}
+    evaluates = config.eval_steps is not None  # evaluation holds out some of the data
+    return {**flags, "evaluates": evaluates, "sequences_per_step": sequences_per_step}
+
+
+def is_of(manifest: Manifest, run: dict[str, Any]) -> bool:
+    """Return True if a run with this description wrote the checkpoint. Ignores the data."""
+    return {**manifest.run, DATA: None} == {**plain(run), DATA: None}
+
+
+def launch_description(config: RunConfig, strategy: Strategy, num_processes: int) -> dict[str, Any]:
+    """Return the settings that a resuming run may change."""
+    return {
+        "strategy": strategy.name,
+        "num_processes": num_processes,
+        "per_device_train_batch_size": config.per_device_train_batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "base_batch_size": config.base_batch_size or config.per_device_train_batch_size,
+    }
+
+
+def readable_manifests(folder: Path, *, warn: bool = False) -> dict[Path, Manifest]:
+    """Return the readable manifests of a folder, by checkpoint. `warn`: name unreadable ones on stderr."""
+    manifests = {}
+    for path in finished(folder):
+        try:
+            manifests[path] = read_manifest(path)
+        except ValueError as error:
+            if warn and os.environ.get("RANK", "0") == "0":
+                reason = str(error).splitlines()[0]
+                print(f"warning: skipped the damaged checkpoint {path}: {reason}", file=sys.stderr)
+    return manifests
+
+
+def by_order(folder: Path) -> list[Path]:
+    """Return the readable checkpoints of a folder, the newest last."""
+    manifests = readable_manifests(folder)
+    return sorted(manifests, key=lambda path: manifests[path].order)
+
+
+def plain(description: dict[str, Any]) -> dict[str, Any]:
+    """Return the description as it is after a round trip through JSON."""
+    return json.loads(json.dumps(description))
+
+
+def find_checkpoints(
+    resume: str, run_dir: Path, run: dict[str, Any], *, num_steps: int | None
+) -> list[Checkpoint]:
+    """Return the checkpoints that `resume` (the value of --resume_from_checkpoint) may mean, best first.
+
+    `choose` then takes the first undamaged checkpoint. `latest` and `auto` mean this run's newest; `auto`
+    prefers checkpoints before `num_steps`, the run's last step. The folder of a run means that run's newest
+    checkpoint, and any other folder means itself.
+
+    Returns [] for `auto` without checkpoints. Otherwise raises ValueError if there is no checkpoint that this
+    run can resume from.
+    """
+    folder = Path(os.path.realpath(typed_path(resume)))
+    if resume == "latest":
+        return _newest(run_dir, run, can_be_none=False)
+    if resume == "auto":
+        newest = _newest(run_dir, run, can_be_none=True)
+        # a run killed between its last checkpoint and its record repeats its last steps
+        return sorted(newest, key=lambda c: num_steps is not None and c.manifest.step >= num_steps)
+    of_run = folder.parent if folder.name == CHECKPOINTS_DIR else folder
+    if (of_run / CHECKPOINTS_DIR).is_dir():
+        return _newest(of_run, run, can_be_none=False)
+    if not folder.is_dir():
+        raise ValueError(
+            f"no such checkpoint: {resume}\n"
+            "hint: give a folder like runs/<run>/checkpoints/step_<k>, or latest"
+        )
+    if is_foreign(folder):
+        if (rule := rule_of(run["optim"])) != "adamw":
+            raise ValueError(
+                f"{folder} has AdamW's moments, which --optim {rule} can't continue\n"
+                "hint: resume with --optim adamw_torch_fused, or convert it --to hf_model and start from that"
+            )
+        return [open_checkpoint_of_others(folder, run)]
+    manifest = manifest_of(folder)
+    _check_settings(folder, manifest, run)
+    return [Checkpoint(folder, manifest, Reader(folder, manifest))]
+
+
+def is_foreign(folder: Path) -> bool:
+    """Return whether a folder without our manifest may be a checkpoint of another program."""
+    if (folder / MANIFEST_FILE).exists():
+        return False
+    from slm_toolkit.run.checkpoint import foreign  # imports torch
+
+    return foreign.is_foreign(folder)
+
+
+def manifest_of(folder: Path) -> Manifest:
+    if not (folder / MANIFEST_FILE).exists():
+        raise ValueError(
+            f"{folder} contains no checkpoint of ours, of accelerate's FSDP or of DeepSpeed\n"
+            "hint: give a folder like runs/<run>/checkpoints/step_<k>, or one that Accelerator.save_state "
+            "wrote under FSDP or DeepSpeed; under DDP it names no parameters"
+        )
+    return read_manifest(folder)
+
+
+def open_checkpoint_of_others(folder: Path, run: dict[str, Any]) -> Checkpoint:
+    """Return a checkpoint of accelerate or DeepSpeed, which says nothing of flags and data."""
+    from slm_toolkit.run.checkpoint.foreign import open_foreign
+
+    reader = open_foreign(folder)
+    manifest = Manifest(
+        step=reader.num_steps,
+        optimizer_steps=reader.num_optimizer_steps,
+        order=0,
+        run={**run, DATA: []},
+        written_by={
+            **dict.fromkeys(WRITTEN_BY),
+            "strategy": reader.program,
+            "num_processes": reader.num_processes,
+        },
+        frozen=None,
+        scaler=None,
+        num_elements=reader.num_elements,
+        files=(),
+    )
+    return Checkpoint(folder, manifest, reader)
+
+
+def _newest(run_dir: Path, run: dict[str, Any], *, can_be_none: bool) -> list[Checkpoint]:
+    folder = run_dir / CHECKPOINTS_DIR
+    manifests = readable_manifests(folder, warn=True)
+    of_run = [(m.order, path) for path, m in manifests.items() if is_of(m, run)]
+    if of_run:
+        paths = [path for _, path in sorted(of_run, reverse=True)]
+        return [Checkpoint(path, manifests[path], Reader(path, manifests[path])) for path in paths]
+    if manifests:
+        newest = max(manifests, key=lambda path: manifests[path].order)
+        _check_settings(newest, manifests[newest], run)
+    elif unreadable := finished(folder):
+        raise ValueError(
+            f"none of the {len(unreadable)} checkpoints under {folder} can be read\n"
+            "hint: see the warnings above; use the version that wrote them, or start with another --run_name"
+        )
+    if can_be_none:
+        return []
+    raise ValueError(
+        f"no checkpoint under {folder}\n"
+        "hint: check --run_name; --save_steps writes checkpoints; auto instead of latest starts without one"
+    )
+
+
+def check_place(run_dir: Path, run: dict[str, Any], *, starts: bool, has_ended: bool) -> None:
+    """Raise ValueError if the run would replace another run's checkpoints.
+
+    If it `starts` from the beginning, also raise it if the run would replace its own checkpoints or the model
+    in its folder. has_ended: True if the folder contains the record of this very run, with all steps done.
+    """
+    replaces = "; --overwrite_output_dir deletes {} and starts from the beginning" if starts else ""
+    manifests = readable_manifests(run_dir / CHECKPOINTS_DIR)
+    for path, manifest in manifests.items():
+        if not is_of(manifest, run):
+            differences = _differences(manifest, run) or "the number of sequences in a step differs"
+            raise ValueError(
+                f"{path} belongs to another run, and this run's checkpoints would replace it: {differences}\n"
+                "hint: use another --run_name or --output_dir, or the flags that it was written with"
+                + replaces.format("it")
+            )
+    if not starts:
+        return
+    if manifests:
+        newest = max(manifests, key=lambda path: manifests[path].order)
+        ended = ", which has ended" if has_ended else ""
+        resumes = " and a larger --max_steps resume" if has_ended else " resumes"
+        raise ValueError(
+            f"{run_dir} contains checkpoints of this run{ended}, and a new start would replace them\n"
+            f"hint: --resume_from_checkpoint latest{resumes} from {newest.name}{replaces.format('them')}"
+        )
+    if unreadable := finished(run_dir / CHECKPOINTS_DIR):
+        raise ValueError(
+            f"{unreadable[-1]} can't be read, and a new start would replace it\n"
+            f"hint: use another --run_name to keep it{replaces.format('it')}"
+        )
+    if (model := saved_model(run_dir)) is not None:
+        raise ValueError(
+            f"{model} is the model of an earlier run, and a new start would replace it\n"
+            f"hint: use another --run_name to keep it{replaces.format('it')}"
+        )
+
+
+def _check_settings(checkpoint: Path, manifest: Manifest, run: dict[str, Any]) -> None:
+    """Raise ValueError if a run with these settings can't resume from the checkpoint."""
+    if differences := _differences(manifest, run):
+        raise ValueError(
+            f"{checkpoint} belongs to another run: {differences}\n"
+            "hint: give the flags that it was written with; "
+            "strategy, number of processes, length and learning rate may change"
+        )
+    if (had := manifest.run.get("sequences_per_step")) != run["sequences_per_step"]:
+        groups = ", ".join(str(number) for number in range(1, had + 1) if had % number == 0)
+        raise ValueError(
+            f"{checkpoint}: a step had {had} sequences, but now has {run['sequences_per_step']}\nhint: "
+            f"--per_device_train_batch_size x --gradient_accumulation_steps x processes must be {had}, so "
+            f"the number of processes (divided by --sp_size) is one of {groups}"
+        )
+
+
+def _differences(manifest: Manifest, run: dict[str, Any]) -> str:
+    """List the settings, except sequences_per_step, that differ between the checkpoint's run and `run`."""
+    return "; ".join(
+        f"{name} {manifest.run.get(name)!r} in the checkpoint, {value!r} now"
+        for name, value in plain(run).items()
+        if manifest.run.get(name) != value and name != "sequences_per_step"
+    )
