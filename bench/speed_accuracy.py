@@ -5,9 +5,10 @@
 Two sets of rows, each with its own constants: the paper's figures 1 to 4 (PyTorch 2.3, transformers, ten
 steps, `PAPER`), and llm-foundry's and torchtitan's tables (`LLM_FOUNDRY`). `in sample`: the constants that
 `predict/speed/software.py` ships; `left out`: all constants named below fitted again without any row of
-the model that is asked about. Points of the paper that nothing explains (`is_unexplained`, six) are in neither; points at zero are out of memory, counted apart. Then who wins where the published
-error bars separate two, by the left-out predictions. Last, other people's runs with today's constants
-(`TODAY`), which nothing was fitted to; only its two host times were set with some of these rows at hand.
+the model that is asked about. Points of the paper that nothing explains (`is_unexplained`, six) are in
+neither; points at zero are out of memory, counted apart. Then who wins where the published error bars
+separate two, by the left-out predictions. Last, other people's runs with today's constants (`TODAY`), which
+nothing was fitted to; only its two host times were set with some of these rows at hand.
 `--fit` prints constants fitted to all rows, `--rows` the error of each.
 """
 

@@ -68,6 +68,7 @@ HINTS = {  # a name that is refused: the hint, which says what to write instead
     "gpu": _HERE,
 }
 REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
+    "ours_against": "in a checkout, python bench/throughput.py compares with Trainer, LitGPT and torchtitan",
     "paper": "in a checkout, python studies/ashkboos/compare.py prints the paper's figures next to ours",
 }
 _LAUNCHERS_OWN = ("strategy", "config_file", "num_processes", "num_machines", "machine_rank")

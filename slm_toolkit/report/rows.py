@@ -559,7 +559,7 @@ def with_values(row: Row, **changes: object) -> Row:
 
 
 def _took_turns(records: list[RunRecord]) -> bool | None:
-    if any(record.gpu or record.is_of_other_trainer or (record.num_machines or 1) > 1 for record in records):
+    if any(record.gpu or record.is_of_script or (record.num_machines or 1) > 1 for record in records):
         return None
     return all(record.took_turns for record in records)
 

@@ -73,7 +73,6 @@ def test_what_can_take_no_turns_is_refused() -> None:
         (script, "whose steps can't wait for other runs"),
         (("compare", *TINY, "--runs_at_once", "2"), "which lets runs slow each other down"),
         (("compare", *TINY, "--largest_batch", "--max_batch", "4"), "whose runs depend on each other"),
-        (("compare", *TINY, "--ours_against", "trainer"), "other trainers can't take turns"),
     ):
         done = slm(*words)
         assert done.code == 2
