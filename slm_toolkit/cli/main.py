@@ -30,7 +30,7 @@ _VERBS = {  # name: the module that adds its flags, help
     "configs": ("cli.configs", "list or copy the shipped accelerate YAMLs"),
     "convert": (
         "cli.convert",
-        "convert accelerate YAMLs, DeepSpeed JSONs and TrainingArguments into one another",
+        "convert accelerate YAMLs and DeepSpeed JSONs into one another",
     ),
     "recipes": ("cli.recipes", "list, print or copy the shipped recipes"),
     "completion": ("cli.completion", "print a script for Tab completion in bash or zsh"),

@@ -4,7 +4,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -33,7 +33,6 @@ from slm_toolkit.run.checkpoint.files import (
     file_of_rank,
     read_manifest,
 )
-from slm_toolkit.run.checkpoint.foreign import ForeignReader, is_foreign, open_foreign
 from slm_toolkit.run.engine.training_state import (
     Stretch,
     initial_weights,
@@ -44,6 +43,9 @@ from slm_toolkit.run.engine.training_state import (
 )
 from slm_toolkit.run.peers.step_exchange import gather_to_all
 
+if TYPE_CHECKING:
+    from slm_toolkit.run.checkpoint.foreign import ForeignReader
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -51,13 +53,13 @@ class Checkpoint:
 
     path: Path
     manifest: Manifest
-    reader: Reader | ForeignReader
+    reader: "Reader | ForeignReader"
     "of the tensors"
 
     @property
     def is_foreign(self) -> bool:
         """True if another program wrote it: data, flags and random states are then unknown."""
-        return isinstance(self.reader, ForeignReader)
+        return not isinstance(self.reader, Reader)
 
 
 def find_checkpoints(
@@ -87,13 +89,13 @@ def find_checkpoints(
             f"no such checkpoint: {resume}\n"
             "hint: give a folder like runs/<run>/checkpoints/step_<k>, or latest"
         )
-    if is_foreign(folder):
+    if (foreign := _foreign(folder, run)) is not None:
         if (rule := rule_of(run["optim"])) != "adamw":
             raise ValueError(
                 f"{folder} has AdamW's moments, which --optim {rule} can't continue\n"
                 "hint: resume with --optim adamw_torch_fused, or convert it --to hf_model and start from that"
             )
-        return [_foreign(folder, run)]
+        return [foreign]
     manifest = _manifest_of(folder)
     _check_settings(folder, manifest, run)
     return [Checkpoint(folder, manifest, Reader(folder, manifest))]
@@ -104,8 +106,8 @@ def opened(folder: Path) -> Checkpoint:
 
     Raises ValueError if there is none, or if it is damaged.
     """
-    if is_foreign(folder):
-        return _foreign(folder, {})
+    if (foreign := _foreign(folder, {})) is not None:
+        return foreign
     of_run = folder.parent if folder.name == CHECKPOINTS_DIR else folder
     if newest := by_order(of_run / CHECKPOINTS_DIR):
         folder = newest[-1]
@@ -125,8 +127,12 @@ def _manifest_of(folder: Path) -> Manifest:
     return read_manifest(folder)
 
 
-def _foreign(folder: Path, run: dict[str, Any]) -> Checkpoint:
-    """Return a checkpoint of accelerate or DeepSpeed, which says nothing of flags and data."""
+def _foreign(folder: Path, run: dict[str, Any]) -> Checkpoint | None:
+    """Return a checkpoint of accelerate or DeepSpeed, which says nothing of flags and data; else None."""
+    from slm_toolkit.run.checkpoint.foreign import is_foreign, open_foreign
+
+    if not is_foreign(folder):
+        return None
     reader = open_foreign(folder)
     manifest = Manifest(
         step=reader.num_steps,
@@ -306,7 +312,7 @@ def load_random_states(checkpoint: Checkpoint, accelerator: Accelerator) -> None
     Raises ValueError if torch refuses this rank's state.
     """
     is_same_launch = checkpoint.manifest.written_by["num_processes"] == accelerator.num_processes
-    if isinstance(checkpoint.reader, ForeignReader) or not is_same_launch:
+    if checkpoint.is_foreign or not is_same_launch:
         return
     rank = accelerator.process_index
     setters = {RANDOM_CPU: torch.set_rng_state}
