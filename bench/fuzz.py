@@ -169,7 +169,7 @@ def _read_record_set(data: bytes, folder: Path) -> None:
         _write(folder / "runs" / str(index), "record.json", json.dumps(record).encode())
     # "/" would read all records of this machine
     if all(isinstance(word, str) and word != "/" and _is_word(word) for word in options):
-        _slm("report", *([] if "--paper" in options or "--schema" in options else ["runs"]), *options)
+        _slm("report", *([] if "--schema" in options else ["runs"]), *options)
 
 
 def _is_word(text: str) -> bool:
@@ -307,11 +307,6 @@ def _read_convert_file(data: bytes, folder: Path) -> None:
     name = f"mine.{_kind(data)}"
     _write(folder, name, data)
     _convert([name], data, folder)
-
-
-def _read_convert_command(data: bytes, folder: Path) -> None:
-    _write(folder, "ds.json", (ROOT / "ds_configs" / "zero3.json").read_bytes())
-    _convert(["--", *data.decode("utf-8", "surrogateescape").split("\n")], data, folder)
 
 
 def _convert(source: list[str], data: bytes, folder: Path) -> None:
@@ -585,37 +580,6 @@ MPT = {
     "no_bias": True,
     "tie_word_embeddings": True,
 }
-TRAINER = (
-    {
-        "fsdp": "full_shard offload",
-        "fsdp_config": {"version": 2, "reshard_after_forward": True},
-        "bf16": True,
-    },
-    {
-        "fsdp": True,
-        "fsdp_config": {"fsdp_transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "version": 1},
-    },
-    {
-        "deepspeed": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}},
-        "output_dir": "x",
-        "fp16": False,
-    },
-    {"torch_compile": True, "torch_compile_backend": "inductor", "use_cpu": False, "learning_rate": 1e-3},
-    {
-        "reshard_after_forward": True,
-        "cpu_ram_efficient_loading": True,
-        "state_dict_type": "SHARDED_STATE_DICT",
-    },
-)
-COMMANDS = (
-    "torchrun --nproc_per_node 8 --nnodes 2 --rdzv_backend c10d --rdzv_endpoint a:29500 train.py --fsdp "
-    "full_shard --bf16",
-    "deepspeed --num_gpus 8 --hostfile h train.py --deepspeed ds.json --fp16 true --learning_rate 1e-3",
-    "python -m torch.distributed.run --nproc_per_node=4 -m my.train --fsdp_config {} --fsdp true",
-    "PARALLELISM_CONFIG_DP_SHARD_SIZE=4 FSDP_VERSION=2 ACCELERATE_USE_FSDP=true A=b python train.py "
-    "--torch_compile",
-    "--fsdp full_shard offload --bf16 true --deepspeed ds.json",
-)
 SLM = (
     "estimate --model slm-100m --strategy ddp ds_zero3 --gpu h100-80gb --num_gpus 8 --seq_len 512 "
     "--usd_per_gpu_hour 2.5",
@@ -1191,10 +1155,10 @@ def mutate_words(seeds: list[bytes], rng: random.Random) -> bytes:
 
 _REPORT_OPTIONS = (
     "--json|--phases|--memory|--errors|--plot|--strict|--schema|--csv -|--markdown -|--latex -|"
-    "--parquet r.parquet|--csv r.csv|--baseline runs/0|--gpu l4|"
-    "--parity_tolerance 0.1|--usd_per_gpu_hour 2.5|--inter_node_gbps 100"
+    "--parquet r.parquet|--csv r.csv|--baseline runs/0|"
+    "--parity_tolerance 0.1|--usd_per_gpu_hour 2.5"
 )
-_SLOW_REPORT_OPTIONS = ("--html r.html", "--paper")
+_SLOW_REPORT_OPTIONS = ("--html r.html",)
 
 
 def mutate_record_set(seeds: list[bytes], rng: random.Random) -> bytes:
@@ -1364,10 +1328,9 @@ READERS = (
     Reader(
         "convert_file",
         _read_convert_file,
-        lambda: [*files("accel_configs/*.yaml", "ds_configs/*.json"), *YAMLS, *dumped(*TRAINER)],
+        lambda: [*files("accel_configs/*.yaml", "ds_configs/*.json"), *YAMLS],
         14,
     ),
-    Reader("convert_command", _read_convert_command, lambda: lines(*COMMANDS), 6, mutate_words),
     Reader("doctor", _read_doctor, lambda: [*files("accel_configs/*.yaml", "ds_configs/*.json"), *YAMLS], 4),
     Reader("command_line", _read_command_line, lambda: lines(*SLM), 3, mutate_words),
     Reader("flags", _read_flags, lambda: lines(*FLAGS), 10, mutate_words),

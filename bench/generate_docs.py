@@ -29,12 +29,12 @@ import features
 import memory_accuracy
 import new_published_rows
 import published_memory
+from convert_tables import tables
 
 from slm_toolkit.cli.main import _VERBS, main
 from slm_toolkit.cli.recipes import shipped_recipes
 from slm_toolkit.config.parser import VerbParser
 from slm_toolkit.config.run_config import FLAGS
-from slm_toolkit.convert.tables import tables
 from slm_toolkit.record.numerics import ALIKE_IN_TASK, LOW_PRECISION, Limits
 
 ROOT = Path(__file__).parent.parent
@@ -158,7 +158,7 @@ class _Terminal(io.StringIO):
 
 
 def table_named(name: str) -> str:
-    """A table in Markdown: of bench/features.py, of the recipes, or one of `slm_toolkit.convert.tables`."""
+    """A table in Markdown: of bench/features.py, of the recipes, or one of bench/convert_tables.py."""
     if name == "bench/features.py":
         return _printed(features.main)
     if name == "recipes":

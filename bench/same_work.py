@@ -13,9 +13,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from rivals.work import write_work
+
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.report.stats import MIN_ROUNDS, paired_lead
-from slm_toolkit.rivals.work import write_work
 
 SCRIPT = Path(__file__).parents[1] / "tests" / "scripts" / "same_work.py"
 SLM = Path(sys.executable).with_name("slm")

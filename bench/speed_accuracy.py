@@ -5,25 +5,29 @@
 Two sets of rows, each with its own constants: the paper's figures 1 to 4 (PyTorch 2.3, transformers, ten
 steps, `PAPER`), and llm-foundry's and torchtitan's tables (`LLM_FOUNDRY`). `in sample`: these constants as
 they are; `left out`: all constants named below fitted again without any row of the model that is asked
-about. Points of the paper that nothing explains (`study.comparison.is_unexplained`,
-six) are in neither; points at zero are out of memory, counted apart. Then who wins where the published
-error bars separate two, by the left-out predictions. Last, other people's runs with today's constants
-(`TODAY`), which nothing was fitted to; only its two host times were set with some of these rows at hand.
-They come first with loss kernels that flags ask for.
+about. Points of the paper that nothing explains (`is_unexplained`, six) are in neither; points at zero are
+out of memory, counted apart. Then who wins where the published error bars separate two, by the left-out
+predictions. Last, other people's runs with today's constants (`TODAY`), which nothing was fitted to; only
+its two host times were set with some of these rows at hand. They come first with loss kernels that flags ask
+for.
 `--fit` prints constants fitted to all rows, `--rows` the error of each.
 """
 
 import argparse
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 from scipy.optimize import least_squares
 from speed_rows import LLM_FOUNDRY, Row, asked, predicted_tokens_per_second_per_gpu, published_rows
 
 from slm_toolkit.predict.speed.software import MEMORY_SHARE, TODAY, Shares, Software
-from slm_toolkit.study.comparison import (
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "studies" / "ashkboos"))
+from comparison import (
     HEADS,
     MODELS,
     PAPER,

@@ -27,9 +27,8 @@ from throughput_rows import Result, rows_of, table_of, tells_apart
 
 from slm_toolkit.config.flags import flags_of
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.rivals.launch import SCRIPT
-from slm_toolkit.rivals.rivals import config_of_others
 
+SCRIPT = Path(__file__).parent / "rivals" / "training.py"
 FOR_CPU = {  # the shape of a slm-10m with the vocabulary of Llama, whose head is then half of the work
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -80,7 +79,7 @@ ALLOCATORS = {  # for every arm alike
 
 def prepare(folder: Path, model: str, args: argparse.Namespace) -> RunConfig:
     """Write the work that all arms share, for each of the other trainers' arms; return our flags."""
-    from slm_toolkit.rivals.work import write_work
+    from rivals.work import write_work  # imports torch
 
     config = RunConfig(
         model=model,
@@ -91,7 +90,7 @@ def prepare(folder: Path, model: str, args: argparse.Namespace) -> RunConfig:
         max_grad_norm=1.0,
         numerics="fp32",
     )
-    work = write_work(folder, config_of_others(config), num_processes=1)
+    work = write_work(folder, config, num_processes=1)
     for arm in set(args.arms) - set(OURS):
         for numerics in args.numerics:
             place = folder / arm / numerics

@@ -11,7 +11,6 @@ with the message that the command line prints.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -256,7 +255,6 @@ def compare(
     output_dir: str | Path | None = None,
     repeats: int = 1,
     parity: int | None = None,
-    ours_against: Names | None = None,
     find_largest_batch: bool = False,
     max_batch: int | None = None,
     gpus_per_run: int | None = None,
@@ -273,10 +271,10 @@ def compare(
     Each run is a separate process tree and writes its record under `output_dir` (default: runs). Finished
     runs are kept, unless `force`. Progress goes to stderr. `script`: your own training script instead of our
     trainer, with its `arguments`; `["--batch", "4,8"]` makes a grid. `num_processes`: ranks (default: all
-    GPUs, else two processes). `parity`: steps to check against one process. `ours_against`: other trainers
-    for rows of their own, "trainer" or "litgpt". `timeout_seconds`: for each run. `flags`: any other
-    field of RunConfig. A run that fails or runs out of memory is a row with its reason. Raises ValueError
-    for a user's mistake before anything starts, KeyboardInterrupt after Ctrl-C has ended the runs.
+    GPUs, else two processes). `parity`: steps to check against one process. `timeout_seconds`: for each run.
+    `flags`: any other field of RunConfig. A run that fails or runs out of memory is a row with its reason.
+    Raises ValueError for a user's mistake before anything starts, KeyboardInterrupt after Ctrl-C has ended
+    the runs.
     """
     from rich.console import Console
 
@@ -286,7 +284,6 @@ def compare(
     from slm_toolkit.config.flags import ONE_RUN_ONLY
     from slm_toolkit.config.parser import count, positive_number
     from slm_toolkit.doctor.before_launch import check_launches
-    from slm_toolkit.rivals.rivals import matching_runs
 
     given = _flags(
         flags,
@@ -317,7 +314,6 @@ def compare(
         "num_processes": num_processes,
         "repeats": repeats > 1,
         "parity": parity,
-        "ours_against": ours_against,
         "largest_batch": find_largest_batch,
         "max_batch": max_batch,
         "skip_oom": skip_oom,
@@ -333,7 +329,6 @@ def compare(
             names=names_given({**given, **options}),
             check_launches=check_launches,
             console=console,
-            runs_beside=partial(matching_runs, keys=_list(ours_against) or ()),
         )
     else:
         check_pairs(names_given({**options, "script": script}), PAIRS)

@@ -11,7 +11,7 @@ HEAVY = {
 }
 WITH_TORCH = (
     *("slm_toolkit.run", "slm_toolkit.train", "slm_toolkit.recorder", "slm_toolkit.launch.launcher"),
-    *("slm_toolkit.rivals.training", "slm_toolkit.rivals.work"),
+    "slm_toolkit.checkpoint_convert.rewrite",
 )
 "what trains, and the process that starts it: the only modules that begin with torch, accelerate, ..."
 

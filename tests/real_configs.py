@@ -73,21 +73,14 @@ def of_yaml(path: Path) -> dict[str, Any]:
 
 
 def of_arguments(command: list[str]) -> dict[str, Any]:
-    """What the Trainer would make of the arguments of a command, its variables set."""
-    while "=" in command[0]:
-        name, _, value = command.pop(0).partition("=")
-        os.environ[name] = value
+    """What the Trainer would make of the arguments of a command."""
     words = command[command.index("train.py") + 1 :]
     (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(
         [*words, "--use_cpu"], look_for_args_file=False
     )
     facts: dict[str, Any] = {"precision": args.mixed_precision}
-    if args.fsdp_plugin_args:
-        facts |= fsdp_facts(FullyShardedDataParallelPlugin(**args.fsdp_plugin_args))
     if args.deepspeed_plugin:
         facts |= deepspeed_facts(args.deepspeed_plugin)
-    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
-        facts["groups"] = groups()
     return facts
 
 
@@ -103,13 +96,7 @@ def of_file(path: Path) -> dict[str, Any]:
     try:
         if path.suffix == ".yaml":
             return of_yaml(path)
-        if path.suffix == ".sh":
-            return of_arguments(shlex.split(path.read_text()))
-        (args,) = HfArgumentParser(TrainingArguments).parse_dict(
-            {**json.loads(path.read_text()), "use_cpu": True}
-        )
-        facts = fsdp_facts(FullyShardedDataParallelPlugin(**args.fsdp_plugin_args)) if args.fsdp else {}
-        return facts | (deepspeed_facts(args.deepspeed_plugin) if args.deepspeed_plugin else {})
+        return of_arguments(shlex.split(path.read_text()))
     except (ValueError, OSError, RuntimeError, KeyError) as error:
         return {"error": str(error)}
     finally:

@@ -5,7 +5,6 @@ import json
 import shlex
 import signal
 import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -106,14 +105,6 @@ def add_grid_flags(parser: argparse.ArgumentParser) -> None:
         help="don't launch runs that will not fit this GPU by the estimate. Their rows show by how much",
     )
     parser.add_argument(
-        "--ours_against",
-        nargs="+",
-        choices=("trainer", "litgpt"),
-        metavar="TRAINER",
-        help="add rows of other trainers that do the same work: trainer (Hugging Face Trainer), litgpt. "
-        "Under DDP, on this machine; a row tells how to install a package that is missing",
-    )
-    parser.add_argument(
         "--dry_run",
         action="store_true",
         help="launch nothing: print the commands of the runs to do, one per line (a list with --json)",
@@ -163,7 +154,6 @@ _OF_SLURM = ("num_nodes", "gpus_per_node", "slurm_options", "slurm_template", "s
 _SLURM_PAIRS = (
     *(Pair(name, _SLURM, is_needed=True) for name in _OF_SLURM),
     Pair("probe_network", _SLURM, ": submit slm_toolkit.run.network_probe with sbatch instead"),
-    Pair("ours_against", _SLURM, ": other trainers run on this machine"),
     Pair("largest_batch", "slurm_only_write", ": each trial depends on the one before"),
     Pair("gpus_per_run", _SLURM, ": --gpus_per_node sets the GPUs of a run"),
     Pair("dry_run", _SLURM, ": --slurm_only_write shows what would be submitted"),
@@ -228,7 +218,6 @@ def _compare(args: argparse.Namespace) -> int:
     from slm_toolkit.compare.comparison import launch_all, prepare, prepare_script, with_searches
     from slm_toolkit.compare.slurm import SlurmJobs
     from slm_toolkit.doctor.before_launch import check_launches
-    from slm_toolkit.rivals.rivals import matching_runs
 
     for name in ("SIGTERM", "SIGHUP"):  # handled like Ctrl-C: the ranks must end with this process
         number = getattr(signal, name, None)
@@ -256,7 +245,6 @@ def _compare(args: argparse.Namespace) -> int:
                 names=flags_given(args),
                 check_launches=check_launches,
                 console=console,
-                runs_beside=partial(matching_runs, keys=args.ours_against or ()),
             )
         runs = prepared.runs
         jobs = nodes and SlurmJobs(nodes, console, timeout_seconds=args.timeout)

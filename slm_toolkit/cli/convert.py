@@ -18,9 +18,9 @@ from slm_toolkit.config.parser import count, positive_number
 from slm_toolkit.convert.engines import to_engine
 from slm_toolkit.convert.read import read_source
 from slm_toolkit.convert.settings import FATES, KeyAccount
-from slm_toolkit.convert.write import Converted, write_accelerate, write_deepspeed_json, write_trainer
+from slm_toolkit.convert.write import Converted, write_accelerate, write_deepspeed_json
 
-_FORMS = {  # name: (engine, or None for the source's; writer; description)
+_FORMS = {  # name: (engine; writer; description)
     "accelerate_fsdp": ("fsdp", write_accelerate, "an accelerate YAML for FSDP2"),
     "accelerate_deepspeed": (
         "deepspeed",
@@ -29,11 +29,6 @@ _FORMS = {  # name: (engine, or None for the source's; writer; description)
     ),
     "accelerate_ddp": ("ddp", write_accelerate, "an accelerate YAML for DDP or one process"),
     "deepspeed_json": ("deepspeed", write_deepspeed_json, "the DeepSpeed JSON alone"),
-    "training_arguments": (
-        None,
-        write_trainer,
-        "Hugging Face TrainingArguments, and the file of --fsdp_config or --deepspeed",
-    ),
 }
 _CHECKPOINT_FORMS = {
     "hf_model": "of a checkpoint: its weights as a Hugging Face model",
@@ -48,27 +43,25 @@ _OTHER_NAMES = {
     **dict.fromkeys(("deepspeed", "zero", "accelerate_zero"), "accelerate_deepspeed"),
     **dict.fromkeys(("ddp", "multi_gpu"), "accelerate_ddp"),
     **dict.fromkeys(("json", "ds_json", "deepspeed_config"), "deepspeed_json"),
-    **dict.fromkeys(("trainer", "training_args", "trainingarguments", "transformers"), "training_arguments"),
 }
 _DESCRIPTION = """\
-Convert accelerate YAMLs (FSDP, DeepSpeed, DDP), DeepSpeed JSONs and transformers' TrainingArguments into
-one another. The files go to stdout, or into --output DIR, where nothing is overwritten. stderr lists what
-became of each key, and why. Or rewrite a checkpoint of a run, of accelerate's FSDP or of DeepSpeed."""
+Convert accelerate YAMLs (FSDP, DeepSpeed, DDP) and DeepSpeed JSONs into one another. The files go to stdout,
+or into --output DIR, where nothing is overwritten. stderr lists what became of each key, and why. Or rewrite
+a checkpoint of a run, of accelerate's FSDP or of DeepSpeed."""
 _EXAMPLES = """\
   slm convert fsdp_full_shard --to accelerate_deepspeed --output mine   the same sharding under ZeRO
-  slm convert ds_zero3 --to training_arguments                          for a script with the Trainer
+  slm convert fsdp_full_shard --to deepspeed_json                       for the Trainer's --deepspeed
   slm convert ds_zero2 --to accelerate_fsdp --num_processes 8           the nearest FSDP2 settings
 """
 _EPILOG = """\
-SOURCE: a shipped strategy (`slm configs`), an accelerate YAML, a DeepSpeed JSON, TrainingArguments as JSON or
-YAML, a file for --fsdp_config, or a training command after --; or the folder of a checkpoint, such as
-runs/RUN/checkpoints/step_N or what Accelerator.save_state or DeepSpeed wrote. No code in a folder is run
+SOURCE: a shipped strategy (`slm configs`), an accelerate YAML or a DeepSpeed JSON; or the folder of a
+checkpoint, such as runs/RUN/checkpoints/step_N or what Accelerator.save_state or DeepSpeed wrote. No code in
+a folder is run
 forms:
 {forms}
 more examples:
   slm convert zero3_folder --to hf_model --model slm-1b --output model   weights out of a ZeRO checkpoint
   slm convert my_ds.json --to accelerate_deepspeed                      a YAML that names the JSON
-  slm convert --to accelerate_fsdp -- torchrun --nproc_per_node 8 train.py --fsdp "full_shard offload" --bf16
 exit codes:
   0  every key has a counterpart
   1  at least one key has none
@@ -122,7 +115,9 @@ def _form(text: str) -> str:
     if name in _FORMS or name in _CHECKPOINT_FORMS:
         return name
     hint = f"one of {', '.join([*_FORMS, *_CHECKPOINT_FORMS])}"
-    if "zero" in typed:
+    if typed in ("training_arguments", "trainer"):
+        hint = "Trainer's --deepspeed takes the file of --to deepspeed_json"
+    elif "zero" in typed:
         hint = (
             "--to accelerate_deepspeed or deepspeed_json; the source decides the ZeRO stage: FSDP full shard "
             "becomes ZeRO-3, shard grad-op ZeRO-2"
@@ -140,10 +135,8 @@ def convert(
     Raises ValueError if the source can't be read, or has no counterpart in that form.
     """
     engine, write, _ = _FORMS[form]
-    source = source[1:] if source[0] == "--" else source
     draft = read_source(source, num_processes=num_processes, gpus_per_node=gpus_per_node)
-    own = "ddp" if draft.engine == "single" else draft.engine
-    return write(to_engine(draft, engine or own), folder)
+    return write(to_engine(draft, engine), folder)
 
 
 def _convert(args: argparse.Namespace) -> int:
@@ -189,7 +182,7 @@ def _convert_checkpoint(args: argparse.Namespace) -> int:
         for name, is_unused in {**unused, "gpus_per_node": True}.items():
             if is_unused and getattr(args, name) is not None:
                 raise ValueError(f"--{name} has no meaning with --to {args.to}\nhint: leave it out")
-        from slm_toolkit.run.checkpoint.rewrite import write_for_deepspeed, write_for_fsdp, write_model
+        from slm_toolkit.checkpoint_convert.rewrite import write_for_deepspeed, write_for_fsdp, write_model
 
         folders = Path(os.path.realpath(typed_path(args.source[0]))), args.output
         if args.to == "hf_model":

@@ -30,7 +30,7 @@ _VERBS = {  # name: the module that adds its flags, help
     "configs": ("cli.configs", "list or copy the shipped accelerate YAMLs"),
     "convert": (
         "cli.convert",
-        "convert accelerate YAMLs, DeepSpeed JSONs and TrainingArguments into one another",
+        "convert accelerate YAMLs and DeepSpeed JSONs into one another",
     ),
     "recipes": ("cli.recipes", "list, print or copy the shipped recipes"),
 }
@@ -46,7 +46,6 @@ examples:
   slm doctor --model slm-500m                             what is unwise in it, and by how much
   slm report runs --json                                  the records of earlier runs
   slm report runs --html report.html                      the table and charts as one page
-  slm report --paper                                      the paper's figures next to our predictions
   slm configs --copy .                                    copy the YAMLs, to change and to launch
   slm convert fsdp_full_shard --to accelerate_deepspeed   the same sharding under ZeRO
   slm recipes                                             scripts to copy: LoRA, two nodes, a small GPU, ...

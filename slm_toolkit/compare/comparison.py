@@ -36,8 +36,6 @@ from slm_toolkit.report.rows import Row, with_values
 from slm_toolkit.strategy.groups import strategies_asked
 from slm_toolkit.strategy.strategy import Strategy, check_one_machine, find_strategy, precision_note
 
-RunsBeside = Callable[[list[PlannedRun]], list[PlannedRun]]
-"returns another trainer's runs for runs of ours; passed in, because rivals is above this room"
 CheckLaunches = Callable[..., list[str]]
 "doctor.before_launch.check_launches, passed in because this room can't import doctor, which is above it"
 
@@ -81,11 +79,10 @@ def prepare(
     names: Collection[str],
     check_launches: CheckLaunches,
     console: Console,
-    runs_beside: RunsBeside = lambda runs: [],
 ) -> Prepared:
     """Plan all runs and check them before anything starts. Notes go to stderr.
 
-    `names`: the flags with another value than their default. `runs_beside`: returns runs of other trainers.
+    `names`: the flags with another value than their default.
     Raises ValueError with all wrong settings.
     """
     nodes = request.nodes
@@ -95,15 +92,13 @@ def prepare(
             machine = this_machine()
     else:
         machine = nodes.machine
-    runs, slots = _plan(request, machine, names, runs_beside)
+    runs, slots = _plan(request, machine, names)
     for run in runs:
         if not request.dry_run:
             check_tokenizer(run.config, run.spec)
     check_with_torch(runs, console)  # reports a missing GPU before a missing package
     launches: list[tuple[Strategy, RunConfig, ModelSpec, int]] = [
-        (run.strategy, run.config, run.spec, run.asked["num_processes"])
-        for run in runs
-        if run.rival_name is None
+        (run.strategy, run.config, run.spec, run.asked["num_processes"]) for run in runs
     ]
     taken_out = [run.taken_out for run in runs if run.taken_out is not None]
     notes = check_launches(launches, machine, is_here=nodes is None)
@@ -143,9 +138,7 @@ def prepare_script(request: Request, script: Script, *, console: Console) -> Pre
     return Prepared(runs, slots, machine)
 
 
-def _plan(
-    request: Request, machine: Machine, names: Collection[str], runs_beside: RunsBeside
-) -> tuple[list[PlannedRun], list[Slot]]:
+def _plan(request: Request, machine: Machine, names: Collection[str]) -> tuple[list[PlannedRun], list[Slot]]:
     given, has_gpu = dict(request.given), machine.num_gpus > 0
     if given.get("save_final_model") is None:
         given["save_final_model"] = False  # six copies of a model would fill the disk
@@ -171,7 +164,6 @@ def _plan(
         machine=machine,
         repeats=request.num_repeats,
         parity_steps=request.parity_steps,
-        runs_beside=runs_beside,
     )
     if request.skip_oom:
         check_skippable(runs)

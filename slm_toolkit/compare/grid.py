@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,6 @@ PAIRS = (
     Pair("max_batch", "largest_batch", is_needed=True),
     Pair("probe_seconds", "probe_network", is_needed=True),
     SEARCH_HAS_NO_BATCH,
-    Pair(
-        "ours_against", "parity", ", which compares our strategies: losses of equal runs are compared anyway"
-    ),
-    Pair("ours_against", "largest_batch", ", which searches with our trainer"),
-    Pair("ours_against", "skip_oom", ", whose estimate is of our trainer"),
     Pair("parity", "largest_batch", ", whose runs are short and have different batches"),
     Pair("repeats", "largest_batch", ", which runs each batch once"),
     Pair("rehearse", "largest_batch", " and no GPU, because a CPU never runs out of memory", on_cpu=True),
@@ -58,7 +53,6 @@ PAIRS = (
     Pair("torch_compile", "rehearse", ", whose tensors can't be compiled without a GPU", on_cpu=True),
 )
 "flags of `slm compare` that need or exclude each other"
-ACCELERATE_LAUNCH = "accelerate.commands.launch"
 
 
 @dataclass(frozen=True)
@@ -78,10 +72,6 @@ class PlannedRun:
     run_name: str
     taken_out: str | None = None
     "a line for the user if the flags replace the optimizer and scheduler of a DeepSpeed JSON"
-    program: tuple[str, ...] = (ACCELERATE_LAUNCH,)
-    "module that `python -m` starts, and its first arguments; another one for another trainer's run"
-    rival_name: str | None = None
-    "name in tables of another trainer's run; None: one of ours"
     words: tuple[str, ...] | None = None
     "of a user's own script: what the launcher starts in each rank"
     details: str = ""
@@ -94,7 +84,7 @@ class PlannedRun:
     @property
     def name(self) -> str:
         """Return the run's name in tables."""
-        return self.rival_name or self.strategy.name
+        return self.strategy.name
 
 
 def plan_runs(
@@ -105,16 +95,14 @@ def plan_runs(
     machine: Machine,
     repeats: int = 1,
     parity_steps: int | None = None,
-    runs_beside: Callable[[list[PlannedRun]], list[PlannedRun]] = lambda runs: [],
 ) -> list[PlannedRun]:
     """Plan all combinations of `given` (field name to a value or a list of values) with all strategies.
 
     `num_processes` None means all GPUs, or without a GPU two processes (four with a hybrid strategy). A
     single-process strategy always gets one process, also in a rehearsal. Each run is planned `repeats` times.
     With `parity_steps`, each run does that many steps, and parity references come first: single processes
-    that see the same batches, in fp32 and in the requested numerics. `runs_beside` returns other runs that
-    belong to the same comparison as the planned ones. Raises one ValueError with all problems
-    of all combinations.
+    that see the same batches, in fp32 and in the requested numerics. Raises one ValueError
+    with all problems of all combinations.
     """
     has_gpu = machine.num_gpus > 0
     launch_flags = {
@@ -173,7 +161,6 @@ def plan_runs(
                 )
         run = _planned(config, strategy, count, machine.gpu, versions)
         runs.append(dataclasses.replace(run, taken_out=taken_out))
-    runs += runs_beside(runs)
     # each repeat runs all strategies, so that a drift over time affects them equally
     again = [repeated(run, number) for number in range(2, repeats + 1) for run in runs]
     return list({run.folder: run for run in (*references, *runs, *again)}.values())

@@ -181,12 +181,11 @@ def execute(
 def launch_command(run: PlannedRun, yaml_path: Path, *, port: int) -> list[str]:
     """Return the command line of a run; the record shows it as `accelerate launch ...`."""
     return [
-        *(sys.executable, "-m", *run.program),
+        *(sys.executable, "-m", "accelerate.commands.launch"),
         *config_options(str(yaml_path)),
         *("--num_processes", str(run.num_processes)),
         *("--main_process_port", str(port)),
-        *(run.words or (("-m", "slm_toolkit.train") if run.rival_name is None else ())),
-        *(() if run.words else flags_of(run.config)),
+        *(run.words or ("-m", "slm_toolkit.train", *flags_of(run.config))),
     ]
 
 

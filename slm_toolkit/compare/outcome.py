@@ -10,7 +10,7 @@ from typing import Any
 
 from slm_toolkit.base.errors import KILLED_OR_CRASHED, OUT_OF_MEMORY, SAYS_DISK_FULL, STOPPED_AFTER
 from slm_toolkit.base.secrets import without_secrets
-from slm_toolkit.compare.grid import ACCELERATE_LAUNCH, PlannedRun
+from slm_toolkit.compare.grid import PlannedRun
 from slm_toolkit.record.files import read_record
 from slm_toolkit.record.run_record import RECORD_FILE, RunRecord, model_facts
 
@@ -178,6 +178,4 @@ def _reason(folder: Path, ended: Ended) -> str:
 
 def as_typed(command: list[str]) -> str:
     """Return a launch's command line as a user would type it in a shell."""
-    module, *words = command[2:]
-    program = ["accelerate", "launch"] if module == ACCELERATE_LAUNCH else ["python", "-m", module]
-    return shlex.join([*program, *without_secrets(words)])
+    return shlex.join(["accelerate", "launch", *without_secrets(command[3:])])

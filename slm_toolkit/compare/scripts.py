@@ -22,7 +22,6 @@ PAIRS = (
     Pair("largest_batch", "script", ", whose batch only its own arguments set"),
     Pair("max_batch", "script", ", whose batch only its own arguments set"),
     Pair("skip_oom", "script", ", whose memory is not estimated"),
-    Pair("ours_against", "script", ", which needs our own trainer"),
     Pair("memory", "script", ", whose allocations are not traced"),
     Pair("probe_network", "script", ", which starts nothing"),
 )

@@ -8,8 +8,7 @@ from slm_toolkit.config.run_config import SYNTHETIC
 
 def check_with_torch(runs: list[PlannedRun], console: Console) -> None:
     """Raise ValueError if the data, a tracker, a kernel or a package can't be used."""
-    # the last of ours: parity references, which come first, and other trainers use no tracker
-    config = next(run.config for run in reversed(runs) if run.rival_name is None)
+    config = runs[-1].config  # parity references, which come first, use no tracker
     if config.report_to != "none":
         from slm_toolkit.run.engine.engine import check_tracker
 

@@ -76,6 +76,8 @@ REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
     "lm_eval_tasks": "`lm_eval --model hf --model_args pretrained=runs/NAME/model --tasks hellaswag`",
     "software": "estimates are for today's torch and transformers, so leave it out",
     "versions": "`slm doctor` checks the versions that are installed where it runs: run it there",
+    "ours_against": "in a checkout, python bench/throughput.py compares with Trainer, LitGPT and torchtitan",
+    "paper": "in a checkout, python studies/ashkboos/compare.py prints the paper's figures next to ours",
 }
 _LAUNCHERS_OWN = ("strategy", "config_file", "num_processes", "num_machines", "machine_rank")
 _OUR_NAME = {f"--{other}": f"--{ours}" for ours, others in SAME_MEANING.items() for other in others}

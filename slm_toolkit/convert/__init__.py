@@ -1,1 +1,1 @@
-"""Convert accelerate YAMLs, DeepSpeed JSONs and TrainingArguments into each other, key by key."""
+"""Convert accelerate YAMLs and DeepSpeed JSONs into each other, key by key."""

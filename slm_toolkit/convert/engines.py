@@ -23,7 +23,6 @@ from slm_toolkit.convert.settings import (
     truth,
     value_of,
 )
-from slm_toolkit.convert.trainer_keys import DEEPSPEED_ARGUMENTS
 from slm_toolkit.strategy.strategy import config_dir
 
 ANY = "K"
@@ -524,10 +523,7 @@ def _setting_from_zero(setting: Setting, draft: Draft, engine: str) -> Converted
     if engine == "ddp" and key == ZERO + "stage":
         word = "NO" if draft.ranks.num == 1 else "MULTI_GPU"
         return [], [account_of(setting, "carried", f"distributed_type: {word}", why="ZeRO-0 shards nothing")]
-    if draft.is_trainers and key in DEEPSPEED_ARGUMENTS and "enabled" not in key and setting.value != "auto":
-        why = f"the script's {' and '.join(DEEPSPEED_ARGUMENTS[key])} must already have the same value"
-        return [], [account_of(setting, "default", why=why)]
-    if key == GATHER and stage == 3 and setting.value is True and not draft.is_trainers:
+    if key == GATHER and stage == 3 and setting.value is True:
         path, value = ("fsdp_state_dict_type",), "SHARDED_STATE_DICT"
         return [dataclasses.replace(setting, section="fsdp", path=path, value=value, why=SAVED)], []
     if key == _HPZ_KEY and stage == 3:

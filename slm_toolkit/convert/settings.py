@@ -11,7 +11,6 @@ FATES = {  # what happens to a key, and the heading in the account, in the order
     "no counterpart": "no counterpart",
     "default": "nothing to write",
     "ignored": "ignored in the source too",
-    "stays": "stays with the script",
     "added": "added",
 }
 TRUE, FALSE = (
@@ -25,7 +24,7 @@ class Setting:
     """A key and value by accelerate's or DeepSpeed's name, and the key of the source that set it."""
 
     section: str
-    "launch, fsdp, groups (parallelism_config), deepspeed (the JSON), plugin (the YAML's section), arguments"
+    "launch, fsdp, groups (parallelism_config), deepspeed (the JSON), plugin (the YAML's section)"
     path: tuple[str, ...]
     value: Any
     source: str = ""
@@ -67,16 +66,10 @@ class Draft:
     ranks: Ranks
     settings: tuple[Setting, ...]
     rows: tuple[KeyAccount, ...] = ()
-    is_trainers: bool = False
-    "the source has TrainingArguments, so the script uses the Trainer"
     json_path: Path | None = None
     "the file from which the settings of section deepspeed were read"
     json_key: str = ""
     "the key that named that file"
-    script: tuple[str, ...] = ()
-    "the user's script and its own arguments, if the source is a command"
-    environment: tuple[str, ...] = ()
-    "NAME=value words before the command that have nothing to do with sharding"
 
 
 def account_of(setting: Setting, fate: str, *to: str, why: str = "") -> KeyAccount:
@@ -94,8 +87,8 @@ def value_of(settings: Iterable[Setting], section: str, *path: str) -> Any:
     return next(values, None)
 
 
-def deepspeed_settings(config: dict[str, Any], before: str = "") -> list[Setting]:
-    """Return the settings of a DeepSpeed JSON; `before` is a prefix for each key in the account."""
+def deepspeed_settings(config: dict[str, Any]) -> list[Setting]:
+    """Return the settings of a DeepSpeed JSON."""
     zero = config.get("zero_optimization", {})
     if not isinstance(zero, dict):
         raise ValueError(
@@ -104,7 +97,7 @@ def deepspeed_settings(config: dict[str, Any], before: str = "") -> list[Setting
         )
     if zero.get("stage", 0) not in (0, 1, 2, 3):
         raise ValueError(f"zero_optimization.stage is {zero['stage']!r}\nhint: use 0, 1, 2 or 3")
-    return [Setting("deepspeed", path, value, before + ".".join(path), value) for path, value in flat(config)]
+    return [Setting("deepspeed", path, value, ".".join(path), value) for path, value in flat(config)]
 
 
 def init_flag(settings: Iterable[Setting]) -> list[Setting]:

@@ -1,4 +1,4 @@
-"""Write a draft as an accelerate YAML, a DeepSpeed JSON or TrainingArguments."""
+"""Write a draft as an accelerate YAML or a DeepSpeed JSON."""
 
 import dataclasses
 import json
@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from slm_toolkit.base.user_files import json_of, read_text
-from slm_toolkit.convert.command import launch_values, script_of, torchrun_command, torchrun_options
 from slm_toolkit.convert.engines import INIT_FLAG, ZERO
+from slm_toolkit.convert.read import FSDP_DEFAULTS
 from slm_toolkit.convert.settings import (
     Draft,
     KeyAccount,
@@ -24,17 +24,10 @@ from slm_toolkit.convert.settings import (
     stage_of,
     truth,
 )
-from slm_toolkit.convert.trainer_keys import (
-    DEEPSPEED_ARGUMENTS,
-    FSDP_KEYS,
-    LAUNCH,
-    LAUNCHERS_OWN,
-    TORCHRUN,
-    USE_GROUPS,
-    VARIABLES,
-)
 
-_WORSE = ("added", "ignored", "stays", "default", "carried", "nearest", "no counterpart")
+SCRIPT = "train.py"
+"stands for the user's script"
+_WORSE = ("added", "ignored", "default", "carried", "nearest", "no counterpart")
 "if one key has two fates, the account shows the later one in this list"
 
 
@@ -121,7 +114,15 @@ def in_folder(folder: Path | None, name: str) -> str:
 
 _TYPES = {"single": "NO", "ddp": "MULTI_GPU", "fsdp": "FSDP", "deepspeed": "DEEPSPEED"}
 _SUFFIX = {"single": "ddp", "ddp": "ddp", "fsdp": "fsdp", "deepspeed": "deepspeed"}
-_OUT = "remove it from the script's arguments: there it would override the YAML"
+_LAUNCH = {  # launcher keys for a source that has none, with the values of our YAMLs
+    "num_machines": 1,
+    "machine_rank": 0,
+    "rdzv_backend": "static",
+    "same_network": True,
+    "main_training_function": "main",
+    "use_cpu": False,
+    "debug": False,
+}
 _OWN_OPTIMIZER = (
     "use DummyOptim and DummyScheduler in the script: accelerate needs them for the JSON's sections"
 )
@@ -137,7 +138,7 @@ def write_accelerate(draft: Draft, folder: Path | None) -> Converted:
     files: dict[str, str] = {}
     rows = [*draft.rows]
     if draft.engine == "fsdp":
-        order = [key.accelerate for key in FSDP_KEYS]
+        order = list(FSDP_DEFAULTS)
         settings = sorted(
             of_section(draft.settings, "fsdp"), key=lambda setting: order.index(setting.path[0])
         )
@@ -151,7 +152,7 @@ def write_accelerate(draft: Draft, folder: Path | None) -> Converted:
     num_processes = [] if "num_processes" in config else ["--num_processes", "N"]
     yaml_name = in_folder(folder, f"{name}.yaml")
     launcher = ["accelerate", "launch", *num_processes, "--config_file", yaml_name]
-    return Converted(files, [*draft.environment, *launcher, *script_of(draft.script)], account(rows))
+    return Converted(files, [*launcher, SCRIPT], account(rows))
 
 
 def _section(config: dict[str, Any], name: str, settings: list[Setting]) -> list[KeyAccount]:
@@ -167,7 +168,7 @@ def _deepspeed(
     config: dict[str, Any], files: dict[str, str], draft: Draft, json_name: str, folder: Path | None
 ) -> list[KeyAccount]:
     """Fill in the YAML's deepspeed_config and the JSON that it names; return their rows."""
-    settings, rows = deepspeed_json(draft, for_our_script=not draft.is_trainers)
+    settings, rows = deepspeed_json(draft, for_our_script=True)
     if is_unchanged(draft, settings):
         named = path_to_show(draft.json_path)
         rows = [unchanged_json(draft, f"deepspeed_config.deepspeed_config_file: {named}")]
@@ -194,13 +195,13 @@ def _launch(config: dict[str, Any], draft: Draft) -> list[KeyAccount]:
     for setting in settings:
         key = setting.path[0]
         if key in ("compute_environment", "distributed_type"):
-            rows.append(placed(setting, key, config[key], why=_OUT if draft.is_trainers else ""))
+            rows.append(placed(setting, key, config[key]))
         else:
             leaves.append((setting.path, setting.value))
             rows.append(placed(setting, ".".join(setting.path), setting.value))
     why = "as in our YAMLs"
     not_used = ("rdzv_backend", "same_network") if draft.engine == "single" else ()
-    for key, value in LAUNCH.items():
+    for key, value in _LAUNCH.items():
         if key not in source_keys and key not in not_used:
             leaves.append(((key,), value))
             rows.append(KeyAccount("", None, "added", (f"{key}: {str(value).lower()}",), why))
@@ -216,91 +217,21 @@ _IN_PIECES = (
     "RAM, but weights drawn from a seed differ"
 )
 _LAUNCHER = "only accelerate's launcher reads it"
-_MUST_AGREE = "transformers refuses an argument with another value"
-_BY_VARIABLE = "TrainingArguments have no such key; accelerate reads the environment variable"
-_NO_KEY = "TrainingArguments have no such key, and torchrun no such option"
+_OF_LAUNCHERS = (
+    *("compute_environment", "distributed_type", "same_network", "main_training_function", "rdzv_backend"),
+    *("num_machines", "machine_rank", "main_process_ip", "main_process_port"),
+)
+"settings that torchrun has as its own options, or does not need"
 
 
 def write_deepspeed_json(draft: Draft, folder: Path | None) -> Converted:
     """Return the DeepSpeed JSON, for a launch without accelerate's YAML."""
     name = f"{draft.name}_as_deepspeed.json"
     config, rows = deepspeed_json(draft, for_our_script=False)
-    rows = [*draft.rows, *rows, *_plugin_rows(draft)]
-    arguments: dict[str, Any] = {}
-    environment, of_launcher = _launcher(draft, arguments)
-    words = ["--deepspeed", in_folder(folder, name), *_flags(arguments, draft)]
-    command = torchrun_command(draft.settings, environment, script_of(draft.script), words)
-    return Converted({name: json_text(config)}, command, account([*rows, *of_launcher]))
-
-
-def write_trainer(draft: Draft, folder: Path | None) -> Converted:
-    """Return training_arguments.json, and the file that its fsdp_config or deepspeed names."""
-    files, rows = {}, [*draft.rows]
-    arguments: dict[str, Any] = {}
-    words: list[str] = []
-    environment, of_launcher = _launcher(draft, arguments)
-    if draft.engine == "fsdp":
-        name = f"{draft.name}_as_fsdp_config.json"
-        config, variables, config_rows = _fsdp_config(draft)
-        environment += variables
-        files[name] = json_text(config)
-        words = ["--fsdp", "--fsdp_config", in_folder(folder, name), *_flags(arguments, draft)]
-        arguments = {"fsdp": True, "fsdp_config": in_folder(folder, name), **arguments}
-        rows += config_rows
-    elif draft.engine == "deepspeed":
-        named, agreeing, config_rows = _deepspeed_of_trainer(draft, files, folder)
-        arguments |= agreeing
-        words = ["--deepspeed", named, *_flags(arguments, draft)]
-        arguments = {"deepspeed": named, **arguments}
-        rows += [*config_rows, *_plugin_rows(draft)]
-    else:
-        words = _flags(arguments, draft)
-    files = {f"{draft.name}_as_training_arguments.json": json_text(arguments), **files}
-    command = torchrun_command(draft.settings, environment, script_of(draft.script), words)
-    return Converted(files, command, account([*rows, *of_launcher]))
-
-
-def _fsdp_config(draft: Draft) -> tuple[dict[str, Any], list[str], list[KeyAccount]]:
-    """Return the content of --fsdp_config, environment variables for all other settings, and the rows."""
-    names = {key.accelerate: key.trainer for key in FSDP_KEYS}
-    config, variables, rows = {}, [], []
-    for setting in of_section(draft.settings, "fsdp"):
-        key, value = setting.path[0], setting.value
-        if value is None:
-            rows.append(account_of(setting, "default"))
-        elif name := names[key]:
-            is_list = key == "fsdp_transformer_layer_cls_to_wrap" and isinstance(value, str)
-            config[name] = value.split(",") if is_list else value
-            rows.append(placed(setting, f"fsdp_config.{name}", config[name]))
-        elif value is False:
-            rows.append(account_of(setting, "default"))
-        else:
-            variables.append(_variable(key, value))
-            rows.append(account_of(setting, setting.fate, variables[-1], why=_BY_VARIABLE))
-    return config, variables, rows
-
-
-def _deepspeed_of_trainer(
-    draft: Draft, files: dict[str, str], folder: Path | None
-) -> tuple[str, dict[str, Any], list[KeyAccount]]:
-    """Return the file for --deepspeed, the arguments that must agree with it, and the rows."""
-    config, rows = deepspeed_json(draft, for_our_script=False)
-    arguments: dict[str, Any] = {}
-    agreeing: list[KeyAccount] = []
-    for setting in of_section(draft.settings, "deepspeed"):
-        names = DEEPSPEED_ARGUMENTS.get(".".join(setting.path), ())
-        if setting.value == "auto" or draft.is_trainers or not setting.source:
-            continue
-        values = setting.value if len(names) > 1 else [setting.value]
-        for name, value in zip(names, values, strict=False):
-            arguments[name] = value
-            agreeing.append(placed(setting, name, value, why=_MUST_AGREE))
-    if is_unchanged(draft, config):
-        named = path_to_show(draft.json_path)
-        return named, arguments, [unchanged_json(draft, f"deepspeed: {named}"), *agreeing]
-    name = f"{draft.name}_as_deepspeed.json"
-    files[name] = json_text(config)
-    return in_folder(folder, name), arguments, rows + agreeing
+    rows = [*draft.rows, *rows, *_plugin_rows(draft), *_rows_of_launcher(draft)]
+    per_node = str(draft.ranks.per_node or "N")
+    command = ["torchrun", "--nproc_per_node", per_node, SCRIPT, "--deepspeed", in_folder(folder, name)]
+    return Converted({name: json_text(config)}, command, account(rows))
 
 
 def _plugin_rows(draft: Draft) -> Iterable[KeyAccount]:
@@ -316,74 +247,14 @@ def _plugin_rows(draft: Draft) -> Iterable[KeyAccount]:
             yield account_of(setting, "no counterpart", why=_IN_PIECES)
 
 
-def _launcher(draft: Draft, arguments: dict[str, Any]) -> tuple[list[str], list[KeyAccount]]:
-    """Convert the launcher's keys to environment variables and arguments.
-
-    Adds to `arguments`; returns the variables and the rows.
-    """
-    environment, rows = [*draft.environment], []
-    values = launch_values(draft.settings)
-    options = {"num_processes": "python"} if values.get("num_processes") == 1 else torchrun_options(values)
-    for setting in of_section(draft.settings, "launch"):
+def _rows_of_launcher(draft: Draft) -> Iterable[KeyAccount]:
+    """Yield the rows of settings that only a launcher has, not the JSON."""
+    for setting in (*of_section(draft.settings, "launch"), *of_section(draft.settings, "groups")):
         key, value = setting.path[-1], setting.value
-        if key == "distributed_type" and draft.is_trainers:
-            rows.append(
-                placed(setting, setting.source, True if draft.engine == "fsdp" else setting.source_value)
-            )
-        elif key in LAUNCHERS_OWN:
-            rows.append(account_of(setting, "default", why="only accelerate's launcher needs it"))
-        elif key in ("num_processes", "rdzv_backend", *TORCHRUN):
-            to = [options[key]] if key in options and value is not None else []
-            rows.append(account_of(setting, "carried" if to else "default", *to))
-        elif key in VARIABLES:
-            if str(value).lower() in ("all", "false", "none"):
-                rows.append(account_of(setting, "default"))
-            else:
-                environment.append(_variable(key, value))
-                rows.append(account_of(setting, "carried", environment[-1]))
-        elif argument := _argument(key, value):
-            arguments.update(argument)
-            rows += [placed(setting, name, word) for name, word in argument.items()]
+        if key == "num_processes":
+            yield account_of(setting, "carried", f"--nproc_per_node {draft.ranks.per_node or 'N'}")
+        elif key in _OF_LAUNCHERS:
+            yield account_of(setting, "default", why="an option of the launcher")
         else:
-            is_off = value in (None, False, "no", "NO", "default") or (
-                key == "dynamo_use_dynamic" and not value
-            )
-            why = "" if is_off else _NO_KEY
-            rows.append(account_of(setting, "default" if is_off else "no counterpart", why=why))
-    groups = [setting for setting in of_section(draft.settings, "groups") if setting.value is not None]
-    if groups:
-        environment.append(f"{USE_GROUPS}=true")
-    for setting in groups:
-        variable = _variable(setting.path[0], setting.value)
-        environment.append(variable)
-        rows.append(
-            account_of(
-                setting, setting.fate, variable, why="; ".join((_BY_VARIABLE, setting.why)).strip("; ")
-            )
-        )
-    return environment, rows
-
-
-def _argument(key: str, value: Any) -> dict[str, Any]:
-    """Return the TrainingArguments that are equivalent to a key of accelerate's YAML."""
-    if key == "mixed_precision" and value in ("bf16", "fp16"):
-        return {value: True}
-    if key == "use_cpu" and value:
-        return {"use_cpu": True}
-    if key == "dynamo_backend" and str(value).upper() != "NO":
-        return {"torch_compile": True, "torch_compile_backend": str(value).lower()}
-    if key == "dynamo_mode" and value not in (None, "default"):
-        return {"torch_compile_mode": value}
-    return {}
-
-
-def _variable(key: str, value: Any) -> str:
-    """Return NAME=value; a key that VARIABLES does not list becomes a name in capitals, as in accelerate."""
-    name = VARIABLES.get(key, key.upper())
-    return f"{name}={str(value).lower() if isinstance(value, bool) else value}"
-
-
-def _flags(arguments: dict[str, Any], draft: Draft) -> list[str]:
-    """Return the arguments as words of a command, except those that the script already has."""
-    missing = [(key, value) for key, value in arguments.items() if f"--{key}" not in draft.script]
-    return [word for key, value in missing for word in (f"--{key}", str(value))]
+            is_off = value in (None, False, 1, "no", "NO", "all", "default")
+            yield account_of(setting, "default" if is_off else "no counterpart", why=_LAUNCHER)

@@ -473,7 +473,7 @@ def observations_of(folders: list[Path]) -> dict[tuple, Observed]:
     groups: dict[tuple, list[tuple[Path, RunRecord]]] = {}
     for path, record in records:
         unknown = record.engine is None or record.world_size is None
-        if unknown or record.is_parity_reference or record.is_of_other_trainer:
+        if unknown or record.is_parity_reference or record.is_of_script:
             continue
         gpu = find_gpu(record.gpu)
         if gpu is None and not (record.is_rehearsal and record.gpu is None):

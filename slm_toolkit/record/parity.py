@@ -364,7 +364,7 @@ def _among_each_other(records: list[RunRecord], loss_tolerance: float | None) ->
                 break
         else:
             groups.append([index])
-    of_ours = {index for index, record in enumerate(records) if not record.is_of_other_trainer}
+    of_ours = {index for index, record in enumerate(records) if not record.is_of_script}
     counted = of_ours or set(range(len(records)))
     sizes = [len({records[index].strategy for index in counted.intersection(group)}) for group in groups]
     if sizes.count(max(sizes)) == 1:
@@ -385,8 +385,8 @@ def _among_each_other(records: list[RunRecord], loss_tolerance: float | None) ->
 
 
 def _order(record: RunRecord) -> tuple[bool, bool]:
-    """Sort key of references: ours before another trainer's, DDP before other engines."""
-    return record.is_of_other_trainer, record.engine != "ddp"
+    """Sort key of references: ours before a user's script, DDP before other engines."""
+    return record.is_of_script, record.engine != "ddp"
 
 
 def _compare_same_numerics(reference: RunRecord, record: RunRecord, loss_tolerance: float | None) -> Parity:

@@ -63,8 +63,6 @@ class Asked(TypedDict):
     num_processes: NotRequired[PositiveInt]
     files: NotRequired[dict[str, str | None]]
     "for each data path, a hash of its files' sizes and times; null for a hub id"
-    trainer: NotRequired[str]
-    "another trainer that did the run, by its name for --ours_against; missing: this toolkit's own"
     script: NotRequired[list[str]]
     """a user's own script that did the run, and its arguments (`recorder.py`). `config` then has only these
     arguments by name, and numerics stock: what accelerate does by itself. Other flags are unknown"""
@@ -387,11 +385,6 @@ class RunRecord:
     def is_of_script(self) -> bool:
         """Return whether a user's own script did the run."""
         return "script" in self.asked
-
-    @property
-    def is_of_other_trainer(self) -> bool:
-        """Return whether another trainer or a user's own script did the run."""
-        return "trainer" in self.asked or self.is_of_script
 
     @property
     def is_rehearsal(self) -> bool:

@@ -31,7 +31,7 @@ def estimate_of(record: RunRecord) -> Estimate | None:
     trainer's run, because the closed forms are of ours. A user's own script is estimated as Hugging Face's
     Trainer with the settings that were observed, or not at all if its model or optimizer is unknown.
     """
-    if record.engine is None or record.world_size is None or "trainer" in record.asked:
+    if record.engine is None or record.world_size is None:
         return None
     if record.is_of_script and not _is_known(record):
         return None

@@ -605,7 +605,7 @@ def _no_accelerate_config(settings: dict[str, Any], path: Path) -> str:
     if "fsdp" in settings or "deepspeed" in settings:
         return (
             f"{path} contains TrainingArguments, not an accelerate YAML: it has no distributed_type\n"
-            f"hint: `slm convert {path} --to accelerate_fsdp` (or accelerate_deepspeed) writes one"
+            "hint: give the DeepSpeed JSON that they name, or start from a YAML of `slm configs --copy DIR`"
         )
     keys = ", ".join(map(str, list(settings)[:5]))
     return (

@@ -266,7 +266,7 @@ MODELS = (
         "transformers: what Trainer calls to read, step and schedule",
         ("_get_train_sampler", "create_scheduler", "training_step", "model_accepts_loss_kwargs"),
         "give another trainer's row our batches, losses and learning rates",
-        "rivals/training.py: the methods of InOrder",
+        "bench/rivals/training.py: the methods of InOrder",
         _trainer_methods,
     ),
 )

@@ -171,14 +171,6 @@ def _estimator_module() -> None:
     assert callable(stage3.estimate_zero3_model_states_mem_needs)
 
 
-def _torchrun() -> None:
-    from importlib.metadata import entry_points
-
-    (script,) = [point for point in entry_points(group="console_scripts") if point.name == "torchrun"]
-    assert script.value == "torch.distributed.run:main", script.value
-    assert find_spec("torch.distributed.launch") is not None
-
-
 def _options_of_a_parser() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument_group("group").add_argument("--seq_len", "--max_length")
@@ -314,12 +306,5 @@ WORDS = (
         "let a JSON name these and import no others",
         "passed_on.py: JSON_SETTINGS",
         _autocast_modules,
-    ),
-    Leaning(
-        "torch: the launchers that torchrun is another name of",
-        ("torch.distributed.run", "torch.distributed.launch"),
-        "read commands to convert",
-        "convert/command.py",
-        _torchrun,
     ),
 )

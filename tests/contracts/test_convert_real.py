@@ -9,7 +9,7 @@ import pytest
 from conftest import FSDP2, ROOT, run
 from conversions import converted
 
-from slm_toolkit.convert.trainer_keys import FSDP_KEYS
+from slm_toolkit.convert.read import FSDP_DEFAULTS
 from slm_toolkit.strategy.passed_on import YAML_SETTINGS
 from slm_toolkit.strategy.strategy import find_strategy, shipped_strategies
 
@@ -31,12 +31,6 @@ FSDP1 = (
     "  fsdp_sync_module_states: false\n  fsdp_cpu_ram_efficient_loading: false\n"
     "  fsdp_reshard_after_forward: SHARD_GRAD_OP\n"
 )
-ARGUMENTS = {
-    "trainer_silent": {"fsdp": True},
-    "trainer_old": {"fsdp": "shard_grad_op offload", "fsdp_config": {"fsdp_min_num_params": 5}},
-    "trainer_true": {"fsdp": "true"},
-    "trainer_hybrid": {"fsdp": "hybrid_shard"},
-}
 
 
 @pytest.fixture(scope="module")
@@ -48,17 +42,12 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         forms = ["accelerate_ddp"] if engine in ("single", "ddp") else list(YAML_OF.values())
         for form in forms:
             converted(name, to=form, folder=folder, gpus_per_node=2)
-        trainers = converted(name, to="training_arguments", folder=inputs, gpus_per_node=2)
-        (folder / f"{name}_command.sh").write_text(shlex.join(trainers.command))
+        if name in OF_ZERO:
+            alone = converted(name, to="deepspeed_json", folder=inputs, gpus_per_node=2)
+            (folder / f"{name}_command.sh").write_text(shlex.join(alone.command))
     for name, text in {"silent": SILENT, "flipped": FLIPPED, "by_size": BY_SIZE, "fsdp1": FSDP1}.items():
         (folder / f"{name}.yaml").write_text(text)
         converted(str(folder / f"{name}.yaml"), to="accelerate_fsdp", folder=folder)
-        trainers = converted(str(folder / f"{name}.yaml"), to="training_arguments", folder=inputs)
-        (folder / f"{name}_command.sh").write_text(shlex.join(trainers.command))
-    for name, arguments in ARGUMENTS.items():
-        (folder / f"{name}.json").write_text(json.dumps(arguments))
-    for name in ("trainer_silent", "trainer_old"):
-        converted(str(folder / f"{name}.json"), to="accelerate_fsdp", folder=folder, num_processes=2)
     for path in folder.glob("*_as_deepspeed.json"):  # named by the YAMLs
         path.rename(inputs / path.name)
     for path in folder.glob("*.yaml"):
@@ -66,11 +55,6 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     done = run(sys.executable, str(ROOT / "tests" / "real_configs.py"), str(folder))
     assert done.code == 0, done.err
     return json.loads(done.out.splitlines()[-1])
-
-
-def of_engine(found: dict[str, Any]) -> dict[str, Any]:
-    """Without how many ranks there are, which torchrun says, not the script."""
-    return {key: value for key, value in found.items() if key not in ("ranks",)}
 
 
 @pytest.mark.parametrize("name", [*OF_FSDP, *OF_ZERO])
@@ -89,13 +73,6 @@ def test_accelerate_takes_a_converted_yaml_for_what_it_is(name: str, facts: dict
     assert fsdp["ranks"] == zero["ranks"] == strategy.num_processes
 
 
-@pytest.mark.parametrize("name", [*OF_FSDP, "silent", "flipped", "by_size"])
-def test_the_trainer_makes_of_the_arguments_what_accelerate_makes_of_the_yaml(
-    name: str, facts: dict[str, Any]
-) -> None:
-    assert facts[f"{name}_command.sh"] == of_engine(facts[f"{name}_as_fsdp.yaml"])
-
-
 @pytest.mark.parametrize("name", OF_ZERO)
 def test_the_trainer_takes_a_json_for_what_accelerate_takes_the_yaml(
     name: str, facts: dict[str, Any]
@@ -112,17 +89,8 @@ def test_a_yaml_written_out_means_what_it_meant_silently(name: str, facts: dict[
     assert facts[f"{name}_as_fsdp.yaml"] == facts[f"{name}.yaml"]
 
 
-@pytest.mark.parametrize("name", ["trainer_silent", "trainer_old"])
-def test_arguments_written_out_as_a_yaml_mean_what_they_meant_silently(
-    name: str, facts: dict[str, Any]
-) -> None:
-    as_yaml = facts[f"{name}_as_fsdp.yaml"]
-    assert {key: as_yaml[key] for key in facts[f"{name}.json"]} == facts[f"{name}.json"]
-
-
 def test_the_defaults_in_our_table_are_the_libraries_own(facts: dict[str, Any]) -> None:
-    of_key = {key.accelerate.removeprefix("fsdp_"): key for key in FSDP_KEYS}
-    launcher, trainer = facts["silent.yaml"], facts["trainer_silent.json"]
+    launcher = facts["silent.yaml"]
     names = {
         "reshard_after_forward": "reshard",
         "state_dict_type": "state_dict",
@@ -132,15 +100,11 @@ def test_the_defaults_in_our_table_are_the_libraries_own(facts: dict[str, Any]) 
         "transformer_layer_cls_to_wrap": "layers",
     }
     for key, fact in names.items():
-        assert launcher[fact] == of_key[key].launch_default, key
-        assert trainer[fact] == of_key[key].trainer_default, key
-    assert (launcher["wrap"], trainer["wrap"]) == (None, "transformer_auto_wrap_policy")
-    assert (launcher["offload"], trainer["offload"]) == ("OffloadPolicy", "OffloadPolicy")
+        assert launcher[fact] == FSDP_DEFAULTS[f"fsdp_{key}"], key
+    assert (launcher["wrap"], launcher["offload"]) == (None, "OffloadPolicy")
     assert set(YAML_SETTINGS) - {"dynamo_backend", "fp16"} == set(facts["ClusterConfig"])
 
 
 def test_what_we_say_of_others_is_so(facts: dict[str, Any]) -> None:
     assert facts["fsdp1.yaml"]["fsdp1"] == "FULL_SHARD"  # whatever fsdp_reshard_after_forward says
     assert facts["fsdp1_as_fsdp.yaml"]["reshard"] is False  # what was meant
-    assert "Unknown `fsdp` option: true" in facts["trainer_true.json"]["error"]
-    assert "only available with FSDP1" in facts["trainer_hybrid.json"]["error"]

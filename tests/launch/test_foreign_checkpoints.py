@@ -12,8 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.names import find_model
-from slm_toolkit.rivals.work import write_work
 from slm_toolkit.run.model.model import build_model
+
+sys.path.insert(0, str(ROOT / "bench"))
+from rivals.work import write_work
 
 SAVED_AT, NUM_STEPS = 5, 15
 WITHIN = 1e-5

@@ -367,6 +367,16 @@ def test_two_own_strategies_that_differ_are_both_red_without_ddp(tmp_path: Path)
 
 
 @pytest.mark.quick
+def test_users_scripts_never_outvote_our_trainer() -> None:
+    def script(name: str, loss: float) -> RunRecord:
+        record = made_record(strategy=name, losses=[loss] * 33, grad_norms=[], identity=name)
+        return dataclasses.replace(record, asked={**record.asked, "script": [name]})
+
+    parities = judge([script("a", 9.0), script("b", 9.0), script("c", 10.0), made_record(losses=[10.0] * 33)])
+    assert [parity and parity.holds for parity in parities] == [False, False, True, None]
+
+
+@pytest.mark.quick
 def test_the_first_step_beyond_the_tolerance_is_named_not_the_worst() -> None:
     first, second = own_strategies(10.0, 10.0)
     second = dataclasses.replace(second, losses=[10.0, 10.02] + [10.5] * 31)

@@ -14,7 +14,6 @@ import yaml
 from conftest import ROOT, SMALL_LLAMA, plans_of, slm
 
 from slm_toolkit.base.user_files import YAML_LOADER
-from slm_toolkit.cli.convert import convert
 from slm_toolkit.compare.slurm import SLURM_TEMPLATE, slurm_nodes
 from slm_toolkit.config.flags import MODULE
 from slm_toolkit.config.run_config import RunConfig
@@ -168,15 +167,6 @@ def test_the_folder_of_a_run_is_one_name_whatever_the_model_and_the_yaml_are_cal
         assert Path(made).name == made
         (tmp_path / made).mkdir()  # which a name of over 255 bytes could not be
         assert (tmp_path / made).parent == tmp_path
-
-
-@pytest.mark.quick
-def test_a_converted_file_stays_in_its_folder_whatever_the_module_is_called() -> None:
-    # the name of a module's file is what stands behind the last dot: here an absolute path
-    for module in ("a./tmp/evil", "a.../../evil", "/tmp/evil"):
-        command = ["--", "torchrun", "--nproc_per_node", "2", "-m", module, "--fsdp", "full_shard"]
-        written = convert(command, "accelerate_fsdp", num_processes=None, gpus_per_node=None, folder=None)
-        assert [Path(name).name for name in written.files] == list(written.files)
 
 
 def test_a_tracker_writes_below_its_own_folder(tmp_path: Path) -> None:

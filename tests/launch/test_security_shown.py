@@ -10,7 +10,6 @@ from conftest import ROOT, SMALL_LLAMA, made_record, slm
 from made_records import needs_browser, traced
 
 from slm_toolkit.base.secrets import is_secret, without_secrets
-from slm_toolkit.cli.convert import convert
 from slm_toolkit.record.files import find_records, write_record
 from slm_toolkit.strategy.strategy import find_strategy
 
@@ -153,19 +152,6 @@ def test_a_commands_secrets_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["COMET_API_KEY=abc", "--hub_token", "abc", "--hf-token=abc", "--x", f"u:{SECRETS['HF_TOKEN']}@h"]
     hidden = ["COMET_API_KEY=***", "--hub_token", "***", "--hf-token=***", "--x", "u:***@h"]
     assert without_secrets(words) == hidden
-    command = [
-        "--",
-        "HF_TOKEN=hf_typed",
-        "torchrun",
-        "--nproc_per_node",
-        "2",
-        "t.py",
-        "--hub_token",
-        "hf_typed",
-    ]
-    command += ["--fsdp", "full_shard"]
-    written = convert(command, "accelerate_fsdp", num_processes=None, gpus_per_node=None, folder=None)
-    assert "hf_typed" not in str(written)
 
 
 @pytest.mark.quick

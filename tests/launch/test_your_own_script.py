@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ import yaml
 from conftest import ROOT, slm
 
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.rivals.work import write_work
+
+sys.path.insert(0, str(ROOT / "bench"))
+from rivals.work import write_work
 
 SCRIPTS = ROOT / "tests" / "scripts"
 THREE = ("ddp", "fsdp_full_shard", "ds_zero2")

@@ -13,17 +13,16 @@ LAYERS = (
     *("run/peers", "run/kernels", "run/model", "run/engine", "run/checkpoint", "run/data", "run/observe"),
     *("run/faults", "run"),
     *("report", "report/tables", "report/charts", "compare"),
-    *("recommend", "doctor", "convert", "study", "rivals"),
+    *("recommend", "doctor", "convert", "checkpoint_convert"),
     *("train.py", "recorder.py", "run_script.py", "api.py", "cli"),
 )
 "from the lowest to the highest: a folder's own files, or a file of the package's root"
-SATELLITES = ("recommend", "doctor", "convert", "study", "rivals")
+SATELLITES = ("recommend", "doctor", "convert", "checkpoint_convert")
 ABOVE_SATELLITES = {
     "recommend": {"recommend", "api"},
     "doctor": {"doctor", "train", "compare", "api"},
     "convert": {"convert"},
-    "study": {"report"},
-    "rivals": {"compare", "api"},
+    "checkpoint_convert": {"convert"},
 }
 "by satellite, the files of cli, and api.py, that import it: nothing else of the package does"
 

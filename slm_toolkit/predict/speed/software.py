@@ -69,8 +69,6 @@ class Software:
     a cluster differ by 8 % on average, so the slowest of some 400 is 4 % = sqrt(2 ln 400) x 1.15 % behind"""
     step_seconds: float = 0.0
     "per step, independent of the computation"
-    first_step_seconds: float = 0.0
-    "extra time in the paper's protocol, which averages a slow first step over ten; else absent"
     fsdp_version: int = 2
     "the FSDP of these runs, unless the strategy names its own; FSDP1 does not copy gathered parameters"
     reduces_each_micro_step: bool = False

@@ -49,8 +49,6 @@ def test_a_required_flag_and_a_positional_argument_work_with_it(tmp_path: Path) 
     path = write(tmp_path, "to: deepspeed_json\nnum_processes: 4\n")
     args = parse("convert", "--config", path, "ddp")
     assert (args.source, args.to, args.num_processes) == (["ddp"], "deepspeed_json", 4)
-    command = parse("convert", "--to", "accelerate_ddp", "--", "train.py", "--config", "mine.yaml")
-    assert command.source[-2:] == ["--config", "mine.yaml"]
 
 
 def test_no_and_times_are_taken_as_they_are_written(tmp_path: Path) -> None:

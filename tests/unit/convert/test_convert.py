@@ -1,7 +1,6 @@
-"""Accelerate YAMLs, DeepSpeed JSONs and TrainingArguments turned into one another, key by key."""
+"""Accelerate YAMLs and DeepSpeed JSONs turned into one another, key by key."""
 
 import json
-import shlex
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from slm_toolkit.convert.settings import FATES, flat
 from slm_toolkit.strategy.strategy import Strategy, find_strategy, shipped_strategies
 
 OWN_FORM = {"fsdp2": "accelerate_fsdp", "deepspeed": "accelerate_deepspeed"}
-FORMS = ("accelerate_fsdp", "accelerate_deepspeed", "accelerate_ddp", "deepspeed_json", "training_arguments")
+FORMS = ("accelerate_fsdp", "accelerate_deepspeed", "accelerate_ddp", "deepspeed_json")
 SAME_SHARDING = {  # ours, and ours of the other engine that shards alike
     "fsdp_full_shard": "ds_zero3",
     "fsdp_shard_grad_op": "ds_zero2",
@@ -42,23 +41,6 @@ def test_what_fsdp_has_no_word_for_does_not_come_back(tmp_path: Path) -> None:
     assert there_and_back("ds_zero1", "accelerate_fsdp", tmp_path).zero_stage == 2
     nvme = there_and_back("ds_zero3_nvme", "accelerate_fsdp", tmp_path)
     assert nvme.deepspeed_config == find_strategy("ds_zero3_offload").deepspeed_config
-
-
-@pytest.mark.parametrize("name", shipped_strategies())
-def test_a_strategy_comes_back_from_training_arguments(name: str, tmp_path: Path) -> None:
-    """By the command that the conversion prints, pasted behind `--`."""
-    strategy = find_strategy(name)
-    there = converted(name, to="training_arguments", folder=tmp_path, gpus_per_node=2)
-    own = OWN_FORM.get(strategy.engine, "accelerate_ddp")
-    back = meaning(
-        strategy_of(converted(*there.command, to=own, folder=tmp_path / "back"), tmp_path / "back")
-    )
-    wanted = meaning(strategy)
-    if strategy.zero_stage == 3:  # with TrainingArguments alone transformers always builds in pieces
-        assert row(there, "deepspeed_config.zero3_init_flag").fate == "no counterpart"
-        assert back.accelerate_config["deepspeed_config"] == {"zero3_init_flag": True}
-        back.accelerate_config["deepspeed_config"] = {"zero3_init_flag": False}
-    assert back == wanted
 
 
 @pytest.mark.parametrize(("fsdp", "zero"), SAME_SHARDING.items())
@@ -164,15 +146,8 @@ def test_two_machines_keep_their_meeting_point(tmp_path: Path) -> None:
         f"{FSDP2}num_processes: 16\nnum_machines: 2\nmachine_rank: 1\nmain_process_ip: 10.0.0.1\n"
         "main_process_port: 29500\n"
     )
-    command = converted(write(tmp_path, text), to="training_arguments").command
-    of_static = "--nproc_per_node 8 --nnodes 2 --node_rank 1 --master_addr 10.0.0.1 --master_port 29500"
-    assert shlex.join(command).startswith(f"torchrun {of_static} train.py --fsdp")
-    source = write(tmp_path, f"{text}rdzv_backend: c10d\nsame_network: false\n")
-    command = converted(source, to="training_arguments", folder=tmp_path).command
-    of_c10d = "--nproc_per_node 8 --nnodes 2 --rdzv_backend c10d --rdzv_endpoint 10.0.0.1:29500"
-    assert shlex.join(command).startswith(f"torchrun {of_c10d} train.py --fsdp")
-    back = strategy_of(converted(*command, to="accelerate_fsdp", folder=tmp_path), tmp_path).accelerate_config
-    assert (back["rdzv_backend"], back["same_network"]) == ("c10d", False)
+    source = write(tmp_path, text)
+    back = strategy_of(converted(source, to="accelerate_fsdp", folder=tmp_path), tmp_path).accelerate_config
     assert (back["main_process_ip"], back["main_process_port"]) == ("10.0.0.1", 29500)
     as_zero = converted(source, to="accelerate_deepspeed", folder=tmp_path / "zero")
     section = strategy_of(as_zero, tmp_path / "zero").accelerate_config["deepspeed_config"]
@@ -187,66 +162,3 @@ def test_an_hpz_of_auto_is_a_number_for_scripts_that_are_not_ours() -> None:
         ]
         == 4
     )
-
-
-def test_old_words_of_the_trainer_become_todays(tmp_path: Path) -> None:
-    arguments = {
-        "output_dir": "out",
-        "fsdp": "shard_grad_op offload auto_wrap",
-        "fsdp_config": {
-            "fsdp_transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-            "xla": False,
-            "offload_params": True,
-        },
-    }
-    source = write(tmp_path, json.dumps(arguments), "mine.json")
-    written = converted(source, to="training_arguments", num_processes=2)
-    assert json.loads(written.files["mine_as_fsdp_config.json"]) == {
-        "version": 2,
-        "reshard_after_forward": False,
-        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-        "state_dict_type": "FULL_STATE_DICT",
-        "cpu_ram_efficient_loading": False,
-        "cpu_offload": True,
-        "activation_checkpointing": False,
-    }
-    assert (
-        row(written, "fsdp_config.offload_params").fate == "ignored"
-    )  # accelerate's word, not the Trainer's
-    assert row(written, "output_dir").fate == "stays"
-    assert written.command[-3:] == ["--fsdp", "--fsdp_config", "mine_as_fsdp_config.json"]
-
-
-def test_what_fsdp_config_takes_is_a_source_of_its_own(tmp_path: Path) -> None:
-    source = write(
-        tmp_path, json.dumps({"reshard_after_forward": False, "activation_checkpointing": True}), "mine.json"
-    )
-    written = converted(source, to="accelerate_fsdp", folder=tmp_path, num_processes=2)
-    fsdp = strategy_of(written, tmp_path).accelerate_config["fsdp_config"]
-    assert (fsdp["fsdp_reshard_after_forward"], fsdp["fsdp_activation_checkpointing"]) == (False, True)
-
-
-def test_a_pasted_command_keeps_the_scripts_own_words(tmp_path: Path) -> None:
-    command = (
-        "OMP_NUM_THREADS=4 CUDA_VISIBLE_DEVICES=0,1 torchrun --nnodes 2 --nproc-per-node=4 --node_rank 1 "
-        "--master_addr h --master_port 29501 --max_restarts 3 -m pkg.run "
-        "--model-name x --fsdp full_shard --bf16 --lr 1e-4"
-    )
-    written = converted(command, to="accelerate_fsdp", folder=tmp_path)
-    config = strategy_of(written, tmp_path).accelerate_config
-    wanted = {
-        "num_processes": 8,
-        "num_machines": 2,
-        "machine_rank": 1,
-        "main_process_ip": "h",
-        "main_process_port": 29501,
-        "gpu_ids": "0,1",
-        "mixed_precision": "bf16",
-    }
-    assert {key: config[key] for key in wanted} == wanted
-    assert shlex.join(written.command) == (
-        f"OMP_NUM_THREADS=4 accelerate launch --config_file {tmp_path}/run_as_fsdp.yaml "
-        "-m pkg.run --model-name x --bf16 True --lr 1e-4"
-    )
-    assert row(written, "--max_restarts").fate == "no counterpart"

@@ -10,28 +10,16 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from safetensors.torch import save_file
 
-from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
 from slm_toolkit.config.schedule import learning_rate
 from slm_toolkit.model.names import find_model
-from slm_toolkit.rivals.rivals import WORK_FILE
 from slm_toolkit.run.data.batches import make_loader
 from slm_toolkit.run.data.data import load_data
 from slm_toolkit.run.model.model import build_model
 
 
-def write_work(
-    folder: Path,
-    config: RunConfig,
-    *,
-    num_processes: int,
-    progress: Path | None = None,
-    **options: Any,
-) -> dict[str, Any]:
-    """Write everything that `training.py` needs into `folder`, and return the content of work.json.
-
-    `config` comes from `config_of_others`. `progress`: a file that shows how far it is. `options` replace
-    values of work.json. Raises ValueError for data with labels or documents that must not see each other.
-    """
+def write_work(folder: Path, config: RunConfig, *, num_processes: int) -> dict[str, Any]:
+    """Write everything that `training.py` needs into `folder`, and return the content of work.json."""
     folder.mkdir(parents=True, exist_ok=True)
     spec = find_model(config.model)
     build_model(spec, config).save_pretrained(folder / "model")
@@ -46,7 +34,6 @@ def write_work(
         "seq_len": config.seq_len,
         "batch_size": config.per_device_train_batch_size,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
-        "tokens_per_step": per_step * config.per_device_train_batch_size * config.seq_len,
         "num_steps": num_steps,
         "numerics": "fp32" if config.numerics == "fp32" else "bf16",
         "attn_implementation": config.attn_implementation,
@@ -59,38 +46,27 @@ def write_work(
         "weight_decay": config.weight_decay,
         "fused_optimizer": config.optim == "adamw_torch_fused",
         "max_grad_norm": config.max_grad_norm,
-        "progress": None if progress is None else str(progress),
-        **options,
     }
-    (folder / WORK_FILE).write_text(json.dumps(work))
+    (folder / "work.json").write_text(json.dumps(work))
     return work
 
 
 def _tokens(config: RunConfig, num_batches: int, *, batches_per_step: int) -> torch.Tensor:
-    """Return (num_batches x batch, seq_len) tokens, in the order in which our run reads them.
+    """Return (num_batches x batch, seq_len) synthetic tokens, in the order in which our run reads them.
 
     Rank r's micro-batch number k is batch k x num_processes + r of the data. `batches_per_step`: of all ranks
     and micro-steps; an epoch leaves out the batches that do not fill one more step.
     """
     spec = find_model(config.model)
+    assert config.dataset == SYNTHETIC
     num_sequences = num_batches * config.per_device_train_batch_size
     data = load_data(config, spec, num_sequences=num_sequences)
-    if data.has_labels or len(data.names) > 1:
-        raise ValueError(
-            "--ours_against with chats, padded documents or several datasets: the other trainers' runs get "
-            "sequences in which every token has a loss\nhint: one text dataset with --packing concat, or "
-            "synthetic tokens"
-        )
     set_seed(config.seed)
     loader = Accelerator(
         cpu=True,
         dataloader_config=DataLoaderConfiguration(dispatch_batches=False, use_seedable_sampler=True),
     ).prepare_data_loader(make_loader(data.train, config, train=True))
     in_epoch = len(loader) // batches_per_step * batches_per_step
-    if in_epoch == 0:
-        raise ValueError(
-            f"{config.dataset} is too small for one step\nhint: lower --per_device_train_batch_size"
-        )
     batches, epoch = [], 0
     while len(batches) < num_batches:
         loader.set_epoch(epoch)

@@ -1,15 +1,13 @@
-"""One rank of another trainer's run: it trains on given work, and writes what it observed.
+"""Train with another trainer on given work, in one process, and write what it observed.
 
-    accelerate launch --config_file ddp.yaml slm_toolkit/rivals/training.py trainer WORK.json
-    python slm_toolkit/rivals/training.py litgpt WORK.json        # one process
+    python bench/rivals/training.py trainer WORK.json
 
 The script imports nothing of slm_toolkit, so that it also runs in another environment. `work.py` writes
 WORK.json: the folder of a Hugging Face model with its first weights, the tokens of every batch, and options.
-Each rank writes rank<r>.json into the folder of WORK.json.
+The result is rank0.json beside it.
 """
 
 import json
-import os
 import resource
 import sys
 import time
@@ -18,47 +16,36 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from safetensors.torch import load_file
 
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 ON_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if ON_GPU else torch.device("cpu")
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 
 class Watch:
-    """The clock and the losses of this rank: a step lasts from the end of the step before it to its own end.
+    """The clock and the losses: a step lasts from the end of the step before it to its own end.
 
     On a GPU events on its stream measure it, which nobody waits for before the last step.
     """
 
-    def __init__(self, work: dict[str, Any]) -> None:
-        self.work = work
+    def __init__(self) -> None:
         self.times: list[Any] = []
         "start of the first step, then the end of each: seconds on a CPU, events on a GPU"
         self.losses: list[torch.Tensor] = []
-        "of this rank: the mean over a step's micro-steps"
-        self.grad_norms: list[torch.Tensor] = []
-        self.engine = "single"
-        self.num_tokens = 0
+        "the mean over a step's micro-steps"
         self._micro_losses: list[torch.Tensor] = []
-        self._shown_at = 0.0
 
     def begin(self) -> None:
-        self._load_before = self._load()
         self.times.append(self._now())
 
-    def micro_step(self, tokens: torch.Tensor, mean_loss: torch.Tensor) -> None:
-        self.num_tokens += tokens.numel()
+    def micro_step(self, mean_loss: torch.Tensor) -> None:
         self._micro_losses.append(mean_loss.detach())
 
     def step_ended(self) -> None:
         self.losses.append(torch.stack(self._micro_losses).mean())
         self._micro_losses = []
         self.times.append(self._now())
-        if RANK == 0 and self.work["progress"] and time.monotonic() - self._shown_at >= 0.5:
-            self._show()
 
     def _now(self) -> Any:
         if not ON_GPU:
@@ -67,25 +54,6 @@ class Watch:
         event.record()
         return event
 
-    def _load(self) -> dict[str, float]:
-        """Return seconds until now: of the clock, of all busy cores of this machine, and of this process."""
-        times = psutil.cpu_times()
-        idle = times.idle + getattr(times, "iowait", 0.0)
-        # Linux counts a guest's time in `user`, too
-        busy = sum(times) - idle - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-        return {"elapsed": time.monotonic(), "machine": busy, "process": time.process_time()}
-
-    def _show(self) -> None:
-        """Write the file that `slm compare` shows."""
-        self._shown_at = time.monotonic()
-        path, step = Path(self.work["progress"]), len(self.losses)
-        seconds = self.seconds()
-        rate = self.work["tokens_per_step"] * len(seconds) / sum(seconds)
-        state = {"step": step, "num_steps": self.work["num_steps"], "loss": self.losses[-1].item()}
-        unfinished = path.with_suffix(".new")
-        unfinished.write_text(json.dumps({**state, "tokens_per_second": rate}))
-        unfinished.replace(path)
-
     def seconds(self) -> list[float]:
         if ON_GPU:
             torch.cuda.synchronize()
@@ -93,19 +61,11 @@ class Watch:
         return [end - before for before, end in pairwise(self.times)]
 
     def observed(self) -> dict[str, Any]:
-        seconds = self.seconds()
-        load = {name: now - self._load_before[name] for name, now in self._load().items()}
         return {
-            "load": load,
-            "world_size": WORLD_SIZE,
-            "engine": self.engine,
-            "step_seconds": seconds,
-            "num_tokens": self.num_tokens,
+            "step_seconds": self.seconds(),
             "losses": torch.stack(self.losses).float().tolist(),
-            "grad_norms": [float(norm) for norm in self.grad_norms],
             "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "peak_allocated_bytes": torch.cuda.max_memory_allocated() if ON_GPU else None,
-            "peak_reserved_bytes": torch.cuda.max_memory_reserved() if ON_GPU else None,
         }
 
 
@@ -128,13 +88,9 @@ def adamw(model: torch.nn.Module, work: dict[str, Any]) -> torch.optim.AdamW:
 
 
 def batches(work: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield this rank's micro-batches, (batch, seq_len) int64 on its device, from a DataLoader.
-
-    The micro-batches of all ranks stand one after the other: first number 0 of each rank, then number 1.
-    """
+    """Yield micro-batches, (batch, seq_len) int64 on the device, from a DataLoader."""
     tokens = load_file(work["tokens"])["tokens"]
-    own = tokens.view(-1, WORLD_SIZE, work["batch_size"], tokens.shape[-1])[:, RANK].flatten(0, 1)
-    loader = torch.utils.data.DataLoader(own, batch_size=work["batch_size"], pin_memory=ON_GPU)
+    loader = torch.utils.data.DataLoader(tokens, batch_size=work["batch_size"], pin_memory=ON_GPU)
     for batch in loader:
         yield batch.to(DEVICE, non_blocking=True) if ON_GPU else batch
 
@@ -157,7 +113,7 @@ def hf_model(work: dict[str, Any]) -> torch.nn.Module:
 
 
 def bare(work: dict[str, Any]) -> Watch:
-    """transformers' model in a bare PyTorch loop: autocast, AdamW, clipping; DDP for several ranks."""
+    """transformers' model in a bare PyTorch loop: autocast, AdamW, clipping."""
     model = hf_model(work).to(DEVICE)
     compiled = torch.compile(model) if work["torch_compile"] else model
     return _plain_loop(work, compiled, lambda forward, tokens: forward(input_ids=tokens, labels=tokens).loss)
@@ -191,28 +147,21 @@ def _plain_loop(
     loss_of: Callable[[torch.nn.Module, torch.Tensor], torch.Tensor],
 ) -> Watch:
     """Train with PyTorch alone: `loss_of` returns the mean loss that a model has on a batch of tokens."""
-    watch, params = Watch(work), list(forward.parameters())
-    if WORLD_SIZE > 1:
-        torch.distributed.init_process_group("nccl" if ON_GPU else "gloo")
-        forward = torch.nn.parallel.DistributedDataParallel(forward)
-        watch.engine = "ddp"
+    watch, params = Watch(), list(forward.parameters())
     optimizer, own_batches = adamw(forward, work), batches(work)
     num_micro_steps = work["gradient_accumulation_steps"]
     watch.begin()
     for rate in work["learning_rates"]:
         for group in optimizer.param_groups:
             group["lr"] = rate
-        for micro_step in range(num_micro_steps):
+        for _ in range(num_micro_steps):
             tokens = next(own_batches)
-            if WORLD_SIZE > 1:
-                forward.require_backward_grad_sync = micro_step == num_micro_steps - 1
             with torch.autocast(DEVICE.type, torch.bfloat16, enabled=is_autocast(work)):
                 loss = loss_of(forward, tokens)
             (loss / num_micro_steps).backward()
-            watch.micro_step(tokens, loss)
+            watch.micro_step(loss)
         if work["max_grad_norm"]:
-            norm = torch.nn.utils.clip_grad_norm_(params, work["max_grad_norm"])
-            watch.grad_norms.append(norm)
+            torch.nn.utils.clip_grad_norm_(params, work["max_grad_norm"])
         optimizer.step()
         optimizer.zero_grad()
         watch.step_ended()
@@ -223,7 +172,7 @@ def trainer(work: dict[str, Any]) -> Watch:
     """Hugging Face's Trainer, with the flags that make it fastest."""
     from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
-    watch, num_micro_steps = Watch(work), work["gradient_accumulation_steps"]
+    watch, num_micro_steps = Watch(), work["gradient_accumulation_steps"]
 
     class Steps(TrainerCallback):
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -255,7 +204,7 @@ def trainer(work: dict[str, Any]) -> Watch:
         def training_step(self, model: Any, inputs: dict[str, Any], *args: Any) -> torch.Tensor:
             loss = super().training_step(model, inputs, *args)
             # it returns the micro-step's share of the step's loss
-            watch.micro_step(inputs["input_ids"], loss * num_micro_steps)
+            watch.micro_step(loss * num_micro_steps)
             return loss
 
     arguments = TrainingArguments(
@@ -269,7 +218,6 @@ def trainer(work: dict[str, Any]) -> Watch:
         torch_compile=work["torch_compile"],
         use_liger_kernel=work["liger"],
         use_cpu=not ON_GPU,
-        ddp_backend=None if ON_GPU or WORLD_SIZE == 1 else "gloo",
         logging_strategy="no",
         save_strategy="no",
         report_to="none",
@@ -287,8 +235,6 @@ def trainer(work: dict[str, Any]) -> Watch:
     # else it divides the loss by all tokens, the first of each sequence among them, which has none
     run.model_accepts_loss_kwargs = False
     run.train()
-    wrapped = isinstance(run.model_wrapped, torch.nn.parallel.DistributedDataParallel)
-    watch.engine = "ddp" if wrapped else "single"
     return watch
 
 
@@ -298,21 +244,19 @@ def litgpt(work: dict[str, Any]) -> Watch:
     from litgpt.utils import chunked_cross_entropy
 
     if work["gradient_checkpointing"]:
-        sys.exit("error: LitGPT's pretrain has no --gradient_checkpointing under DDP")
+        sys.exit("error: LitGPT's pretrain has no --gradient_checkpointing")
     if work["attn_implementation"] != "sdpa":
         sys.exit(f"error: LitGPT has no --attn_implementation {work['attn_implementation']}, only sdpa")
-    watch = Watch(work)
+    watch = Watch()
     fabric = Fabric(
         accelerator="cuda" if ON_GPU else "cpu",
-        devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-        strategy="ddp" if WORLD_SIZE > 1 else "auto",
+        devices=1,
         precision="bf16-mixed" if is_autocast(work) else "32-true",
     )
     fabric.launch()
     model = litgpt_model(work)
     model = fabric.setup(torch.compile(model) if work["torch_compile"] else model)
     optimizer = fabric.setup_optimizers(adamw(model, work))
-    watch.engine = "ddp" if WORLD_SIZE > 1 else "single"
     own_batches, num_micro_steps = batches(work), work["gradient_accumulation_steps"]
     watch.begin()
     for rate in work["learning_rates"]:
@@ -324,10 +268,9 @@ def litgpt(work: dict[str, Any]) -> Watch:
                 # its `pretrain` calls it so, in chunks of 128 tokens by default
                 loss = chunked_cross_entropy(model(tokens)[:, :-1, :], tokens[:, 1:])
                 fabric.backward(loss / num_micro_steps)
-            watch.micro_step(tokens, loss)
+            watch.micro_step(loss)
         if work["max_grad_norm"]:
-            norm = fabric.clip_gradients(model, optimizer, max_norm=work["max_grad_norm"])
-            watch.grad_norms.append(norm)
+            fabric.clip_gradients(model, optimizer, max_norm=work["max_grad_norm"])
         optimizer.step()
         optimizer.zero_grad()
         watch.step_ended()
@@ -418,14 +361,6 @@ TRAINERS: dict[str, Callable[[dict[str, Any]], Watch]] = {
 }
 
 if __name__ == "__main__":
-    if ON_GPU:
-        torch.cuda.set_device(DEVICE)
     work_file = Path(sys.argv[2])
-    observed_file = work_file.with_name(f"rank{RANK}.json")
-    try:
-        finished = TRAINERS[sys.argv[1]](json.loads(work_file.read_text()))
-    except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # on a CPU
-            observed_file.write_text(json.dumps({"out_of_memory": str(error).splitlines()[0]}))
-        raise
-    observed_file.write_text(json.dumps(finished.observed()))
+    finished = TRAINERS[sys.argv[1]](json.loads(work_file.read_text()))
+    work_file.with_name("rank0.json").write_text(json.dumps(finished.observed()))

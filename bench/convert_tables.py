@@ -1,4 +1,4 @@
-"""Print the tables of docs/doctor_and_convert.md: `python -m slm_toolkit.convert.tables`."""
+"""The tables of docs/doctor_and_convert.md, from those that `slm convert` uses."""
 
 from typing import Any
 
@@ -12,7 +12,6 @@ from slm_toolkit.convert.engines import (
     Alone,
     Pair,
 )
-from slm_toolkit.convert.trainer_keys import DEEPSPEED_ARGUMENTS, FSDP_KEYS, TORCHRUN, USE_GROUPS, VARIABLES
 
 
 def tables() -> dict[str, str]:
@@ -31,41 +30,6 @@ def tables() -> dict[str, str]:
         ),
         "FSDP2 alone": _one_sided(FSDP_ALONE, "ZeRO"),
         "ZeRO alone": _one_sided((*ZERO_ALONE, *PLUGIN_ALONE), "FSDP2"),
-        "FSDP2 in accelerate and in transformers": _markdown(
-            ("accelerate's `fsdp_config`", "if absent", "TrainingArguments' `fsdp_config`", "if absent"),
-            [
-                (
-                    f"`{key.accelerate}`",
-                    _value_text(key.launch_default),
-                    f"`{key.trainer}`"
-                    if key.trainer
-                    else f"`{VARIABLES[key.accelerate]}=...` before the command",
-                    _value_text(key.trainer_default),
-                )
-                for key in FSDP_KEYS
-            ],
-        ),
-        "The launcher": _markdown(
-            ("accelerate YAML", "without accelerate's launcher"),
-            [
-                ("`num_processes`", "`torchrun --nproc_per_node`: processes of one machine"),
-                *((f"`{key}`", f"`torchrun {option}`") for key, option in TORCHRUN.items()),
-                ("`mixed_precision: bf16`, `fp16`", "`--bf16`, `--fp16`"),
-                ("`dynamo_config`", "`--torch_compile`, `--torch_compile_backend`, `--torch_compile_mode`"),
-                *(
-                    (f"`{key}`", _variable_text(key, name))
-                    for key, name in VARIABLES.items()
-                    if key[:5] != "fsdp_"
-                ),
-            ],
-        ),
-        "DeepSpeed's numbers": _markdown(
-            ("DeepSpeed JSON", "TrainingArguments"),
-            [
-                (f"`{key}`", ", ".join(f"`{name}`" for name in names))
-                for key, names in DEEPSPEED_ARGUMENTS.items()
-            ],
-        ),
     }
 
 
@@ -104,11 +68,3 @@ def _value_text(value: Any) -> str:
 
 def _values_text(values: tuple[Any, ...]) -> str:
     return ", ".join(dict.fromkeys(_value_text(value) for value in values if value is not None)) or "-"
-
-
-def _variable_text(key: str, name: str) -> str:
-    return f"`{USE_GROUPS}=true {name}=...`" if key.startswith("parallelism") else f"`{name}=...`"
-
-
-if __name__ == "__main__":
-    print("\n\n".join(f"{heading}\n\n{table}" for heading, table in tables().items()))
