@@ -77,8 +77,8 @@ def read_source(words: list[str], *, num_processes: int | None, gpus_per_node: i
         names = ", ".join(shipped_strategies())
         raise ValueError(
             f"no such file or strategy: {' '.join(without_secrets(words))}\n"
-            f"hint: give an accelerate YAML, a DeepSpeed JSON, or one of {names}; commands are not converted: "
-            "Trainer's --deepspeed takes a JSON"
+            f"hint: give an accelerate YAML, a DeepSpeed JSON, or one of {names}; commands are not "
+            "converted: Trainer's --deepspeed takes a JSON"
         )
     config = _read_mapping(path)
     if not is_deepspeed_config(config):
