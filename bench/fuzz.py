@@ -169,7 +169,7 @@ def _read_record_set(data: bytes, folder: Path) -> None:
         _write(folder / "runs" / str(index), "record.json", json.dumps(record).encode())
     # "/" would read all records of this machine
     if all(isinstance(word, str) and word != "/" and _is_word(word) for word in options):
-        _slm("report", *([] if "--paper" in options or "--schema" in options else ["runs"]), *options)
+        _slm("report", *([] if "--schema" in options else ["runs"]), *options)
 
 
 def _is_word(text: str) -> bool:
@@ -1191,10 +1191,10 @@ def mutate_words(seeds: list[bytes], rng: random.Random) -> bytes:
 
 _REPORT_OPTIONS = (
     "--json|--phases|--memory|--errors|--plot|--strict|--schema|--csv -|--markdown -|--latex -|"
-    "--parquet r.parquet|--csv r.csv|--baseline runs/0|--gpu l4|"
-    "--parity_tolerance 0.1|--usd_per_gpu_hour 2.5|--inter_node_gbps 100"
+    "--parquet r.parquet|--csv r.csv|--baseline runs/0|"
+    "--parity_tolerance 0.1|--usd_per_gpu_hour 2.5"
 )
-_SLOW_REPORT_OPTIONS = ("--html r.html", "--paper")
+_SLOW_REPORT_OPTIONS = ("--html r.html",)
 
 
 def mutate_record_set(seeds: list[bytes], rng: random.Random) -> bytes:

@@ -5,8 +5,7 @@
 Two sets of rows, each with its own constants: the paper's figures 1 to 4 (PyTorch 2.3, transformers, ten
 steps, `PAPER`), and llm-foundry's and torchtitan's tables (`LLM_FOUNDRY`). `in sample`: the constants that
 `predict/speed/software.py` ships; `left out`: all constants named below fitted again without any row of
-the model that is asked about. Points of the paper that nothing explains (`study.comparison.is_unexplained`,
-six) are in neither; points at zero are out of memory, counted apart. Then who wins where the published
+the model that is asked about. Points of the paper that nothing explains (`is_unexplained`, six) are in neither; points at zero are out of memory, counted apart. Then who wins where the published
 error bars separate two, by the left-out predictions. Last, other people's runs with today's constants
 (`TODAY`), which nothing was fitted to; only its two host times were set with some of these rows at hand.
 `--fit` prints constants fitted to all rows, `--rows` the error of each.
@@ -15,7 +14,9 @@ error bars separate two, by the left-out predictions. Last, other people's runs 
 import argparse
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -24,14 +25,16 @@ from speed_rows import Row, predicted_tokens_per_second_per_gpu, published_rows
 from slm_toolkit.predict.speed.software import (
     LLM_FOUNDRY,
     MEMORY_SHARE,
-    PAPER,
     TODAY,
     Shares,
     Software,
 )
-from slm_toolkit.study.comparison import (
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "studies" / "ashkboos"))
+from comparison import (
     HEADS,
     MODELS,
+    PAPER,
     Point,
     cell_token_per_dollar,
     cells_of,

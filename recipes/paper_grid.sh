@@ -12,7 +12,6 @@ set -euo pipefail
 slm estimate --model slm-100m slm-500m slm-1b slm-2b --numerics pure_bf16 --attn_implementation eager sdpa \
   --strategy ddp fsdp_full_shard fsdp_shard_grad_op --per_device_train_batch_size 8 16 32 64 \
   --gpu a100-80gb --num_gpus 1 2 8 --max_steps 33 >estimated.txt
-slm report --paper # the figures and the paper's four questions, predicted
 
 if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with GPUs: the real thing
   models=(slm-100m slm-500m slm-1b slm-2b) batches=(8 16 32 64) attention=(eager sdpa)
@@ -32,6 +31,6 @@ for count in "${counts[@]}"; do
     --numerics pure_bf16 --seq_len "$SEQ_LEN" --max_steps "$STEPS" --output_dir runs/paper
 done
 
-# 3. The figures again, with your measurements instead of predictions; and all runs as an HTML page.
-slm report --paper runs/paper >paper.txt
+# 3. All runs as an HTML page. In a checkout, `python studies/ashkboos/compare.py runs/paper` prints them next to
+#    the paper's figures, and answers its four questions.
 slm report runs/paper --html paper.html

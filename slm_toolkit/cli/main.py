@@ -46,7 +46,6 @@ examples:
   slm doctor --model slm-500m                             what is unwise in it, and by how much
   slm report runs --json                                  the records of earlier runs
   slm report runs --html report.html                      the table and charts as one page
-  slm report --paper                                      the paper's figures next to our predictions
   slm configs --copy .                                    copy the YAMLs, to change and to launch
   slm convert fsdp_full_shard --to accelerate_deepspeed   the same sharding under ZeRO
   slm recipes                                             scripts to copy: LoRA, two nodes, a small GPU, ...

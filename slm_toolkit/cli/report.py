@@ -1,11 +1,9 @@
-"""`slm report`: the table of recorded runs, with charts and exports, and the tables of the study."""
+"""`slm report`: the table of recorded runs, with charts and exports."""
 
 import argparse
-import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from slm_toolkit import api
 from slm_toolkit.base.errors import user_errors
@@ -23,13 +21,7 @@ from slm_toolkit.cli.output import (
 )
 from slm_toolkit.config.flag_pairs import Pair, check_pairs, flags_given
 from slm_toolkit.config.parser import positive_number
-from slm_toolkit.record.files import find_records, schema
-
-if TYPE_CHECKING:
-    from slm_toolkit.study.answers import Answers
-    from slm_toolkit.study.comparison import Comparison
-    from slm_toolkit.study.tables import Best
-
+from slm_toolkit.record.files import schema
 
 _EXAMPLES = """\
   slm report                           the table of all records under runs
@@ -103,7 +95,6 @@ def fill(parser: argparse.ArgumentParser) -> None:
     ).basic = True
     parser.add_argument("--schema", action="store_true", help="print only the JSON schema of record.json")
     add_picture_flags(parser)
-    add_paper_flags(parser)
     add_output_flags(parser)
     add_report_to(parser)
     parser.set_defaults(verb=_report)
@@ -112,8 +103,6 @@ def fill(parser: argparse.ArgumentParser) -> None:
 def _report(args: argparse.Namespace) -> int:
     if args.schema:
         return _print_schema(args)
-    if args.paper or args.gpu or args.inter_node_gbps:
-        return print_paper(args)
     with user_errors():
         check_pairs(flags_given(args), _ERRORS_ALONE)
         check_pairs([*on_stdout(args), *(["plot"] if args.plot else [])], _TEXT_ALONE)
@@ -152,109 +141,3 @@ def _print_schema(args: argparse.Namespace) -> int:
             raise ValueError(f"--schema with {', '.join(others)}\nhint: --schema prints only the schema")
     print(json.dumps(schema(), indent=2, ensure_ascii=False))
     return 0
-
-
-# `slm report --paper`, from its flags to what it prints.
-
-_DEFAULT_GPU = "h100-80gb"
-_TAKEN = ("records", "paper", "gpu", "json", "usd_per_gpu_hour", "inter_node_gbps", "figures")
-_TEXT_WIDTH = 110
-"most columns of a paragraph"
-
-
-def add_paper_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--paper",
-        action="store_true",
-        help="instead of the table: figures 1 to 4 of Ashkboos et al. (arXiv 2410.19456) next to our "
-        "predictions, or next to your records of the same configurations. Also answers the "
-        "paper's four questions, and lists the best configurations for 1 to 64 nodes. With --figures it "
-        "draws these, and the paper's figure 5",
-    ).basic = True
-    parser.add_argument(
-        "--gpu",
-        metavar="NAME",
-        help=f"GPU of the best configurations of --paper (default: {_DEFAULT_GPU})",
-    )
-    parser.add_argument(
-        "--inter_node_gbps",
-        type=positive_number,
-        metavar="GBIT",
-        help="network of one node of --paper, in gigabit per second (default: as AWS rents the GPU)",
-    )
-
-
-def print_paper(args: argparse.Namespace) -> int:
-    """Print figures, answers and best configurations; return 1 if a given record can't be read."""
-    from slm_toolkit.study.answers import answers
-    from slm_toolkit.study.comparison import comparisons, measured_cells
-    from slm_toolkit.study.tables import best_configurations
-
-    with user_errors():
-        _check(args)
-        given = args.records is not args.parser.get_default("records")  # the default folder was not asked for
-        records, problems = find_records(args.records) if given else ([], [])
-        best = best_configurations(
-            args.gpu or _DEFAULT_GPU,
-            usd_per_gpu_hour=args.usd_per_gpu_hour,
-            inter_node_gbps=args.inter_node_gbps,
-        )
-    for problem in problems:
-        print(f"left out: {problem}", file=sys.stderr)
-    measured = measured_cells(records)
-    if given:
-        print(f"cells of the paper measured by {len(records)} records: {len(measured)}", file=sys.stderr)
-    if args.figures:
-        with user_errors():
-            _write_paper_pictures(best, args.figures)
-    compared = comparisons(measured)
-    found = answers(compared)
-    if args.json:
-        numbers = dataclasses.asdict(found)
-        content = {
-            "points": [dataclasses.asdict(item) for item in compared],
-            "answers": {**numbers.pop("questions"), **numbers},
-            "best": [dataclasses.asdict(item) for item in best],
-        }
-        print(json.dumps(content, indent=2, allow_nan=False))
-    else:
-        _print(compared, found, best)
-    return 1 if problems else 0
-
-
-def _write_paper_pictures(best: list["Best"], folder: Path) -> None:
-    from slm_toolkit.report.charts.files import write_images
-    from slm_toolkit.study.pictures import caption, pictures
-
-    try:
-        written = write_images(pictures(best), folder, caption=caption(best))
-    except OSError as error:
-        raise ValueError(f"can't write: {error}\nhint: choose a writable folder with free space") from None
-    print(f"wrote {len(written)} files to {folder}", file=sys.stderr)
-
-
-def _check(args: argparse.Namespace) -> None:
-    check_pairs(
-        flags_given(args), [Pair(name, "paper", is_needed=True) for name in ("gpu", "inter_node_gbps")]
-    )
-    if unused := [name for name in flags_given(args) if name not in (*_TAKEN, "parser", "verb")]:
-        taken = ", ".join(f"--{name}" for name in _TAKEN[2:])
-        raise ValueError(
-            f"--{unused[0]} with --paper, which prints the paper's figures\nhint: combine it with {taken}"
-        )
-
-
-def _print(compared: list["Comparison"], found: "Answers", best: list["Best"]) -> None:
-    from rich.text import Text
-
-    from slm_toolkit.report.tables.fitted import console_of_stdout
-    from slm_toolkit.study.answers import paragraphs
-    from slm_toolkit.study.tables import best_table, figure_table
-
-    console = console_of_stdout()
-    for figure in dict.fromkeys(item.figure for item in compared):
-        console.print(figure_table(compared, figure, width=console.width), Text(), crop=False, sep="\n")
-    for heading, text in paragraphs(found):
-        console.print(Text(heading, style="bold"))
-        console.print(Text(text), Text(), width=min(console.width, _TEXT_WIDTH), sep="\n")
-    console.print(best_table(best, width=console.width), crop=False)

@@ -77,6 +77,7 @@ REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
     "take_turns": "--repeats 5 compares round by round",
     **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_private_repo"), _UPLOAD),
     "lm_eval_tasks": "`lm_eval --model hf --model_args pretrained=runs/NAME/model --tasks hellaswag`",
+    "paper": "in a checkout, python studies/ashkboos/compare.py prints the paper's figures next to ours",
 }
 _LAUNCHERS_OWN = ("strategy", "config_file", "num_processes", "num_machines", "machine_rank")
 _OUR_NAME = {f"--{other}": f"--{ours}" for ours, others in SAME_MEANING.items() for other in others}

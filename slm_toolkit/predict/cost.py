@@ -60,21 +60,5 @@ def price_sensitivity(*, winner: Offer, runner_up: Offer) -> Tie:
     return Tie(tie, factor)
 
 
-PAPER_PRICES = {"a100-40gb": 1.0, "a100-80gb": 1.46, "h100-80gb": 2.53}  # paper, appendix A, table 1, "Avg"
-"price of a GPU-second relative to an A100-40GB, mean of Lambda Labs and GCP; the paper gives no dollars"
-
-
-def paper_token_per_dollar(tokens_per_second_per_gpu: float, gpu_name: str) -> float:
-    """Return Token/Dollar as in the paper's figures, where one GPU-second of an A100-40GB costs 1.
-
-    Raise ValueError for a GPU whose price is not in the paper.
-    """
-    if gpu_name not in PAPER_PRICES:
-        raise ValueError(
-            f"the paper has no price for {gpu_name!r}\nhint: its GPUs are {', '.join(PAPER_PRICES)}"
-        )
-    return tokens_per_second_per_gpu / PAPER_PRICES[gpu_name]
-
-
 def _usd_per_second(usd_per_gpu_hour: float, num_gpus: int) -> float:
     return usd_per_gpu_hour * num_gpus / 3600

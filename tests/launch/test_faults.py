@@ -150,7 +150,7 @@ def test_ctrl_c_while_a_module_in_c_is_imported_ends_without_a_crash(tmp_path: P
         "--default-signal=INT",
         SLM,
         "report",
-        "--paper",
+        "results/cpu",
     ]  # a script's background jobs ignore it
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "struck\n")

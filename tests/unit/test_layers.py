@@ -13,16 +13,15 @@ LAYERS = (
     *("run/peers", "run/kernels", "run/model", "run/engine", "run/checkpoint", "run/data", "run/observe"),
     *("run/faults", "run"),
     *("report", "report/tables", "report/charts", "compare"),
-    *("recommend", "doctor", "convert", "study", "rivals"),
+    *("recommend", "doctor", "convert", "rivals"),
     *("train.py", "recorder.py", "run_script.py", "api.py", "cli"),
 )
 "from the lowest to the highest: a folder's own files, or a file of the package's root"
-SATELLITES = ("recommend", "doctor", "convert", "study", "rivals")
+SATELLITES = ("recommend", "doctor", "convert", "rivals")
 ABOVE_SATELLITES = {
     "recommend": {"recommend", "api"},
     "doctor": {"doctor", "train", "compare", "api"},
     "convert": {"convert"},
-    "study": {"report"},
     "rivals": {"compare", "api"},
 }
 "by satellite, the files of cli, and api.py, that import it: nothing else of the package does"

@@ -77,8 +77,6 @@ class Software:
     a cluster differ by 8 % on average, so the slowest of some 400 is 4 % = sqrt(2 ln 400) x 1.15 % behind"""
     step_seconds: float = 0.0
     "per step, independent of the computation"
-    first_step_seconds: float = 0.0
-    "extra time in the paper's protocol, which averages a slow first step over ten; else absent"
     fsdp_version: int = 2
     "the FSDP of these runs, unless the strategy names its own; FSDP1 does not copy gathered parameters"
     reduces_each_micro_step: bool = False
@@ -112,7 +110,6 @@ PAPER = Software(  # fitted to the paper's figures 1 to 4
     sharded_layer_seconds=13.3e-3,
     few_ranks=1.43,
     ddp_seconds=0.0716,
-    first_step_seconds=0.1115,
 )
 "PyTorch 2.3 and transformers 4.4x over EFA, as in the paper"
 

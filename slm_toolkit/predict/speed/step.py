@@ -489,13 +489,11 @@ def step_time(
     software: Software,
     *,
     loss_kernel: str | None = None,
-    first_step: bool = False,
 ) -> StepTime | None:
     """Return the time of one step on the setup's GPU; None if the network between nodes is unknown.
 
     `transfers` is the communication of a rank in the step. `software` may differ from `setup.software`.
-    `loss_kernel` is a key of LOGIT_BYTES, for a kernel that the trainer does not have. `first_step` adds the
-    extra time of the paper's protocol.
+    `loss_kernel` is a key of LOGIT_BYTES, for a kernel that the trainer does not have.
     """
     spec, strategy, config = setup.spec, setup.strategy, setup.config
     rates = rates_of(setup.gpu, software)
@@ -554,7 +552,7 @@ def step_time(
             "offload": offload.middle,
             "communication": exposed,
             "launch_overhead": micro_steps * launch + optimizer_launch,
-            "fixed": software.step_seconds + (software.first_step_seconds if first_step else 0),
+            "fixed": software.step_seconds,
         },
         tokens=setup.num_gpus * micro_steps * setup.num_tokens,
         hidden_communication_seconds=hidden,

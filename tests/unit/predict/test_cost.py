@@ -5,7 +5,6 @@ import pytest
 from slm_toolkit.predict.cost import (
     Offer,
     budget,
-    paper_token_per_dollar,
     price_sensitivity,
     tokens_per_usd,
     usd_per_million_tokens,
@@ -45,22 +44,3 @@ def test_at_the_price_of_a_tie_a_dollar_buys_as_many_tokens() -> None:
     at_tie = tokens_per_usd(tokens_per_second=99_000, usd_per_gpu_hour=tie.usd_per_gpu_hour, num_gpus=4)
     now = tokens_per_usd(tokens_per_second=81_000, usd_per_gpu_hour=2.1, num_gpus=8)
     assert at_tie == pytest.approx(now)
-
-
-@pytest.mark.parametrize(
-    ("gpu_name", "expected"),
-    [
-        ("a100-40gb", 25_300.0),
-        ("a100-80gb", 25_300 / 1.46),
-        ("h100-80gb", 10_000.0),
-    ],  # 25,300 / 2.53 = 10,000
-)
-def test_the_papers_unit_is_one_second_of_an_a100_40gb(gpu_name: str, expected: float) -> None:
-    assert paper_token_per_dollar(25_300, gpu_name) == pytest.approx(expected)
-
-
-def test_the_paper_has_no_price_of_other_gpus() -> None:
-    with pytest.raises(
-        ValueError, match="no price for 'h200'\nhint: its GPUs are a100-40gb, a100-80gb, h100-80gb"
-    ):
-        paper_token_per_dollar(25_300, "h200")

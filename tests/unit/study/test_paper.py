@@ -1,19 +1,23 @@
-"""`slm report --paper`: the figures beside ours, the four questions, the best configurations."""
+"""studies/ashkboos: the figures beside ours, the four questions, the best configurations."""
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import pytest
-from conftest import made_record, slm_here
+from conftest import ROOT, made_record, slm_here
 from rich.console import Console, RenderableType
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.record.files import write_record
 from slm_toolkit.record.run_record import RunRecord, model_facts
-from slm_toolkit.study.answers import FigurePanel, answers, disagreements, paragraphs, places, thousands
-from slm_toolkit.study.comparison import (
+
+sys.path.insert(0, str(ROOT / "studies" / "ashkboos"))
+import compare
+from answers import FigurePanel, answers, disagreements, paragraphs, places, thousands
+from comparison import (
     MODELS,
     Cell,
     Comparison,
@@ -22,8 +26,8 @@ from slm_toolkit.study.comparison import (
     figure_errors,
     measured_cells,
 )
-from slm_toolkit.study.pictures import pictures
-from slm_toolkit.study.tables import (
+from pictures import pictures
+from tables import (
     MOST_TOKENS_PER_STEP,
     NUM_NODES,
     Best,
@@ -269,50 +273,47 @@ def test_places_name_each_model_once() -> None:
 
 
 @pytest.mark.full
-def test_the_command_gives_points_answers_and_configurations_as_json(tmp_path: Path) -> None:
+def test_the_script_gives_points_answers_and_configurations_as_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_record(record_of(), tmp_path / "run")
-    finished = slm_here("report", "--paper", "--json", "--gpu", "a100-80gb", str(tmp_path))
-    assert finished.code == 0, finished.err
-    assert "cells of the paper measured by 1 records: 1" in finished.err
-    content = json.loads(finished.out)
+    assert compare.main(["--json", "--gpu", "a40", "--inter_node_gbps", "100", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert "cells of the paper measured by 1 records: 1" in err
+    content = json.loads(out)
     assert len(content["points"]) == 284
     assert {"q1", "q2", "q3", "q4", "disagreements", "aligned"} == set(content["answers"])
-    assert {row["gpu"] for row in content["best"]} == {"a100-80gb"}
+    assert {row["gpu"] for row in content["best"]} == {"a40"}
+    assert all(row["strategy"] for row in content["best"] if row["model"] == "slm-100m")
 
 
 @pytest.mark.full
-def test_the_command_prints_figures_and_answers_with_a_price() -> None:
-    shown = slm_here("report", "--paper", "--usd_per_gpu_hour", "2")
-    assert shown.code == 0, shown.err
-    assert "price: given by --usd_per_gpu_hour" in shown.out
-    assert "figure 4" in shown.out
-    assert "Q4 Which communication scheme" in shown.out
+def test_the_script_prints_figures_and_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare.main(["--gpu", "a40"]) == 0
+    shown = capsys.readouterr().out
+    assert "the price of a40 is unknown: give --usd_per_gpu_hour" in shown
+    assert "the network between nodes of a40 is unknown: give --inter_node_gbps" in shown
+    assert "figure 4" in shown
+    assert "Q4 Which communication scheme" in shown
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (("--gpu", "h200"), "--gpu without --paper"),
-        (("--paper", "--strict"), "--strict with --paper"),
-        (("--paper", "--errors"), "--errors with --paper"),
-        (("--paper", "--gpu", "h1000"), "unknown GPU"),
-        (("--paper", "nowhere"), "no such folder"),
-    ],
+    ("words", "said"), [(["--gpu", "h1000"], "unknown GPU"), (["nowhere"], "no such folder")]
 )
-def test_what_cannot_be_done_is_refused(flags: tuple[str, ...], said: str) -> None:
-    finished = slm_here("report", *flags)
-    assert finished.code == 2
-    assert said in finished.err
-    assert "hint:" in finished.err
+def test_what_cannot_be_done_is_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        compare.main(words)
+    assert ended.value.code == 2
+    assert said in (err := capsys.readouterr().err)
+    assert "hint:" in err
 
 
-@pytest.mark.full
-def test_without_a_price_or_a_network_the_table_says_how_to_give_them() -> None:
-    shown = slm_here("report", "--paper", "--gpu", "a40").out
-    assert "the price of a40 is unknown: give --usd_per_gpu_hour" in shown
-    assert "the network between nodes of a40 is unknown: give --inter_node_gbps" in shown
-    rows = json.loads(slm_here("report", "--paper", "--gpu", "a40", "--inter_node_gbps", "100", "--json").out)
-    assert all(row["strategy"] for row in rows["best"] if row["model"] == "slm-100m")
+def test_report_says_where_the_study_is() -> None:
+    done = slm_here("report", "--paper")
+    assert done.code == 2
+    assert "--paper was removed: in a checkout, python studies/ashkboos/compare.py" in done.err
 
 
 @pytest.mark.full

@@ -23,10 +23,10 @@ from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import find_gpu, gpu_of_name
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import find_model
-from slm_toolkit.predict.cost import PAPER_PRICES, paper_token_per_dollar
 from slm_toolkit.predict.estimate import estimate
 from slm_toolkit.predict.setup.setup import Setup
-from slm_toolkit.predict.speed.software import PAPER, Software
+from slm_toolkit.predict.speed import software
+from slm_toolkit.predict.speed.software import Software
 from slm_toolkit.predict.speed.step import step_time
 from slm_toolkit.predict.speed.traffic import transfers
 from slm_toolkit.record.run_record import RunRecord
@@ -42,6 +42,8 @@ ATTENTION = ("sdpa", "eager")
 "FlashAttention and vanilla"
 HEADS = 32
 SEQ_LEN = 1024
+PRICES = {"a100-40gb": 1.0, "a100-80gb": 1.46, "h100-80gb": 2.53}  # appendix A, table 1, "Avg"
+"price of a GPU-second relative to an A100-40GB, mean of Lambda Labs and GCP; the paper gives no dollars"
 _FIGURE_3_GPU = "a100-80gb"
 "its values are equal to those of this GPU in figure 2"
 
@@ -110,7 +112,7 @@ def cells_of(point: Point) -> tuple[Cell, ...]:
     """Return all configurations that the point's figure leaves open."""
     cells = (
         Cell(point.model, gpu, num_gpus, strategy, batch, attention)
-        for gpu, num_gpus in product(PAPER_PRICES, NUM_GPUS)
+        for gpu, num_gpus in product(PRICES, NUM_GPUS)
         for strategy in (STRATEGIES if num_gpus > 1 else ("single",))
         for batch, attention in product(BATCHES, ATTENTION)
     )
@@ -169,20 +171,32 @@ def cell_fits(cell: Cell, spec: ModelSpec) -> bool:
     return bool(estimate(_setup_of(cell, spec)).fits)
 
 
-@lru_cache(maxsize=16384)
-def cell_token_per_dollar(
-    cell: Cell, spec: ModelSpec, software: Software = PAPER, *, first_step: bool = True
-) -> float:
-    """Return tokens per dollar in the paper's unit; 0 means out of memory.
+@dataclass(frozen=True)
+class PaperSoftware(Software):
+    """Constants of a step's time, with those of the paper's protocol."""
 
-    `first_step` includes the slow first step, as in the paper's protocol, which averages all of ten steps.
-    """
+    first_step_seconds: float = 0.0
+    "extra time per step: the paper averages all of ten steps, and the first is slow"
+
+
+PAPER = PaperSoftware(**vars(software.PAPER), first_step_seconds=0.1115)  # fitted to figures 1 to 4
+
+
+@lru_cache(maxsize=16384)
+def cell_token_per_dollar(cell: Cell, spec: ModelSpec, software: Software = PAPER) -> float:
+    """Return tokens per dollar in the paper's unit, with the software's slow first step; 0: out of memory."""
     if not cell_fits(cell, spec):
         return 0.0
     setup = _setup_of(cell, spec)
-    time = step_time(setup, transfers(setup), software, first_step=first_step)
+    time = step_time(setup, transfers(setup), software)
     assert time is not None  # the paper's GPUs have a known network
-    return paper_token_per_dollar(time.tokens_per_second / cell.num_gpus, cell.gpu)
+    seconds = time.step_seconds + getattr(software, "first_step_seconds", 0.0)
+    return token_per_dollar(time.tokens / seconds / cell.num_gpus, cell.gpu)
+
+
+def token_per_dollar(tokens_per_second_per_gpu: float, gpu: str) -> float:
+    """Return Token/Dollar as in the paper's figures, where one GPU-second of an A100-40GB costs 1."""
+    return tokens_per_second_per_gpu / PRICES[gpu]
 
 
 @cache
@@ -212,7 +226,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A plotted value and our value. The field names are the keys of `slm report --paper --json`."""
+    """A plotted value and our value. The field names are the keys of `compare.py --json`."""
 
     figure: int
     model: str
@@ -278,7 +292,7 @@ def measured_cells(records: list[tuple[Path, RunRecord]]) -> dict[Cell, Measured
         if row is None or not (row.status == "oom" or (row.status == "ok" and row.tokens_per_second_per_gpu)):
             continue
         rate = row.tokens_per_second_per_gpu if row.status == "ok" else 0.0
-        value = Measured(paper_token_per_dollar(rate, cell.gpu), row.numerics, row.record)
+        value = Measured(token_per_dollar(rate, cell.gpu), row.numerics, row.record)
         by_cell[cell] = max(by_cell.get(cell, value), value, key=_preference)
     return by_cell
 

@@ -4,10 +4,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
-from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.predict.bottleneck import WORTH_SAYING, aligned_sibling, describe_alignment
-from slm_toolkit.predict.speed.software import PAPER, TODAY, Software
-from slm_toolkit.study.comparison import (
+from comparison import (
+    PAPER,
     Comparison,
     Point,
     cell_token_per_dollar,
@@ -15,6 +13,10 @@ from slm_toolkit.study.comparison import (
     paper_model,
     points,
 )
+
+from slm_toolkit.model.model_spec import ModelSpec
+from slm_toolkit.predict.bottleneck import WORTH_SAYING, aligned_sibling, describe_alignment
+from slm_toolkit.predict.speed.software import TODAY, Software
 
 FSDP = ("fsdp_full_shard", "fsdp_shard_grad_op")
 
@@ -87,7 +89,7 @@ class Disagreement:
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers that `slm report --paper` prints with the figures."""
+    """The answers that `compare.py` prints with the figures."""
 
     questions: dict[str, tuple[FigurePanel, ...]]
     "keyed by the question's key"
@@ -211,7 +213,7 @@ def _aligned_panels() -> tuple[AlignedPanel, ...]:
         spec = paper_model(model)
         sibling = aligned_sibling(spec)
         as_is, aligned = _over_gpus(of_place, spec), _over_gpus(of_place, sibling)
-        today = _over_gpus(of_place, sibling, TODAY, first_step=False)
+        today = _over_gpus(of_place, sibling, TODAY)
         panels.append(
             AlignedPanel(
                 model=model,
@@ -228,14 +230,10 @@ def _aligned_panels() -> tuple[AlignedPanel, ...]:
     return tuple(panels)
 
 
-def _over_gpus(
-    of_place: list[Point], spec: ModelSpec, software: Software = PAPER, *, first_step: bool = True
-) -> dict[str, float]:
+def _over_gpus(of_place: list[Point], spec: ModelSpec, software: Software = PAPER) -> dict[str, float]:
     """Return the best tokens per dollar of each GPU type, with `spec` instead of the paper's model."""
     return {
-        point.series: max(
-            cell_token_per_dollar(cell, spec, software, first_step=first_step) for cell in cells_of(point)
-        )
+        point.series: max(cell_token_per_dollar(cell, spec, software) for cell in cells_of(point))
         for point in of_place
     }
 

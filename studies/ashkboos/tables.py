@@ -4,6 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 
+from answers import SERIES_WORDS, thousands
+from comparison import (
+    GPUS_PER_NODE,
+    MODELS,
+    PAPER_NUMERICS,
+    SEQ_LEN,
+    Comparison,
+    figure_errors,
+)
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -19,15 +28,6 @@ from slm_toolkit.predict.grid import estimates
 from slm_toolkit.predict.setup.setup import Deployment
 from slm_toolkit.report.tables.fitted import DASH, dollars, fix_width, percent, rate
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy
-from slm_toolkit.study.answers import SERIES_WORDS, thousands
-from slm_toolkit.study.comparison import (
-    GPUS_PER_NODE,
-    MODELS,
-    PAPER_NUMERICS,
-    SEQ_LEN,
-    Comparison,
-    figure_errors,
-)
 
 # The best configuration for each model and number of nodes with today's software, and its limit.
 

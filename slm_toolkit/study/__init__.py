@@ -1,1 +1,0 @@
-"""Comparison of our predictions with the figures of the paper that this project started from."""
