@@ -370,14 +370,12 @@ def report(
     parity_tolerance: float | None = None,
     strict: bool = False,
     sort: str = "rank",
-    until_loss: float | None = None,
 ) -> "Report":
     """Make ranked rows of records, as `slm report` does; launches of the same run share a row.
 
     `records`: the result of `read_records`, or paths. `usd_per_gpu_hour`: your price instead of the table's.
     `parity_tolerance`: the largest difference of a loss that passes. `strict`: rows with other
-    numerics get no rank. `sort`: "rank" (fastest first), "strategy", "memory" or "cost". `until_loss`: rows
-    get the steps, seconds and dollars until the mean loss of ten steps was this or less. Raises ValueError
+    numerics get no rank. `sort`: "rank" (fastest first), "strategy", "memory" or "cost". Raises ValueError
     for a user's mistake.
     """
     from slm_toolkit.report.rows import SORTS, rows_of, sorted_rows
@@ -393,7 +391,6 @@ def report(
         parity_tolerance=parity_tolerance,
         strict=strict,
         problems=problems,
-        until_loss=until_loss,
     )
     return Report(sorted_rows(rows, sort), read, problems)
 

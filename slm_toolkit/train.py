@@ -70,7 +70,6 @@ from slm_toolkit.run.engine.engine import finish_gradients, optimizer_step
 from slm_toolkit.run.evaluate import Evaluations
 from slm_toolkit.run.faults.watchdog import Watchdog
 from slm_toolkit.run.fp32_pass import in_fp32_first
-from slm_toolkit.run.observe.launch_times import LaunchNotes, NoLaunchNotes
 from slm_toolkit.run.observe.measure import profile_steps
 from slm_toolkit.run.observe.progress import NoProgress, Tracker, TrainingProgress, starting
 from slm_toolkit.run.observe.watch import RunWatch
@@ -84,7 +83,7 @@ from slm_toolkit.run.rehearse import (
     tensors_of,
     trace_memory,
 )
-from slm_toolkit.run.setup import Job, Prepared, launch_notes, prepare, set_up
+from slm_toolkit.run.setup import Job, Prepared, prepare, set_up
 
 gc.freeze()
 if _COLLECTS:
@@ -150,13 +149,12 @@ def run(
                     remove_earlier_run(job.run_dir, job.accelerator)
                 mark = None
             watchdog.follow(record, job.run_dir, mark=mark, config=job.config)
-            with job.search:
-                if is_fake(job.config):
-                    observed = rehearse(job, prepared)
-                else:
-                    observed = train(job, prepared, record, watchdog, end_after=end_after)
-                if job.config.rehearse is not None:
-                    check_stepped(job.accelerator, prepared.model, prepared.optimizer)
+            if is_fake(job.config):
+                observed = rehearse(job, prepared)
+            else:
+                observed = train(job, prepared, record, watchdog, end_after=end_after)
+            if job.config.rehearse is not None:
+                check_stepped(job.accelerator, prepared.model, prepared.optimizer)
             watchdog.rest()
             watchdog.machines.part()
         record = dataclasses.replace(record, status="ok", **observed)
@@ -192,12 +190,11 @@ def train(
     """Run all steps, or those up to `end_after`. Return the record's observed fields, equal on all ranks."""
     config, num_steps = job.config, prepared.num_steps
     around = around_steps(job, prepared, record)
-    watch, progress, evaluations, notes = around.watch, around.progress, around.evaluations, around.notes
+    watch, progress, evaluations = around.watch, around.progress, around.evaluations
     batches = training_batches(job, prepared, first_step=record.first_step)
     rate = functools.partial(watch.steady_tokens_per_second, timing_warmup_steps=record.timing_warmup_steps)
 
     last_step = num_steps if end_after is None else min(num_steps, end_after)
-    notes.begin("steps" if record.first_step < last_step else "other")
     for step in range(record.first_step, last_step):
         watchdog.beat(f"at step {step + 1} of {num_steps}")
         with watch.step():
@@ -211,31 +208,19 @@ def train(
         around.tracker.log_step(done, step_loss, lr, watch)
         if evaluations.due(done):
             watchdog.beat(f"in the evaluation after step {done}")
-            notes.begin("other")
             evaluations.run(done)
-            notes.begin("steps")
             watch.clock.pause()
         watchdog.beat(f"after step {done} of {num_steps}")
         if around.after_step.run(step, step_loss, norm):
             watch.clock.pause()
-        notes.end_step(done)
-        if around.after_step.reached_after is not None:
-            progress.say(f"loss {config.until_loss} reached after step {around.after_step.reached_after}")
-            last_step = done
-            break
 
     around.after_step.end(last_step)
-    has_ended_early = around.after_step.reached_after is not None and not evaluations.due(last_step)
-    if has_ended_early and evaluations.has_sets:
-        watchdog.beat(f"in the evaluation after step {last_step}")
-        evaluations.run(last_step)
     watchdog.beat("after the last step")
     has_trained = record.first_step < num_steps
     # a run that was killed between its last checkpoint and its record has only the evaluation left to do
     if not has_trained and evaluations.due(num_steps):
         watchdog.beat(f"in the evaluation after step {num_steps}")
         evaluations.run(num_steps)
-    job.search.end()
     if has_trained:
         # a rehearsal has only this rank's loss
         losses = around.after_step.losses
@@ -244,9 +229,7 @@ def train(
         progress.say(f"all {num_steps} steps were already done")
     progress.close()
     more_steps = functools.partial(train_step, job, prepared, batches)
-    observed = finish(job, prepared, record, around, watchdog, more_steps)
-    notes.write()
-    return {**observed, "launches": list(notes.launches)}
+    return finish(job, prepared, record, around, watchdog, more_steps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +241,6 @@ class AroundSteps:
     watch: RunWatch
     evaluations: Evaluations
     after_step: AfterStep
-    notes: LaunchNotes | NoLaunchNotes
 
 
 def around_steps(job: Job, prepared: Prepared, record: RunRecord) -> AroundSteps:
@@ -291,7 +273,6 @@ def around_steps(job: Job, prepared: Prepared, record: RunRecord) -> AroundSteps
     max_loss = largest_loss(config, job.spec.vocab_size)
     if config.on_bad_step == "skip":
         loss_recorder.limit = max_loss
-    notes = launch_notes(job)
     after_step = AfterStep(
         config,
         accelerator,
@@ -301,7 +282,6 @@ def around_steps(job: Job, prepared: Prepared, record: RunRecord) -> AroundSteps
         num_steps=num_steps,
         max_loss=max_loss,
         exchange=StepExchange(accelerator, job.control_group),
-        notes=notes,
         bad_steps=BadStepFiles(
             *(accelerator, job.run_dir, prepared.loader, prepared.num_micro_steps, job.data.tokenizer),
             group_size=config.sp_size,
@@ -309,7 +289,7 @@ def around_steps(job: Job, prepared: Prepared, record: RunRecord) -> AroundSteps
         writer=prepared.checkpoint_writer,
         resumed_from=job.checkpoint.path if job.checkpoint else None,
     )
-    return AroundSteps(progress, tracker, watch, evaluations, after_step, notes)
+    return AroundSteps(progress, tracker, watch, evaluations, after_step)
 
 
 def finish(

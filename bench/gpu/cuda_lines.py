@@ -35,8 +35,6 @@ RUNS = (  # words of Python, GPUs, GiB of each
         (f"{SLM} train --strategy {strategy} {TINY} --rehearse 8", 1, 1.0)
         for strategy in ("ddp", "fsdp_full_shard", "ds_zero3")
     ),
-    (f"{SLM} train --strategy ddp --num_processes 1 --find_batch_size --model slm-1m --seq_len 256 "
-     "--max_steps 2 --per_device_train_batch_size 16", 1, 0.1),
     *(
         (f"-m slm_toolkit.train {TINY} {flags}", 1, 1.0)
         for flags in (

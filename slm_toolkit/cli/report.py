@@ -93,12 +93,6 @@ def fill(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="instead of the table: the error of `slm estimate`'s memory for each record, by part",
     ).basic = True
-    parser.add_argument(
-        "--until_loss",
-        type=positive_number,
-        metavar="LOSS",
-        help="show the steps, seconds and dollars until the mean loss of ten steps was this or less",
-    )
     parser.add_argument("--schema", action="store_true", help="print only the JSON schema of record.json")
     add_picture_flags(parser)
     add_output_flags(parser)
@@ -124,7 +118,6 @@ def _report(args: argparse.Namespace) -> int:
             parity_tolerance=args.parity_tolerance,
             strict=args.strict,
             sort=sort_of(args),
-            until_loss=args.until_loss,
         )
     for problem in report.problems:
         print(f"left out: {problem}", file=sys.stderr)

@@ -45,7 +45,6 @@ PAIRS = (
     Pair("max_steps", "parity", ", which sets the number of steps"),
     Pair("num_train_epochs", "parity", ", which sets the number of steps"),
     Pair("max_tokens", "parity", ", which sets the number of steps"),
-    Pair("until_loss", "parity", ", which sets the number of steps"),
     Pair("num_processes", "rehearse", ", which starts one process and sets the number of ranks"),
     Pair("parity", "rehearse", ", whose losses mean nothing"),
     Pair("repeats", "rehearse", ", whose results are always the same without a GPU", on_cpu=True),

@@ -23,43 +23,38 @@ class Source:
     "name under which its losses are reported"
     path: str
     "hub id, file, folder or glob"
-    weights: tuple[float, ...]
-    "share of the sequences in each stage, not normalised; empty: all of its sequences"
+    weight: float | None
+    "share of the sequences, not normalised; None: all of its sequences"
 
 
 def sources_of(text: str) -> tuple[Source, ...]:
-    """Split `A=3,B=1`, or with two stages `A=3:1,B=0:1`, into sources.
+    """Split `A=3,B=1` into sources.
 
     A path that exists is one dataset, even if it has commas.
     """
     parts = [text] if exists(typed_path(text)) else [part.strip() for part in text.split(",")]
     if not all(parts):
         raise ValueError(f"--dataset {text!r} has an empty name between commas\nhint: --dataset A=3,B=1")
-    pairs = [_path_and_weights(part) for part in parts]
+    pairs = [_path_and_weight(part) for part in parts]
     paths = [path for path, _ in pairs]
     short = [_stem(path) for path in paths]
     names = [name if short.count(name) == 1 else path for name, path in zip(short, paths, strict=True)]
     if len(set(names)) < len(names):
         raise ValueError(f"--dataset {text} names a dataset twice\nhint: name it once, with a weight")
-    return tuple(Source(name, path, weights) for name, (path, weights) in zip(names, pairs, strict=True))
+    return tuple(Source(name, path, weight) for name, (path, weight) in zip(names, pairs, strict=True))
 
 
-def _path_and_weights(part: str) -> tuple[str, tuple[float, ...]]:
-    path, equals, numbers = part.rpartition("=")
+def _path_and_weight(part: str) -> tuple[str, float | None]:
+    path, equals, number = part.rpartition("=")
     if not equals or exists(typed_path(part)):
-        return part, ()
-    weights = tuple(_weight_of(number) for number in numbers.split(":"))
-    if not path or not all(0 <= weight < math.inf for weight in weights) or not any(weights):
-        what = "are not numbers from 0 on" if len(weights) > 1 else "is not a number above 0"
-        raise ValueError(f"--dataset {part}: the weight{'s' * (len(weights) > 1)} {numbers!r} {what}")
-    return path, weights
-
-
-def _weight_of(text: str) -> float:
+        return part, None
     try:
-        return float(text)
+        weight = float(number)
     except ValueError:
-        return math.nan
+        weight = math.nan
+    if not path or not 0 < weight < math.inf:
+        raise ValueError(f"--dataset {part}: the weight {number!r} is not a number above 0")
+    return path, weight
 
 
 def _stem(path: str) -> str:

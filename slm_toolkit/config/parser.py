@@ -69,6 +69,9 @@ HINTS = {  # a name that is refused: the hint, which says what to write instead
 }
 _UPLOAD = "`hf upload ME/MODEL runs/NAME/model`"
 REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
+    "find_batch_size": "`slm estimate --largest_batch` and `slm compare --largest_batch` find it before",
+    "stage_ends": "train a second run from the model of the first, with its own --dataset",
+    "until_loss": "`slm report --html` draws the losses over time of all runs",
     "retry": "repeat the same command: it runs what failed",
     "runs_at_once": "leave it out: runs are launched one after another",
     "take_turns": "--repeats 5 compares round by round",

@@ -544,19 +544,11 @@ class RunConfig:
         label="sp",
         heading="{} ranks per sequence",
     )
-    find_batch_size: bool = Flag(
-        False,
-        "after running out of memory, start again with a smaller --per_device_train_batch_size. "
-        "--gradient_accumulation_steps grows, so the sequences per step stay the same",
-        group="batch",
-        excludes=_LEARNS_NOTHING,
-        identity=False,
-    )
     dataset: str = Flag(
         SYNTHETIC,
         "hub id, folder, glob, or local .txt, .jsonl or .parquet file. Several are mixed by weight: "
-        "A=3,B=1 (with --stage_ends in each stage: A=3:1,B=0:1). Without weights all of each is used. The "
-        "loss of each is reported. synthetic: a generated Markov chain, the same on every machine",
+        "A=3,B=1. Without weights all of each is used. The loss of each is reported. synthetic: a generated "
+        "Markov chain, the same on every machine",
         group="data",
         basic=True,
         aliases=("dataset_name",),
@@ -565,15 +557,6 @@ class RunConfig:
             "dataset_path",
         ),
         is_printable=True,
-        may_change_on_resume=False,
-        estimate="ignores",
-    )
-    stage_ends: str | None = Flag(
-        None,
-        "steps after which --dataset's next weights begin: with A=3:1,B=0:1 and 8000, the first 8,000 steps "
-        "read only A, the others A and B equally. 8000,9000 has three stages",
-        group="data",
-        excludes=(_NO_DOCUMENTS, Excludes("num_train_epochs", "stages end after steps: give --max_steps")),
         may_change_on_resume=False,
         estimate="ignores",
     )
@@ -718,17 +701,6 @@ class RunConfig:
         ),
         estimate="ignores",
         column="tokens asked",
-    )
-    until_loss: float | None = Flag(
-        None,
-        "end the run once the mean loss of ten steps is this or less; --max_steps, --max_tokens or "
-        "--num_train_epochs is then the most. Tables show the steps, seconds and dollars until then",
-        group="length",
-        other_names=("target_loss",),
-        above=0,
-        excludes=_LEARNS_NOTHING,
-        losses="same",
-        column="until loss",
     )
     num_train_epochs: float | None = Flag(
         None,
@@ -1173,7 +1145,7 @@ class RunConfig:
     def with_steps(self, sequences_per_step: int) -> "RunConfig":
         """Return the config with the steps that --max_tokens takes, the last one whole; itself without it.
 
-        Raises ValueError if the learning rate's warm-up and decay, or the data's stages, take more steps.
+        Raises ValueError if the learning rate's warm-up and decay take more steps.
         """
         if self.max_tokens is None:
             return self
@@ -1248,40 +1220,19 @@ class RunConfig:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The sources of `--dataset`. Raises ValueError unless each has a weight for every stage, or none."""
+        """The sources of `--dataset`. Raises ValueError unless each has a weight, or none."""
         found = sources_of(self.dataset)
-        numbers = {len(source.weights) for source in found}
-        if 0 in numbers and len(numbers) > 1:
+        if len({source.weight is None for source in found}) > 1:
             raise ValueError(
                 f"--dataset {self.dataset}: give every dataset a weight, or none\nhint: --dataset A=3,B=1"
             )
-        num_stages = len(self.stages_end_after) + 1
-        if numbers != {num_stages} and (num_stages > 1 or max(numbers) > 1):
-            raise ValueError(
-                f"--dataset {self.dataset}: {num_stages} stages need {num_stages} weights of every dataset\n"
-                "hint: --dataset A=3:1,B=0:1 --stage_ends 8000"
-            )
-        for stage in range(max(numbers)):
-            if not any(source.weights[stage] for source in found):
-                raise ValueError(f"--dataset {self.dataset}: all weights of stage {stage + 1} are 0")
         return found
-
-    @property
-    def stages_end_after(self) -> tuple[int, ...]:
-        """The steps of `--stage_ends`. Raises ValueError if they are not ascending numbers from 1 on."""
-        if self.stage_ends is None:
-            return ()
-        parts = [part.strip() for part in self.stage_ends.split(",")]
-        ends = tuple(int(part) for part in parts if part.isascii() and part.isdecimal())
-        if len(ends) < len(parts) or list(ends) != sorted({0, *ends})[1:]:
-            raise ValueError(f"--stage_ends {self.stage_ends}: not ascending numbers of steps like 8000,9000")
-        return ends
 
     @property
     def eval_sources(self) -> tuple[Source, ...]:
         """The sources of `--eval_dataset`. Raises ValueError for weights, which held-out sets don't have."""
         found = sources_of(self.eval_dataset) if self.eval_dataset else ()
-        if any(source.weights for source in found):
+        if any(source.weight for source in found):
             raise ValueError(f"--eval_dataset {self.eval_dataset}: held-out sets have no weights")
         return found
 
@@ -1364,16 +1315,6 @@ def _step_problems(config: RunConfig) -> list[str]:
         problems.append(f"--max_tokens: {error}")
     num_special = config.warmup_steps + (config.lr_decay_steps or 0)
     num_steps = config.steps_asked
-    try:
-        ends = config.stages_end_after
-    except ValueError:  # `_source_problems` names it
-        ends = ()
-    # the steps of --max_tokens are known only with the processes: see `with_steps`
-    if ends and num_steps is not None and num_steps <= ends[-1]:
-        problems.append(
-            f"--stage_ends {config.stage_ends}: the last stage begins after step {ends[-1]}: give more "
-            "--max_steps or --max_tokens"
-        )
     if config.lr_decay_steps is not None and num_steps is not None and num_special > num_steps:
         steps = f"{num_steps} steps" if config.max_steps is None else f"--max_steps {num_steps}"
         if config.max_tokens is not None:

@@ -177,8 +177,7 @@ def _values(plan: Plan, *, measures_only: bool = False) -> dict[str, str | None]
     if measures_only and not has_data:
         return values
     sources = [
-        "=".join([_absolute(source.path), *filter(None, [":".join(f"{w:g}" for w in source.weights)])])
-        for source in config.sources
+        _absolute(source.path) + (f"={source.weight:g}" if source.weight else "") for source in config.sources
     ]
     values["dataset"] = ",".join(sources) if has_data else None
     tokenizer = config.tokenizer_name or spec.hub_id

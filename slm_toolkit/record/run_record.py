@@ -25,7 +25,6 @@ from slm_toolkit.config.run_config import CHECKPOINTING_SYNONYMS, FLAGS, RunConf
 from slm_toolkit.hardware.machine import allocator
 from slm_toolkit.model.from_config import MOST_LAYERS
 from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.record.goodput import LaunchTimes
 from slm_toolkit.record.memory_timeline import PARTS
 from slm_toolkit.record.numerics import Numerics
 from slm_toolkit.record.steady_rate import num_warmup_steps
@@ -117,14 +116,6 @@ class ResumedFrom(TypedDict, total=False):
     "sentence about the differences of this run's launch"
 
 
-class BatchSizeSearch(TypedDict, total=False):
-    """Sequences per process and micro-step that --find_batch_size tried."""
-
-    asked: PositiveInt
-    out_of_memory: list[PositiveInt]
-    ran: PositiveInt
-
-
 class EvalLoss(TypedDict):
     step: Count
     loss: Loss | None
@@ -138,9 +129,7 @@ class DatasetFacts(TypedDict, total=False):
     packing: Required[str]
     format: str
     weight: NonNegative | None
-    "share of the sequences; in the first stage, if there are several"
-    weights: list[NonNegative]
-    "in each stage of --stage_ends"
+    "share of the sequences"
     num_rows: Count
     num_sequences: Count
     num_tokens: Count
@@ -263,13 +252,8 @@ class RunRecord:
     """the checkpoint before first_step: path, step, strategy, num_processes, per_device_train_batch_size,
     gradient_accumulation_steps, base_batch_size; conversion is a sentence about the values that this run
     changed"""
-    launches: list[LaunchTimes] = field(default_factory=list)
-    """wall time of this launch, and of the earlier ones whose work it continued; empty if unknown, with
-    --find_batch_size, in a rehearsal and in older records"""
     skipped_steps: list[Count] = field(default_factory=list)
     "steps without an update, because the loss or gradient was not finite or too large; counted from 1"
-    batch_size_search: BatchSizeSearch | None = None
-    "with --find_batch_size: asked, out_of_memory (a list), ran: sequences per process and micro-step"
     timing_warmup_steps: Count | None = None
     "first steps that don't count as timed; None: derived from the step times"
     losses: list[Loss | None] = field(default_factory=list)
@@ -545,7 +529,7 @@ def finite(value: float) -> float | None:
 
 
 _NAMES_OF_REPORTS = {f.name for f in dataclasses.fields(RunRecord)}
-_NAMES_OF_REPORTS |= {"record", "rank", "mfu", "price", "evidence", "asked", "goodput", "parity", "padding"}
+_NAMES_OF_REPORTS |= {"record", "rank", "mfu", "price", "evidence", "asked", "parity", "padding"}
 "names that mean something else in records and reports"
 _OF_MODEL = frozenset(f.name for f in dataclasses.fields(ModelSpec))
 _DEFAULTS = RunConfig().identity

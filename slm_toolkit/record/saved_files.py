@@ -11,8 +11,6 @@ from slm_toolkit.base.user_files import json_of, read_text
 from slm_toolkit.record.run_record import PROGRESS_FILE, RECORD_FILE
 
 CHECKPOINTS_DIR, MODEL_DIR = "checkpoints", "model"
-LAUNCHES_FILE = "launches.json"
-"file with the wall time of a run's launches, see `goodput.LaunchTimes`; written while it trains"
 MODEL_FILES = "slm_toolkit.json"
 "file in a saved model's folder that lists the files written by the run"
 _FINISHED = re.compile(r"step_(\d+)|\.step_(\d+)\.replaced")
@@ -131,7 +129,6 @@ def sweep(run_dir: Path) -> None:
     sweep_checkpoints(run_dir / CHECKPOINTS_DIR)
     for state in ("unfinished", "deleted"):
         delete(beside_model(run_dir / MODEL_DIR, state))
-    half_written = (Path(name).with_suffix(".new").name for name in (PROGRESS_FILE, LAUNCHES_FILE))
-    for pattern in (f".{RECORD_FILE}.*", *half_written):
+    for pattern in (f".{RECORD_FILE}.*", Path(PROGRESS_FILE).with_suffix(".new").name):
         for path in run_dir.glob(pattern):
             delete(path)

@@ -6,29 +6,26 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from statistics import fmean, geometric_mean
+from statistics import geometric_mean
 from typing import Any
 
 import msgspec
 
 from slm_toolkit.config.run_config import FLAGS
 from slm_toolkit.hardware.gpus import find_gpu
-from slm_toolkit.hardware.prices import Price, find_price
+from slm_toolkit.hardware.prices import find_price
 from slm_toolkit.model.model_spec import flops_per_token, flops_per_token_without_attention
 from slm_toolkit.predict.cost import usd_per_million_tokens
-from slm_toolkit.record.goodput import time_shares
 from slm_toolkit.record.measurement_warnings import padding_share, warnings_of
 from slm_toolkit.record.numerics import alignments, differences, numerics_from
 from slm_toolkit.record.parity import Parity, judge
 from slm_toolkit.record.run_record import RunRecord, finite
-from slm_toolkit.record.time_to_loss import time_to_loss
 from slm_toolkit.report.recorded_estimate import estimate_of
 from slm_toolkit.report.stats import (
     MIN_ROUNDS,
     joules_per_token,
     mean_phases,
     paired_lead,
-    round_of,
     throughput,
 )
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES
@@ -138,24 +135,9 @@ class Row:
     deepspeed_bytes: int | None
     "DeepSpeed's own estimate per GPU"
     usd_per_million_tokens: float | None
-    until_loss: float | None
-    "the loss of --until_loss; the next three fields are what this row's launches needed until then"
-    steps_to_loss: int | None
-    "None: not reached, or not asked for; the most, if launches needed different numbers of steps"
-    seconds_to_loss: float | None
-    "mean of all launches, in steps on the slowest rank: neither starting, nor evaluations, nor checkpoints"
-    usd_to_loss: float | None
-    seconds_to_loss_by_round: dict[int, float]
-    "by round of `slm compare --repeats`, as in `tokens_per_second_by_round`"
     joules_per_token: float | None
     "energy of the GPU boards in the timed steps, from NVML's energy counter"
     price: str | None
-    goodput: float | None
-    "0..1: the share of all launches' wall time in steps that were kept; None: older records"
-    checkpoint_overhead: float | None
-    "seconds in which training stood still for checkpoints, per second in steps"
-    time_shares: dict[str, float] | None
-    "num_launches, and how they spent their seconds: the fields of goodput.TimeShares"
     numerics_probed: dict[str, Any] | None
     "the fields of numerics.Numerics in the last probed step: the first that compiled nothing, of up to five"
     numerics_differences: list[str]
@@ -231,7 +213,6 @@ def row_of(
     repeats: list[tuple[Path, RunRecord]],
     *,
     usd_per_gpu_hour: float | None = None,
-    until_loss: float | None = None,
 ) -> Row:
     """Make the row of one run's launches. Impossible figures make the status failed: see `impossible`.
 
@@ -254,7 +235,6 @@ def row_of(
         status, reason = "failed", contradiction
     measured = ok or records
     rehearsed = main_record.is_rehearsal
-    times = time_shares(measured[0].launches)
     estimate = estimate_of(main_record) if main_record.gpu or rehearsed else None
     losses = [] if rehearsed else measured[0].losses
     return Row(
@@ -328,12 +308,8 @@ def row_of(
         )
         if rate and price and not rehearsed
         else None,
-        **_to_loss(ok, until_loss or config["until_loss"], price),
         joules_per_token=None if rehearsed else joules_per_token(ok),
         price=str(price) if price and not rehearsed else None,
-        goodput=times.goodput if times else None,
-        checkpoint_overhead=times.checkpoint_overhead if times else None,
-        time_shares=vars(times) if times else None,
         numerics_probed=measured[0].numerics,
         numerics_differences=[],
         numerics_alignments=[],
@@ -424,25 +400,6 @@ def _largest(of_records: list[list[int] | None]) -> int | None:
     return max((value for values in of_records for value in values or []), default=None)
 
 
-def _to_loss(records: list[RunRecord], limit: float | None, price: Price | None) -> dict[str, Any]:
-    """Return a row's fields on the time until a loss: of its launches that ended ok, if all reached it."""
-    trained = [record for record in records if not record.is_rehearsal]
-    found = [] if limit is None else [time_to_loss(record, limit) for record in trained]
-    if not found or None in found:
-        names = ("steps_to_loss", "seconds_to_loss", "usd_to_loss")
-        return {"until_loss": limit, **dict.fromkeys(names), "seconds_to_loss_by_round": {}}
-    seconds = fmean(each.seconds for each in found)
-    num_gpus = trained[0].world_size
-    rounds = {round_of(each.run_name): of.seconds for each, of in zip(trained, found, strict=True)}
-    return {
-        "until_loss": limit,
-        "steps_to_loss": max(each.num_steps for each in found),
-        "seconds_to_loss": seconds,
-        "usd_to_loss": price.usd_per_gpu_hour * num_gpus * seconds / 3600 if price and num_gpus else None,
-        "seconds_to_loss_by_round": rounds if len(rounds) == len(found) else {},
-    }
-
-
 def _largest_state(state_bytes: list[dict[str, int]]) -> dict[str, int] | None:
     return max(state_bytes, key=lambda parts: sum(parts.values())) if state_bytes else None
 
@@ -457,11 +414,9 @@ def rows_of(
     parity_tolerance: float | None = None,
     strict: bool = False,
     problems: list[str] | None = None,
-    until_loss: float | None = None,
 ) -> list[Row]:
     """Make one row for each run, for any number of launches, with parity, marks and ranks.
 
-    `until_loss`: the loss that all rows are to reach, instead of each run's --until_loss.
     A record with impossible numbers, which no run wrote, adds a line to `problems` and makes no row.
     """
     parities = judge([record for _, record in records], loss_tolerance=parity_tolerance)
@@ -474,7 +429,7 @@ def rows_of(
     for indices in launches.values():
         try:
             launched = [records[index] for index in indices]
-            row = row_of(launched, usd_per_gpu_hour=usd_per_gpu_hour, until_loss=until_loss)
+            row = row_of(launched, usd_per_gpu_hour=usd_per_gpu_hour)
         except Exception as error:
             if problems is None:
                 raise

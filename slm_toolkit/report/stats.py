@@ -1,9 +1,7 @@
 """Compute rates from records' raw steps: the median after warm-up, and an interval around it."""
 
 from dataclasses import dataclass, replace
-from itertools import product
-from math import comb, exp, fsum, log, sqrt
-from operator import mul
+from math import comb, exp, log, sqrt
 from statistics import fmean, median, stdev
 
 from slm_toolkit.record.measurement_warnings import OTHER_CORES, USED_BYTES, padding_share
@@ -125,21 +123,6 @@ def paired_lead(rates: dict[int, float], others: dict[int, float]) -> tuple[floa
         return None
     half = _STUDENT_T_99[min(len(logs) - MIN_ROUNDS, len(_STUDENT_T_99) - 1)] * stdev(logs) / sqrt(len(logs))
     return exp(fmean(logs) - half), exp(fmean(logs) + half)
-
-
-def chance_of_lead(rates: dict[int, float], others: dict[int, float]) -> float | None:
-    """Return the p-value of the mean logarithm of rates / others over the rounds of both; None below three.
-
-    It is the sign-flip test's, two-sided: the share of all 2^n ways to swap the two of a round that lead at
-    least as far. It assumes no distribution; n rounds can't get below 2 / 2^n. Of more than 12 rounds the
-    first 12 count.
-    """
-    logs = _log_ratios(rates, others)[:12]
-    if len(logs) < MIN_ROUNDS:
-        return None
-    lead = abs(fsum(logs)) - 1e-12
-    sums = [abs(fsum(map(mul, logs, signs))) for signs in product((1, -1), repeat=len(logs))]
-    return sum(each >= lead for each in sums) / len(sums)
 
 
 def rounds_to_find(share: float, rates: dict[int, float], others: dict[int, float]) -> int | None:

@@ -7,7 +7,7 @@ from statistics import median_high
 
 from slm_toolkit.record.steady_rate import STEPS_PER_BLOCK
 from slm_toolkit.report.rows import MOST_UNCERTAIN, Row, labelled
-from slm_toolkit.report.stats import MOST_ROUNDS, chance_of_lead, rounds_to_find
+from slm_toolkit.report.stats import MOST_ROUNDS, rounds_to_find
 
 SAME_MEMORY = 0.01
 "share by which the memory of two rows may differ and still count as the same"
@@ -69,7 +69,6 @@ def _sentences(group: list[Row]) -> list[str]:
         *_unlike(group, names),
         _speed(group, names),
         _cost(group),
-        _to_loss(group, names),
         _memory(group, names),
         *_problems(group, names),
         _sameness(group),
@@ -161,31 +160,6 @@ def _cost(group: list[Row]) -> str:
     usd = sorted(row.usd_per_million_tokens * 1000 for row in fastest)
     bounds = " to ".join(dict.fromkeys(f"${value:,.2f}" for value in (usd[0], usd[-1])))
     return f"A billion tokens cost {bounds} with {'it' if len(fastest) == 1 else 'these'}."
-
-
-def _to_loss(group: list[Row], names: dict[int, str]) -> str:
-    """Name the row that reaches the loss of --until_loss first, and the chance of its lead over the next."""
-    asked = [row for row in group if row.until_loss is not None and _is_good(row)]
-    there = sorted((row for row in asked if row.seconds_to_loss), key=lambda row: row.seconds_to_loss)
-    if not asked or len({row.until_loss for row in asked}) > 1:
-        return ""
-    if not there:
-        return f"No row reaches a loss of {asked[0].until_loss:g}."
-    first, *others = there
-    usd = f", ${first.usd_to_loss:,.2f}" if first.usd_to_loss is not None else ""
-    text = (
-        f"{names[id(first)]} reaches a loss of {first.until_loss:g} first: in {first.seconds_to_loss:,.1f} s "
-        f"of {first.steps_to_loss:,} steps{usd}"
-    )
-    if others:
-        second = others[0]
-        chance = chance_of_lead(second.seconds_to_loss_by_round, first.seconds_to_loss_by_round)
-        known = "--repeats 6 tells it from chance" if chance is None else f"p = {chance:.2g} over the rounds"
-        ratio = second.seconds_to_loss / first.seconds_to_loss
-        text += f"; {names[id(second)]} takes {ratio:.2f} times as long ({known})"
-    if missing := len(asked) - len(there):
-        text += f"; {missing} row{'s do' if missing > 1 else ' does'} not"
-    return f"{text}."
 
 
 def _memory(group: list[Row], names: dict[int, str]) -> str:

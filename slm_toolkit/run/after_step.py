@@ -19,11 +19,9 @@ from slm_toolkit.base.safe_files import write_new
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.record.measurement_warnings import rank_differences
 from slm_toolkit.record.run_record import finite
-from slm_toolkit.record.time_to_loss import is_reached
 from slm_toolkit.run.checkpoint.checkpoint import CheckpointWriter
 from slm_toolkit.run.data.batches import place_in_data
-from slm_toolkit.run.faults.find_batch_size import note_checkpoint
-from slm_toolkit.run.observe.launch_times import LaunchNotes, NoLaunchNotes
+from slm_toolkit.run.faults.restarts import note_checkpoint
 from slm_toolkit.run.observe.progress import NoProgress, TrainingProgress
 from slm_toolkit.run.peers.failure import seconds_since_start
 from slm_toolkit.run.peers.step_exchange import Seen, StepExchange, StopSignal, gather_to_all
@@ -62,7 +60,6 @@ class AfterStep:
         num_steps: int,
         max_loss: float,
         exchange: StepExchange,
-        notes: LaunchNotes | NoLaunchNotes,
         bad_steps: "BadStepFiles",
         writer: CheckpointWriter | None,
         resumed_from: Path | None,
@@ -74,11 +71,8 @@ class AfterStep:
         self._config, self._accelerator, self._model, self._progress = config, accelerator, model, progress
         self._run_dir, self._num_steps, self._max_loss = run_dir, num_steps, max_loss
         self._exchange, self._bad_steps, self._writer = exchange, bad_steps, writer
-        self._notes = notes
         self.losses: list[float] = []
         "each step's loss, the mean over the ranks; complete after `end`, empty in a rehearsal"
-        self.reached_after: int | None = None
-        "with --until_loss: the steps after which the loss was low enough, known one or two steps later"
         self._grad_norms: list[float | None] = []
         "each step's gradient norm, as this rank's engine reports it"
         self._skipped: list[int] = []
@@ -114,14 +108,12 @@ class AfterStep:
         saves = (step + 1) % config.save_steps == 0
         if not finishes and not saves:
             return False
-        self._notes.begin("saving")
         if finishes:
             self._finish_checkpoint()
         if saves:
             self._begin_checkpoint(step)
             if not config.async_save:
                 self._finish_checkpoint()
-        self._notes.begin("steps")
         return True
 
     def end(self, num_steps: int) -> None:
@@ -131,9 +123,7 @@ class AfterStep:
             return
         self._judge(self._exchange.rest(), None)
         if self._writer is not None:
-            self._notes.begin("saving")
             self._finish_checkpoint()
-        self._notes.begin("other")
         self._compare_weights(num_steps)
 
     def observed(self) -> dict[str, Any]:
@@ -159,7 +149,6 @@ class AfterStep:
         self._judge(self._exchange.rest(), step)
         self._finish_checkpoint()
         self._compare_weights(step + 1)
-        self._notes.save(step + 1)
         self._writer.begin(step + 1)
         self._begun_after = step
 
@@ -177,8 +166,6 @@ class AfterStep:
         for of_step in seen:
             self.losses.append(sum(of_step.losses) / len(of_step.losses))
             self._grad_norms.append(of_step.grad_norms[self._accelerator.process_index])
-            if self.reached_after is None and is_reached(self.losses, self._config.until_loss):
-                self.reached_after = of_step.step + 1
             if self._has_loss_scale and not of_step.is_loss_bad(self._max_loss):
                 self._note_overflow(of_step)
             elif of_step.bad_ranks(self._max_loss):
@@ -231,10 +218,8 @@ class AfterStep:
         """End the run after `step`, because a rank got signal `number`; with --save_steps, save first."""
         hints = []
         if self._writer is not None:
-            self._notes.begin("saving")
             self._begin_checkpoint(step)
             self._finish_checkpoint()
-            self._notes.write()
         else:
             hints = ["nothing was saved; with --save_steps N, a stopped run saves a checkpoint"]
         if number == _TIME_IS_OVER:

@@ -89,8 +89,7 @@ def _in_fp32(config: RunConfig, folder: Path) -> RunConfig:
 _LEFT_OUT = (
     *("profile", "trace_memory", "eval_steps", "eval_dataset", "save_steps", "async_save"),
     *("resume_from_checkpoint", "overwrite_output_dir", "merge_adapter", "report_to"),
-    *("find_batch_size", "eval_strategy", "save_strategy", "logging_steps", "max_time"),
-    "until_loss",
+    *("eval_strategy", "save_strategy", "logging_steps", "max_time"),
 )
 
 

@@ -76,14 +76,7 @@ from slm_toolkit.run.engine.engine import (
     start_accelerator,
     without_unused_imports,
 )
-from slm_toolkit.run.faults.find_batch_size import (
-    BatchSizeFinder,
-    is_restarted,
-    name_groups_anew,
-    noted_checkpoint,
-    search_described,
-    smaller_batch,
-)
+from slm_toolkit.run.faults.restarts import noted_checkpoint
 from slm_toolkit.run.kernels.layer_kernels import check_optional
 from slm_toolkit.run.model.adapters import check_adapters
 from slm_toolkit.run.model.loss_recorder import RecordedLoss
@@ -91,7 +84,6 @@ from slm_toolkit.run.model.model import build_model
 from slm_toolkit.run.model.padding import without_padding
 from slm_toolkit.run.model.sequence_parallel import SequenceGroup, join_sequence_group
 from slm_toolkit.run.observe.allocations import AllocationTrace
-from slm_toolkit.run.observe.launch_times import LaunchNotes, NoLaunchNotes
 from slm_toolkit.run.observe.machine_load import GpuBefore, driver_version, look_at_gpu
 from slm_toolkit.run.observe.measure import num_trainable
 from slm_toolkit.run.observe.progress import starting
@@ -154,7 +146,6 @@ class Job:
     gpu_before: GpuBefore
     batch_described: str
     "one line: the sequences per step, and the learning rate if it was scaled"
-    search: BatchSizeFinder
     control_group: ProcessGroup | None
     sequence_group: SequenceGroup
 
@@ -201,7 +192,6 @@ def set_up(
         model=built.model,
         gpu_before=folder.gpu_before,
         batch_described=start.batch_described,
-        search=BatchSizeFinder(start.config),
         control_group=start.control_group,
         sequence_group=start.sequence_group,
     )
@@ -332,9 +322,8 @@ def _choose_start(request: _Request, folder: _ClaimedFolder) -> _Start:
     Raises ValueError if the checkpoint does not exist, or if the run would replace another run's files.
     """
     launch, run_dir = request.launch, folder.run_dir
-    config = smaller_batch(request.config)
-    per_step = sequences_per_step(config, launch.strategy, launch.num_processes)
-    config = config.with_steps(per_step)
+    per_step = sequences_per_step(request.config, launch.strategy, launch.num_processes)
+    config = request.config.with_steps(per_step)
     description = run_description(config, per_step)
     resume = noted_checkpoint() or config.resume_from_checkpoint
     candidates = find_start(run_dir, config, description, resume, is_ended=folder.is_ended)
@@ -342,7 +331,6 @@ def _choose_start(request: _Request, folder: _ClaimedFolder) -> _Start:
         check_tokenizer(config, request.spec)
     if _is_rank_0():
         check_writable(run_dir)
-    name_groups_anew()
     with folder.machines.connecting():
         accelerator = start_accelerator(launch, config, project_dir=str(run_dir))
         group, sequence_group = control_group(accelerator), join_sequence_group(config.sp_size)
@@ -386,11 +374,10 @@ def _build(request: _Request, start: _Start, run_dir: Path) -> _Built:
         _print_on_rank_0(f"note: --seq_len {config.seq_len} is longer than {trained_for}")
     data, description = None, start.description
     if not is_fake(config):
-        per_step = start.sequences_per_step
-        sizes = {"num_sequences": (config.steps_asked or 0) * per_step, "sequences_per_step": per_step}
-        held_out = num_held_out(checkpoint)
+        num_sequences = (config.steps_asked or 0) * start.sequences_per_step
+        sizes = {"num_sequences": num_sequences, "num_held_out": num_held_out(checkpoint)}
         with starting(run_dir, f"reading data: {config.dataset}", is_main=is_main):
-            data = rank_0_first(lambda: load_data(config, spec, **sizes, num_held_out=held_out))
+            data = rank_0_first(lambda: load_data(config, spec, **sizes))
         if checkpoint is not None:
             check_data(checkpoint, data.contents)
         description = {**description, DATA: data.contents}
@@ -413,14 +400,10 @@ def _record_at_start(
     job: Job,
     folder: _ClaimedFolder,
     built: _Built,
-    requested: RunConfig,
     arguments: list[str],
     started: float,
 ) -> RunRecord:
-    """Return the record before step 1. `requested`: the config before --find_batch_size changed it."""
-    # record the batch size that --find_batch_size chose; batch_size_search keeps the requested one
-    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
-    batch = {name: getattr(job.config, name) for name in names}
+    """Return the record before step 1."""
     typed = ("python", "-m", "slm_toolkit.train", *without_secrets(arguments))
     has_own_weights = job.checkpoint is None and job.config.rehearse is None
     params = without_padding(job.model, job.model.named_parameters())
@@ -429,7 +412,7 @@ def _record_at_start(
         identity=folder.identity,
         status="failed",  # becomes "ok" at the end
         strategy=job.launch.strategy.name,
-        asked={**folder.asked, "config": {**folder.asked["config"], **batch}},
+        asked=folder.asked,
         model=model_facts(job.spec),
         weights=built.weights,
         tokenizer=built.tokenizer,
@@ -439,7 +422,6 @@ def _record_at_start(
         gpu=folder.gpu,
         weights_fingerprint=fingerprint(params) if has_own_weights else None,
         first_step=job.checkpoint.manifest.step if job.checkpoint else 0,
-        batch_size_search=search_described(requested, job.config),
         resumed_from=described(job.checkpoint, job.launch_description) if job.checkpoint else None,
         timing_warmup_steps=job.config.timing_warmup_steps,
     )
@@ -558,22 +540,6 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
         trace=trace,
     )
     return prepared, record
-
-
-def launch_notes(job: Job) -> LaunchNotes | NoLaunchNotes:
-    """Return the notes of this launch's wall time; on rank 0 only, since its record is the run's."""
-    config, checkpoint = job.config, job.checkpoint
-    # with --find_batch_size a process replaces itself and keeps its age
-    is_known = config.rehearse is None and not config.find_batch_size
-    if not job.accelerator.is_main_process or not is_known:
-        return NoLaunchNotes()
-    return LaunchNotes(
-        job.run_dir,
-        first_step=checkpoint.manifest.step if checkpoint else 0,
-        resumed=checkpoint is not None and checkpoint.path.is_relative_to(job.run_dir),
-        goes_on=checkpoint is None and (config.resume_from_checkpoint == "auto" or is_restarted()),
-        keep=config.save_total_limit,
-    )
 
 
 def local_world_size() -> int:

@@ -1,12 +1,12 @@
 """Draw the best configurations of `compare.py`, all predicted, and figure 5 of the study."""
 
 from comparison import GPUS_PER_NODE, MODELS
+from scale import Cell, fit_panel, scale_figures
 from tables import Best
 
 from slm_toolkit import __version__
 from slm_toolkit.model.names import find_model
 from slm_toolkit.report.charts.figures import Panel
-from slm_toolkit.report.charts.scale import Cell, fit_panel, scale_figures
 
 
 def pictures(bests: list[Best]) -> list[Panel]:

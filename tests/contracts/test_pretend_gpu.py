@@ -131,21 +131,6 @@ def test_a_strategy_trains_on_pretended_gpus_as_on_a_cpu(
     assert row["peak_allocated_bytes"] == pytest.approx(estimate, rel=0.05)
 
 
-@pytest.mark.slow
-def test_a_batch_is_halved_until_it_fits_the_pretended_gpu(tmp_path: Path) -> None:
-    done = pretend(
-        *("-m", "slm_toolkit.train", "--model", "slm-1m", "--seq_len", "256", "--max_steps", "2"),
-        *("--per_device_train_batch_size", "16", "--find_batch_size", "--output_dir", str(tmp_path)),
-        memory_gib=0.1,
-    )
-    assert done.code == 0, done.err
-    (path,) = tmp_path.rglob("record.json")
-    record = json.loads(path.read_text())
-    assert record["batch_size_search"]["ran"] < 16
-    assert record["tokens_per_step"] == 16 * 256  # kept, by accumulation
-    assert max(record["peak_allocated_bytes"]) < 0.1 * 2**30
-
-
 def test_an_nvml_error_while_a_run_fails_does_not_hide_the_error() -> None:
     """pynvml's errors raise where they are compared with others."""
     failed = RuntimeError("the run's own error")

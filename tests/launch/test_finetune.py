@@ -56,36 +56,16 @@ def test_weights_say_how_often_a_dataset_is_drawn(tmp_path: Path) -> None:
     for name, letter in (("often", "a"), ("seldom", "b")):
         write_rows(tmp_path / f"{name}.jsonl", [{"text": letter * 63}] * 400)
     mixed = f"{tmp_path / 'often.jsonl'}=3,{tmp_path / 'seldom.jsonl'}=1"
-    for streaming in (False, True):
-        data = load_data(config_of(mixed, seq_len=64, streaming=streaming), SPEC, num_sequences=0)
-        rows = [row["dataset"].item() for row, _ in zip(data.train, range(400), strict=False)]
-        assert data.names == ("often", "seldom")
-        assert 0.65 < rows.count(0) / len(rows) < 0.85  # 3 of 4; 400 draws stay within 4.6 standard errors
-        letters = {row["dataset"].item(): row["input_ids"][0].item() for row in list(data.train)[:50]}
-        assert letters[0] != letters[1]
+    data = load_data(config_of(mixed, seq_len=64), SPEC, num_sequences=0)
+    rows = [row["dataset"].item() for row, _ in zip(data.train, range(400), strict=False)]
+    assert data.names == ("often", "seldom")
+    assert 0.65 < rows.count(0) / len(rows) < 0.85  # 3 of 4; 400 draws stay within 4.6 standard errors
+    letters = {row["dataset"].item(): row["input_ids"][0].item() for row in list(data.train)[:50]}
+    assert letters[0] != letters[1]
+    with pytest.raises(ValueError, match="a stream can't be mixed with other data"):
+        load_data(config_of(mixed, seq_len=64, streaming=True), SPEC, num_sequences=0)
     both = load_data(config_of(mixed.replace("=3", "").replace("=1", ""), seq_len=64), SPEC, num_sequences=0)
     assert len(both.train) == 800  # without weights: all of each
-
-
-def test_a_second_stage_begins_at_its_step_under_any_strategy_and_after_a_resume(tmp_path: Path) -> None:
-    first = write_rows(tmp_path / "first.jsonl", [{"text": "abcdefgh " * 30}] * 40)
-    second = write_rows(tmp_path / "second.jsonl", [{"text": "zyxwvuts " * 30}] * 40)
-    data = ("--dataset", f"{first}=1:0,{second}=0:1", "--stage_ends", "4", "--max_steps", "6")
-    flags = ("--model", "slm-1m", "--seq_len", "64", "--numerics", "fp32", "--run_name", "run", *data)
-    whole, rest = tmp_path / "whole", tmp_path / "rest"
-    one = ("--per_device_train_batch_size", "4", "--save_steps", "3", "--output_dir", str(whole))
-    done = launch(*flags, *one, config=ROOT / "accel_configs" / "single.yaml")
-    assert done.code == 0, done.err
-    two = ("--per_device_train_batch_size", "2", "--output_dir", str(rest))
-    checkpoint = whole / "run" / "checkpoints" / "step_3"
-    resume = ("--resume_from_checkpoint", str(checkpoint))
-    done = launch(*flags, *two, *resume, config=ROOT / "accel_configs" / "ds_zero2.yaml")
-    assert done.code == 0, done.err
-    records = {folder: record_under(folder) for folder in (whole, rest)}
-    by_dataset = records[whole]["losses_by_dataset"]
-    assert [loss is None for loss in by_dataset["first"]] == [False] * 4 + [True] * 2
-    assert [loss is None for loss in by_dataset["second"]] == [True] * 4 + [False] * 2
-    assert records[rest]["losses"] == pytest.approx(records[whole]["losses"][3:], abs=1e-5, rel=0)
 
 
 @pytest.mark.slow

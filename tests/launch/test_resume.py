@@ -162,7 +162,6 @@ def test_a_checkpoint_is_there_at_every_moment_of_its_replacement(tmp_path: Path
     assert sorted(os.listdir(tmp_path / "run")) == [
         ".train.lock",
         "checkpoints",
-        "launches.json",
         "record.json",
     ]
     assert sorted(os.listdir(folder)) == ["step_3", "step_4"]

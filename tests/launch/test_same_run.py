@@ -23,7 +23,6 @@ from slm_toolkit.record.saved_files import model_damage
 from slm_toolkit.run.checkpoint.files import FORMAT, Manifest, digest_of, read_manifest
 from slm_toolkit.run.checkpoint.output_dir import save_model
 from slm_toolkit.run.data.data import load_data
-from slm_toolkit.run.faults.find_batch_size import BatchSizeFinder
 
 SHORT = ("--model", "slm-1m", "--seq_len", "32", "--run_name", "run", "--numerics", "fp32")
 WRITTEN_BY = {
@@ -469,11 +468,3 @@ def test_auto_saves_a_model_again_of_which_nothing_is_left(tmp_path: Path) -> No
     assert f"note: this run has ended: {tmp_path}" in done.err
     (model / "model.safetensors").unlink()
     assert model_damage(model) == f"{model}/model.safetensors is missing"
-
-
-@pytest.mark.quick
-def test_no_smaller_batch_is_tried_for_what_comes_after_the_steps() -> None:
-    search = BatchSizeFinder(RunConfig(find_batch_size=True, per_device_train_batch_size=4))
-    search.end()
-    with pytest.raises(RuntimeError, match="out of memory"), search:
-        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")

@@ -254,25 +254,6 @@ def test_a_loss_that_explodes_ends_the_run_and_changes_nothing_if_skipped(tmp_pa
     assert all(first[name].equal(last[name]) for name in weights)
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "ds_zero1"])
-def test_a_batch_that_does_not_fit_becomes_smaller_and_the_step_stays(strategy: str, tmp_path: Path) -> None:
-    """With 8 and 4 sequences rank 1 runs out of memory in its second step, by what it sees of its batch."""
-    flags = ("--per_device_train_batch_size", "8", "--find_batch_size", "true", "--max_steps", "4")
-    flags += ("--numerics", "fp32", "--save_steps", "1")
-    found = launch_with_fault(tmp_path, *flags, strategy=strategy, fault="out of memory", step=2)
-    assert found.code == 0, found.err
-    assert "rank 1 is out of memory with 8 sequences per micro-step: trying fewer" in found.err
-    assert "rank 1 is out of memory with 4 sequences per micro-step: trying fewer" in found.err
-    record = found.record
-    assert record["batch_size_search"] == {"asked": 8, "ran": 2, "out_of_memory": [8, 4]}
-    asked = record["asked"]["config"]
-    assert (asked["per_device_train_batch_size"], asked["gradient_accumulation_steps"]) == (2, 4)
-    assert record["tokens_per_step"] == 2 * 8 * 32
-    # with 8 the second step failed, with 4 (two micro-steps a step) the first after it: one is saved
-    assert record["first_step"] == 1
-    assert left_over(tmp_path) == []
-
-
 def test_a_full_disk_keeps_the_last_checkpoint_and_names_rank_and_place(tmp_path: Path) -> None:
     """A limit on the size of files that rank 1's share, and only that, exceeds: errno 27."""
     first = words(tmp_path, "--save_steps", "2", "--max_steps", "2")

@@ -10,7 +10,6 @@ from typing import Any
 
 from slm_toolkit.record.step_breakdown import Anatomy
 from slm_toolkit.report.rows import Row
-from slm_toolkit.report.tables.comparison import has_stopped
 from slm_toolkit.report.tables.step_breakdown import PARTS
 from slm_toolkit.report.verdict import PROBLEMS
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES
@@ -337,38 +336,6 @@ def anatomy_panel(rows: dict[str, Row]) -> Panel:
     notes = ["profiling slows steps down: use these shares, but take rates from timed steps"]
     notes += left_out(rows, profiled, lambda row: _why(row, "without --profile"))
     return Panel(name, title, (Figure(name, title, data, layout),), tuple(notes))
-
-
-def goodput_panel(rows: dict[str, Row]) -> Panel | None:
-    """Show how the launches of runs that saved or resumed spent their wall time; None without such a run."""
-    name, title = "goodput", "Goodput"
-    stopped = {label: row for label, row in rows.items() if has_stopped(row)}
-    if not stopped:
-        return None
-    data = []
-    for number, (part, part_title) in enumerate(_WALL_TIME.items()):
-        shares = {
-            label: 100 * row.time_shares[part] / row.time_shares["total_seconds"]
-            for label, row in stopped.items()
-        }
-        words = {
-            label: f"{part_title}: {share:.1f} % of {stopped[label].time_shares['total_seconds']:,.0f} s"
-            for label, share in shares.items()
-        }
-        data.append(_part_of_bars(part_title, shares, words, colour(number)))
-    layout = bars_layout(places_of(stopped), x_title="% of the wall time of all launches", legend=True)
-    notes = [
-        "goodput: the share of steps that were kept; time between two launches is not known",
-        *left_out(rows, stopped, lambda row: _why(row, "without a checkpoint, a resume or known times")),
-    ]
-    return Panel(name, title, (Figure(name, title, data, layout),), tuple(notes))
-
-
-_WALL_TIME = {
-    **{"kept_seconds": "steps that were kept", "lost_seconds": "steps done again"},
-    **{"saving_seconds": "saving", "starting_seconds": "starting", "other_seconds": "other"},
-}
-"by field of goodput.TimeShares"
 
 
 def _part_of_bars(

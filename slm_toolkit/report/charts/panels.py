@@ -4,7 +4,7 @@ from pathlib import Path
 
 from slm_toolkit.record.memory_timeline import TIMELINE_FILE, read_segments
 from slm_toolkit.record.run_record import RunRecord
-from slm_toolkit.report.charts import cost, figures, scale
+from slm_toolkit.report.charts import figures
 from slm_toolkit.report.charts import memory as memory_figures
 from slm_toolkit.report.charts.figures import Panel
 from slm_toolkit.report.recorded_estimate import estimate_of
@@ -24,21 +24,12 @@ def panels_of(
     estimates = {
         label: made for label, row in rows.items() if (made := estimate_of(by_path[row.record])) is not None
     }
-    specs = {
-        label: record.spec for label, row in rows.items() if (record := by_path[row.record]).has_known_shapes
-    }
     panels = [
         figures.speed_panel(rows),
         memory_figures.parts_panel(rows, estimates),
-        cost.cost_panel(rows),
-        cost.front_panel(rows),
-        scale.scaling_panel(rows),
-        scale.scale_panel(rows, specs),
-        scale.fit_panel(specs.values()),
         figures.loss_panel(rows),
         memory_figures.timeline_panel(rows, pictures_of(rows, problems=problems)),
         figures.anatomy_panel(rows),
-        figures.goodput_panel(rows),
         memory_figures.errors_panel(rows, ledger_of(records)[0]),
     ]
     return [panel for panel in panels if panel is not None]

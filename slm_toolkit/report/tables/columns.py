@@ -61,7 +61,6 @@ def columns_of(rows: list[Row]) -> list[Column]:
         column("DeepSpeed's\nestimate GiB", lambda row: gib(row.deepspeed_bytes), 2),
         column("$ per 1M\ntokens", lambda row: dollars(row.usd_per_million_tokens), 9),
         *if_known("kJ per 1M\ntokens", _kilojoules_per_million_tokens, 10),
-        *_to_loss(rows, column),
     ]
     if any(row.padding for row in rows):
         columns.append(column("padding", lambda row: f"{row.padding:.0%}", 7))
@@ -72,21 +71,6 @@ def columns_of(rows: list[Row]) -> list[Column]:
     if all(row.is_rehearsed for row in rows):  # rehearsals have memory, and little else
         columns = [column for column in columns if column.has_values]
     return columns
-
-
-def _to_loss(rows: list[Row], column: Callable[..., Column]) -> list[Column]:
-    """Return what rows needed until the loss of --until_loss."""
-    if all(row.until_loss is None for row in rows):
-        return []
-    columns = [
-        column("steps\nto loss", lambda row: setting(row.steps_to_loss)),
-        column(
-            "seconds\nto loss",
-            lambda row: DASH if row.seconds_to_loss is None else f"{row.seconds_to_loss:,.1f}",
-        ),
-    ]
-    usd = column("$ to loss", lambda row: dollars(row.usd_to_loss))
-    return [*columns, *([usd] if usd.has_values else [])]
 
 
 def _status(row: Row) -> str:

@@ -231,7 +231,7 @@ def parity_notes(rows: dict[str, Row]) -> list[Text]:
     return notes
 
 
-# Losses by dataset, goodput, and the phases of a step, as rich tables below the comparison.
+# Losses by dataset and the phases of a step, as rich tables below the comparison.
 
 
 def has_several(row: Row) -> bool:
@@ -258,39 +258,6 @@ def dataset_table(rows: dict[str, Row]) -> RenderableType:
 
 def _perplexity(held_out_loss: float | None) -> str:
     return DASH if held_out_loss is None else f"{math.exp(min(held_out_loss, 50)):.4g}"
-
-
-def has_stopped(row: Row) -> bool:
-    """Return whether a run is known to have stopped: for a checkpoint, or until a later launch resumed."""
-    shares = row.time_shares
-    return shares is not None and (shares["num_launches"] > 1 or shares["saving_seconds"] > 0)
-
-
-def goodput_table(rows: dict[str, Row]) -> RenderableType:
-    """Show how each run's launches spent their wall time; `rows` has rows with `time_shares` by label."""
-    shares = [row.time_shares for row in rows.values()]
-
-    def share(name: str) -> list[str]:
-        return [f"{times[name] / times['total_seconds']:.1%}" for times in shares]
-
-    columns = [
-        Column("run", list(rows), justify="left"),
-        Column("launches", [f"{times['num_launches']}" for times in shares]),
-        Column("wall\nseconds", [f"{times['total_seconds']:,.0f}" for times in shares]),
-        Column("goodput", share("kept_seconds")),
-        Column("steps\ndone again", share("lost_seconds")),
-        Column("saving", share("saving_seconds")),
-        Column("starting", share("starting_seconds")),
-        Column("other", share("other_seconds")),
-        Column("checkpoint\noverhead", [f"{row.checkpoint_overhead:.1%}" for row in rows.values()]),
-    ]
-    notes = (
-        "goodput: the share of all launches' wall time in steps that were kept; time between launches, and "
-        "launches that ended before training began, are not known",
-        "checkpoint overhead: time in which training stood still for checkpoints, per time in steps",
-    )
-    title = Text("goodput of runs that saved or resumed", style="bold")
-    return Group(title, table_of(columns), *(Text(note, style="dim") for note in notes))
 
 
 PHASES = ("step", "data", "forward", "backward", "optimizer")

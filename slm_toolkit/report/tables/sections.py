@@ -12,9 +12,7 @@ from slm_toolkit.report.rows import Row, labelled
 from slm_toolkit.report.tables.comparison import (
     comparison_table,
     dataset_table,
-    goodput_table,
     has_several,
-    has_stopped,
     parity_notes,
     phase_table,
 )
@@ -47,8 +45,6 @@ def sections(
     yield from parity_notes(named)
     if several := {label: row for label, row in named.items() if has_several(row)}:
         yield dataset_table(several)
-    if stopped := {label: row for label, row in named.items() if has_stopped(row)}:
-        yield goodput_table(stopped)
     if phases:
         yield phase_table(named)
     for label, picture in (pictures or {}).items():

@@ -10,7 +10,6 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
-from slm_toolkit.run.data.data import StagedMixture
 from slm_toolkit.run.kernels.loss_kernels import IGNORE_INDEX
 from slm_toolkit.run.model.loss_recorder import RecordedLoss
 
@@ -21,8 +20,7 @@ def make_loader(dataset: Any, config: RunConfig, *, train: bool, num_ranks: int 
     Held-out data is filled up with sequences without labels, so that every rank has whole batches and no
     sequence counts twice.
     """
-    has_order = isinstance(dataset, IterableDataset | StagedMixture)
-    shuffle = train and config.dataset != SYNTHETIC and not has_order
+    shuffle = train and config.dataset != SYNTHETIC and not isinstance(dataset, IterableDataset)
     if not train and not isinstance(dataset, IterableDataset):
         dataset = _FilledUp(dataset, config.per_device_train_batch_size * num_ranks)
     return DataLoader(

@@ -9,7 +9,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice, pairwise, repeat
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -67,15 +67,13 @@ def load_data(
     spec: ModelSpec,
     *,
     num_sequences: int,
-    sequences_per_step: int = 1,
     num_held_out: int | None = None,
 ) -> Data:
     """Load all data of a run.
 
-    `num_sequences`: how many synthetic sequences to make, or to draw if there are stages, which end after
-    steps of `sequences_per_step`. `num_held_out`: if the run resumes, the number of sequences that the
-    earlier run held out of each stream. Raises ValueError, with a hint, for data that does not exist,
-    contains no text or is too short.
+    `num_sequences`: how many synthetic sequences to make. `num_held_out`: if the run resumes, the number of
+    sequences that the earlier run held out of each stream. Raises ValueError, with a hint, for data that does
+    not exist, contains no text or is too short.
     """
     evaluate = config.eval_steps is not None
     if config.dataset == SYNTHETIC:
@@ -101,9 +99,7 @@ def load_data(
         if fact["packing"] != "concat" and os.environ.get("RANK", "0") == "0":
             print(_describe(fact), file=sys.stderr)
     names = tuple(source.name for source in sources)
-    ends = [step * sequences_per_step for step in config.stages_end_after]
-    stages = _stages_of(sources, ends, num_sequences)
-    train = _mixed([part.train for part in parts], stages, config)
+    train = _mixed([part.train for part in parts], [source.weight for source in sources], config)
     is_separated = any(part.facts["packing"] in SEPARATED_PACKINGS for part in (*parts, *eval_parts))
     contents = [part.content for part in parts]
     return Data(train, held_out, tokenizer, names, facts, contents, documents_apart=is_separated)
@@ -137,10 +133,7 @@ def _load_part(
             "hint: use --packing multipack"
         )
     pack = Pack(tokenizer, kind, packing, config.seq_len, config.text_column, config.loss_on, spec.vocab_size)
-    weight = source.weights[0] if source.weights else None
-    facts = {"name": source.name, "weight": weight, "format": kind, "packing": packing}
-    if len(source.weights) > 1:
-        facts["weights"] = list(source.weights)
+    facts = {"name": source.name, "weight": source.weight, "format": kind, "packing": packing}
     if streaming:
         return _split_stream(source, PackedStream(rows, pack, source.path), facts, config, num_held_out)
     rows = rows.with_format(None)
@@ -217,36 +210,15 @@ def _too_short(source: Source, kind: str, config: RunConfig, num_held_out: int =
     )
 
 
-@dataclass(frozen=True)
-class Stage:
-    """A part of the training with one mixture of the datasets."""
-
-    num_sequences: int
-    shares: tuple[float, ...]
-    "of each dataset; their sum is 1"
-
-
-def _stages_of(sources: tuple[Source, ...], ends: list[int], num_sequences: int) -> list[Stage]:
-    """Return the stages, which end after so many sequences; empty if the datasets have no weights."""
-    lengths = [max(0, end - start) for start, end in pairwise((0, *ends, num_sequences))]
-    of_stages = list(zip(*(source.weights for source in sources), strict=True))
-    return [
-        Stage(length, tuple(weight / sum(weights) for weight in weights))
-        for length, weights in zip(lengths, of_stages, strict=False)
-    ]
-
-
-def _mixed(parts: list[Any], stages: list[Stage], config: RunConfig) -> Any:
-    """Mix several datasets into one: joined; by weight, until each has been read to its end; or by stages."""
+def _mixed(parts: list[Any], weights: list[float | None], config: RunConfig) -> Any:
+    """Mix several datasets into one: joined, or by weight until each has been read to its end."""
     if len(parts) == 1:
         return parts[0]
     if any(isinstance(part, IterableDataset) for part in parts):
-        if not stages or not all(isinstance(part, IterableDataset) for part in parts):
-            raise ValueError(
-                f"--dataset {config.dataset}: a stream mixes only with other streams, and only by weights\n"
-                "hint: set --streaming true or false for all datasets, and give weights like A=3,B=1"
-            )
-        return MixedStream(parts, stages, config.seed)
+        raise ValueError(
+            f"--dataset {config.dataset}: a stream can't be mixed with other data\n"
+            "hint: --streaming false reads all of it first"
+        )
     from datasets import concatenate_datasets, interleave_datasets
 
     numbered = [
@@ -254,46 +226,15 @@ def _mixed(parts: list[Any], stages: list[Stage], config: RunConfig) -> Any:
         for number, part in enumerate(parts)
     ]
     with_all_columns = [_with_columns(part, numbered) for part in numbered]
-    if not stages:
+    if None in weights:
         return concatenate_datasets(with_all_columns).with_format("torch")
-    if len(stages) > 1:
-        return StagedMixture([part.with_format("torch") for part in with_all_columns], stages, config.seed)
     mixed = interleave_datasets(
         with_all_columns,
-        probabilities=list(stages[0].shares),
+        probabilities=[weight / sum(weights) for weight in weights],
         seed=config.seed,
         stopping_strategy="all_exhausted",
     )
     return mixed.with_format("torch")
-
-
-class StagedMixture(Dataset):
-    """Sequences of several datasets in the order of training, drawn by the shares of each stage.
-
-    The order depends only on seed, shares and the ends of stages, so a longer run begins alike. Each dataset
-    is read in a random order; one that is finished is read again in another.
-    """
-
-    def __init__(self, parts: list[Any], stages: list[Stage], seed: int) -> None:
-        self.parts, num_sequences = parts, sum(stage.num_sequences for stage in stages)
-        drawn, starts = np.random.default_rng([seed, 2]).random(num_sequences), 0
-        self.part_of = np.empty(num_sequences, dtype=np.int16)
-        for stage in stages:
-            part = slice(starts, starts + stage.num_sequences)
-            self.part_of[part] = np.searchsorted(np.cumsum(stage.shares)[:-1], drawn[part], side="right")
-            starts += stage.num_sequences
-        self.row_of = np.empty(num_sequences, dtype=np.int64)
-        for number, part in enumerate(parts):
-            places = np.flatnonzero(self.part_of == number)
-            passes = np.tile(np.arange(len(part)), (-(-len(places) // len(part)), 1))
-            in_order = np.random.default_rng([seed, 3, number]).permuted(passes, axis=1)
-            self.row_of[places] = in_order.ravel()[: len(places)]
-
-    def __len__(self) -> int:
-        return len(self.part_of)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return self.parts[self.part_of[index]][int(self.row_of[index])]
 
 
 def _with_columns(part: Any, all_parts: list[Any]) -> Any:
@@ -560,37 +501,6 @@ def added_columns(rows: dict[str, Any], names: list[str]) -> Columns:
         "padding": [0] * len(tokens),
     }
     return {name: columns[name] for name in names}
-
-
-class MixedStream(IterableDataset):
-    """Sequences of several streams, drawn by the shares of a stage.
-
-    A finished stream restarts: with one stage until all have finished, else as long as sequences are drawn.
-    """
-
-    def __init__(self, streams: list[Any], stages: list[Stage], seed: int) -> None:
-        self.streams, self.stages, self.seed = streams, stages, seed
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        rng = np.random.default_rng([self.seed, 2])
-        items = [iter(stream) for stream in self.streams]
-        ended: set[int] = set()
-        names = {name for stream in self.streams for name in next(iter(stream))}
-        *earlier, last = self.stages
-        of_sequences = chain(*(repeat(stage.shares, stage.num_sequences) for stage in earlier))
-        for shares in chain(of_sequences, repeat(last.shares)):
-            number = int(rng.choice(len(items), p=shares))
-            item = next(items[number], None)
-            if item is None:
-                ended.add(number)
-                if len(ended) == len(items) and not earlier:
-                    return
-                items[number] = iter(self.streams[number])
-                item = next(items[number])
-            missing = sorted(names - item.keys())
-            columns = added_columns({"input_ids": [item["input_ids"].tolist()]}, missing)
-            added = {name: torch.as_tensor(values[0]) for name, values in columns.items()}
-            yield {**item, **added, "dataset": torch.tensor(number)}
 
 
 # Make token sequences from a seed. They are the same on every machine.

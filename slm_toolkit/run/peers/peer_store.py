@@ -49,7 +49,7 @@ def open_peer_store(*, of_launch: bool = False) -> PeerStore | None:
     """Connect to the launcher's store; None for a single process or a launcher other than torch's.
 
     Raises ValueError if the launcher does not answer.
-    of_launch: share one store among all attempts of a launch (--max_restarts, --find_batch_size).
+    of_launch: share one store among all attempts of a launch (--max_restarts).
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
         return None

@@ -1,102 +1,23 @@
-"""Draw scale: rates by number of GPUs and by size of the model, the best runs, and the fit of the sizes."""
+"""Draw rates by number of GPUs and size of the model, the best configurations, and the fit of the sizes."""
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from slm_toolkit.model.model_spec import FITTED_MODELS, ModelSpec, fitted_hidden_size, fitted_num_layers
 from slm_toolkit.report.charts.figures import (
-    DASHES,
     Bar,
     Figure,
     Panel,
     colour,
     curves_layout,
     escaped,
-    left_out,
     places_layout,
     rounded,
-    strategy_colour,
-    strategy_symbol,
-    why_no_rate,
 )
-from slm_toolkit.report.rows import Row, clearly_faster, labelled
-from slm_toolkit.report.verdict import PROBLEMS
-
-
-def scaling_panel(rows: dict[str, Row]) -> Panel:
-    """Show tokens per second by number of ranks, for runs that differ only in their number of ranks."""
-    name, title = "scaling", "Scaling with the number of GPUs"
-    several = _series(rows)
-    if not several:
-        return Panel(name, title, missing="no two timed runs differ only in their number of ranks")
-    drawn = {label for runs in several for label, _ in runs}
-    others = [row.strategy for row in rows.values()]
-    has_dashes = len(several) > len(set(others))
-    data = [
-        _scaling_line(runs, others, DASHES[number % len(DASHES)] if has_dashes else "solid")
-        for number, runs in enumerate(several)
-    ]
-    sizes, per_rank, first = data[0]["x"], data[0]["y"][0] / data[0]["x"][0], several[0][0][1]
-    linear = {
-        **{"type": "scatter", "mode": "lines", "hoverinfo": "skip", "x": sizes},
-        "name": f"linear, from {escaped(first.strategy)} on {sizes[0]}",
-        "y": [per_rank * size for size in sizes],
-        "line": {"dash": "dot", "color": colour(9)},
-    }
-    layout = curves_layout(x_title="ranks", y_title="tokens/s, all ranks", num_keys=len(data) + 1)
-    all_sizes = sorted({row.world_size for runs in several for _, row in runs})
-    layout["xaxis"] |= {"type": "log", "tickvals": all_sizes, "ticktext": list(map(str, all_sizes))}
-    rates = [rate for line in (linear, *data) for rate in line["y"]]
-    layout["yaxis"] |= {"type": "log"} | _log_ticks(min(rates), max(rates))
-    notes = ("both axes are logarithmic", *left_out(rows, drawn, _why_no_line))
-    return Panel(name, title, (Figure(name, title, [linear, *data], layout),), notes)
-
-
-def _series(rows: dict[str, Row]) -> list[list[tuple[str, Row]]]:
-    """Return labelled rows that differ only in their ranks, sorted by ranks; each list has several sizes."""
-    series: dict[tuple, list[tuple[str, Row]]] = {}
-    num_seen: dict[tuple, int] = {}
-    for label, row in rows.items():
-        if row.tokens_per_second and row.world_size and not row.is_rehearsed:
-            flags = tuple(sorted((key, str(value)) for key, value in row.asked.items()))
-            key = (row.strategy, row.gpu or row.cpu, flags)
-            # a second run of the same size has other versions: it starts another line
-            repeat = num_seen[*key, row.world_size] = num_seen.get((*key, row.world_size), -1) + 1
-            series.setdefault((*key, repeat), []).append((label, row))
-    return [
-        sorted(runs, key=lambda item: item[1].world_size)
-        for runs in series.values()
-        if len({row.world_size for _, row in runs}) > 1
-    ]
-
-
-def _why_no_line(row: Row) -> str:
-    is_timed = row.tokens_per_second and not row.is_rehearsed
-    return "no other run differs only in its ranks" if is_timed else why_no_rate(row)
-
-
-def _scaling_line(runs: list[tuple[str, Row]], others: list[str], dash: str) -> dict[str, Any]:
-    label, first = runs[0]
-    per_rank = first.tokens_per_second / first.world_size
-    return {
-        **{"type": "scatter", "mode": "lines+markers", "hoverinfo": "text"},
-        "x": [row.world_size for _, row in runs],
-        "y": [row.tokens_per_second for _, row in runs],
-        "customdata": [label for label, _ in runs],
-        "name": escaped(label.replace(f" ranks={first.world_size}", "")),
-        "hovertext": [
-            f"{escaped(label)}<br>{row.tokens_per_second:,.0f} tokens/s on {row.world_size}"
-            f"<br>{row.tokens_per_second / row.world_size / per_rank:.0%} of linear"
-            for label, row in runs
-        ],
-        "line": {"color": strategy_colour(first.strategy, others), "dash": dash},
-        "marker": {"symbol": strategy_symbol(first.strategy, others), "size": 9},
-    }
-
 
 _MOST_DECADES = 2.5
 
@@ -116,10 +37,6 @@ def _short(value: float) -> str:
         if value >= size:
             return f"{value / size:.{0 if value >= 10 * size else 1}f}".removesuffix(".0") + unit
     return f"{value:.3g}"
-
-
-# Throughput by model and number of GPUs, after the pictures of the Ultra-Scale Playbook:
-# https://huggingface.co/spaces/nanotron/ultrascale-playbook
 
 
 @dataclass(frozen=True)
@@ -147,34 +64,10 @@ class Cell:
 
 
 _LARGEST_MARK_PIXELS, _SMALLEST_MARK_PIXELS = 44, 6
+
 _UTILISATION = [[0, "#2c2a6b"], [0.5, "#c8467a"], [1, "#f9c74f"]]
+
 _NO_UTILISATION = "#8a94a6"
-
-
-def scale_panel(rows: dict[str, Row], specs: Mapping[str, ModelSpec]) -> Panel | None:
-    """Show throughput by size and number of GPUs, and the best run of each; `specs`: by label of a row.
-
-    None if the timed runs have one model on one number of ranks.
-    """
-    name, title = "scale", "Model size and number of GPUs"
-    cells = cells_of(rows, specs)
-    if len(cells) < 2:
-        return None
-    predicted = [_predicted(cell, rows[cell.label]) for cell in cells]
-    predicted = [cell for cell in predicted if cell is not None]
-    notes = ["each mark is the fastest run of a model on a number of ranks; its area is its tokens/s"]
-    if predicted:
-        notes.append("filled: measured. Hollow: predicted by closed forms")
-    if all(cell.mfu is None for cell in cells):
-        notes.append("grey: utilisation is unknown without a GPU whose peak is known, and in fp32")
-    figures = scale_figures(name, [*cells, *predicted])
-    timed = {label for label, row in rows.items() if _is_timed(row)}
-    return Panel(name, title, figures, (*notes, *left_out(rows, timed, _why_no_mark)))
-
-
-def _why_no_mark(row: Row) -> str:
-    is_timed = row.status == "ok" and row.tokens_per_second and not row.is_rehearsed
-    return PROBLEMS["unequal"] if is_timed and row.parity_holds is False else why_no_rate(row)
 
 
 def scale_figures(name: str, cells: list[Cell]) -> tuple[Figure, Figure]:
@@ -183,54 +76,6 @@ def scale_figures(name: str, cells: list[Cell]) -> tuple[Figure, Figure]:
         _bubbles(name, "Throughput by model and number of GPUs", cells),
         _best(f"{name}-best", "Best configuration by model and number of GPUs", cells),
     )
-
-
-def cells_of(rows: dict[str, Row], specs: Mapping[str, ModelSpec]) -> list[Cell]:
-    """Return the fastest timed row of each model and number of ranks, smallest model first."""
-    groups: dict[tuple[str, int], list[tuple[str, Row]]] = {}
-    for label, row in rows.items():
-        if _is_timed(row) and label in specs:  # the size of a user's own model may be unknown
-            groups.setdefault((row.model, row.world_size), []).append((label, row))
-    cells = []
-    for group in groups.values():
-        label, best = max(group, key=lambda item: item[1].tokens_per_second)
-        others = [row for _, row in group if row is not best and not _is_clear(best, row)]
-        cells.append(
-            Cell(
-                model=best.model,
-                num_params=specs[label].num_params,
-                num_gpus=best.world_size,
-                num_nodes=best.num_machines,
-                words=_words(best, [row for _, row in group]),
-                tokens_per_second=best.tokens_per_second,
-                mfu=best.mfu,
-                num_tied=len(others),
-                label=label,
-            )
-        )
-    return sorted(cells, key=lambda cell: (cell.num_params, cell.model, cell.num_gpus))
-
-
-def _is_timed(row: Row) -> bool:
-    is_good = row.status == "ok" and row.parity_holds is not False
-    return bool(is_good and row.tokens_per_second and row.world_size and not row.is_rehearsed)
-
-
-def _is_clear(best: Row, other: Row) -> bool:
-    return bool(best.interval and other.interval and clearly_faster(best, other))
-
-
-def _words(row: Row, group: list[Row]) -> str:
-    """Return the row's label among the rows with which it competes."""
-    return next(label for label, other in labelled(group).items() if other is row)
-
-
-def _predicted(measured: Cell, row: Row) -> Cell | None:
-    """Return what closed forms predict for a measured cell."""
-    if not (rate := row.estimated_tokens_per_second):
-        return None
-    mfu = None if row.mfu is None else row.mfu * rate / row.tokens_per_second
-    return replace(measured, tokens_per_second=rate, mfu=mfu, num_tied=0, is_predicted=True)
 
 
 def _bubbles(name: str, title: str, cells: list[Cell]) -> Figure:
@@ -351,9 +196,8 @@ def _best(name: str, title: str, cells: list[Cell]) -> Figure:
     return Figure(name, title, [trace], layout)
 
 
-# Figure 5 of the study: hidden size and number of layers by size of the model.
-
 _SHAPES = (("hidden size", fitted_hidden_size, 1), ("layers", fitted_num_layers, 2))
+
 _NUM_POINTS = 40
 
 
