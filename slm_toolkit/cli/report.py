@@ -20,7 +20,6 @@ from slm_toolkit.cli.output import (
     sort_of,
 )
 from slm_toolkit.config.flag_pairs import Pair, check_pairs, flags_given
-from slm_toolkit.config.parser import positive_number
 from slm_toolkit.record.files import schema
 
 _EXAMPLES = """\
