@@ -496,7 +496,7 @@ def _speed() -> str:
         "```bash\npip install scipy\npython bench/speed_accuracy.py --rows    # more than five minutes\n"
         "```\n\n"
         + _table(("published", "points", "median error", "90 % within", "worst"), rows)
-        + "\nThe output is of 2026-11-26; `results/speed/accuracy.txt` has all its lines. Each model is left"
+        + "\nThe output is of 2026-11-27; `results/speed/accuracy.txt` has all its lines. Each model is left"
         " out of the fit that predicts it. The paper's points are maxima over GPUs, batches and schemes that"
         f" a figure does not fix. Of other people's runs {num_asked} have a loss kernel that no flag asks for"
         " (Inductor's, flash-attn's): the last row assumes that kernel, the two rows above it the flag's. Six"

@@ -101,7 +101,7 @@ def check_tokenizer(config: RunConfig, spec: ModelSpec) -> None:
     raise ValueError(
         f"--dataset {config.dataset}: model {spec.name} has {spec.vocab_size:,} tokens, but no tokenizer\n"
         f"hint: --tokenizer_name {name}; --tokenizer_name byte trains on bytes, {NUM_BYTE_TOKENS} of these "
-        "tokens; --dataset_format tokens needs none"
+        "tokens; rows of token ids need only --dataset_format tokens"
     )
 
 
