@@ -76,8 +76,9 @@ def read_source(words: list[str], *, num_processes: int | None, gpus_per_node: i
     if len(words) > 1 or not is_file(path):
         names = ", ".join(shipped_strategies())
         raise ValueError(
-            f"no such file or strategy: {' '.join(without_secrets(words))}\nhint: give an accelerate YAML, a DeepSpeed JSON, "
-            f"or one of {names}; commands are not converted: Trainer's --deepspeed takes a JSON"
+            f"no such file or strategy: {' '.join(without_secrets(words))}\nhint: give an accelerate YAML, a "
+            f"DeepSpeed JSON, or one of {names}; commands are not converted: Trainer's "
+            "--deepspeed takes a JSON"
         )
     config = _read_mapping(path)
     if not is_deepspeed_config(config):
