@@ -1,4 +1,4 @@
-"""The model of PyTorch's caching allocator: blocks, segments, streams, and a full GPU."""
+"""The model of PyTorch's caching allocator: blocks, segments and streams."""
 
 from slm_toolkit.predict.memory.allocator import CachingAllocator
 
