@@ -20,7 +20,7 @@ import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from slm_toolkit.predict.memory.allocator import Block, CachingAllocator, OutOfGpuMemory, Request
+from slm_toolkit.predict.memory.allocator import Block, CachingAllocator, Request
 
 HERE = Path(__file__).parent
 WHEELS = ("torch==2.13.0", "nvidia-cuda-runtime", "nvidia-cuda-crt")
@@ -41,19 +41,14 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="for downloads and the compiled program")
     args = parser.parse_args()
     program = build(args.folder)
-    for is_expandable in (False, True):
-        different = 0
-        for seed in range(NUM_RANDOM):
-            requests, limit_bytes = random_requests(seed, is_limited=seed % 2 == 1 and not is_expandable)
-            mine = ours(requests, limit_bytes, is_expandable=is_expandable)
-            different += mine != torchs(program, requests, limit_bytes, is_expandable=is_expandable)
-        kind = "expandable segments" if is_expandable else "default settings"
-        print(f"random sequences, {kind}: {NUM_RANDOM - different} of {NUM_RANDOM} equal after each request")
+    sequences = map(random_requests, range(NUM_RANDOM))
+    equal = sum(ours(requests) == torchs(program, requests) for requests in sequences)
+    print(f"random sequences: {equal} of {NUM_RANDOM} equal after each request")
     print("model,strategy,GPUs,peak allocated,torch's peak reserved,ours")
     writer = csv.writer(sys.stdout)
     for model, strategy, num_gpus in MODELS_AND_STRATEGIES:
         requests = traced_requests(model, strategy, num_gpus)
-        their_last, our_last = torchs(program, requests, None)[-1], ours(requests, None)[-1]
+        their_last, our_last = torchs(program, requests)[-1], ours(requests)[-1]
         writer.writerow((model, strategy, num_gpus, their_last[1], their_last[3], our_last[3]))
 
 
@@ -117,10 +112,8 @@ def unused_functions(folder: Path) -> list[str]:
     return [name for name in re.findall(r"\bcuda\w+(?=@libcudart)", listing) if f" {name}(" not in defined]
 
 
-def random_requests(seed: int, *, is_limited: bool) -> tuple[list[Request], int | None]:
-    """Return a random sequence, and a limit of 1 to 6 GiB or None."""
+def random_requests(seed: int) -> list[Request]:
     draw = random.Random(seed)
-    limit_bytes = draw.randrange(2**30, 6 * 2**30) if is_limited else None
     requests: list[Request] = []
     in_use: list[int] = []
     for number in range(draw.randrange(50, 2000)):
@@ -129,7 +122,7 @@ def random_requests(seed: int, *, is_limited: bool) -> tuple[list[Request], int 
         else:
             in_use.append(number)
             requests.append(("a", number, int(2 ** draw.uniform(3, 28)), draw.choice((0, 0, 0, 1, 2))))
-    return requests, limit_bytes
+    return requests
 
 
 def traced_requests(model: str, strategy: str, num_gpus: int) -> list[Request]:
@@ -142,42 +135,32 @@ def traced_requests(model: str, strategy: str, num_gpus: int) -> list[Request]:
     return [(line[0], *map(int, line[1:])) for line in lines]
 
 
-def ours(
-    requests: Iterable[Request], limit_bytes: int | None, *, is_expandable: bool = False
-) -> list[tuple[int, ...]]:
+def ours(requests: Iterable[Request]) -> list[tuple[int, ...]]:
     """Return our allocator's statistics after each request, as `repeat.cpp` prints torch's."""
-    allocator = CachingAllocator(limit_bytes, expandable_segments=is_expandable)
+    allocator = CachingAllocator()
     blocks, statistics = dict[int, Block](), []
     for action, number, *size_and_stream in requests:
-        try:
-            if action == "a":
-                blocks[number] = allocator.allocate(*size_and_stream)
-            else:
-                allocator.free(blocks.pop(number))
-        except OutOfGpuMemory:
-            statistics += [_statistics(allocator), ()]
-            break
-        statistics.append(_statistics(allocator))
+        if action == "a":
+            blocks[number] = allocator.allocate(*size_and_stream)
+        else:
+            allocator.free(blocks.pop(number))
+        allocated = allocator.allocated_bytes, allocator.peak_allocated_bytes
+        statistics.append((*allocated, allocator.reserved_bytes, allocator.reserved_bytes, 0))
     return statistics
 
 
-def _statistics(allocator: CachingAllocator) -> tuple[int, ...]:
-    peaks = allocator.peak_allocated_bytes, allocator.peak_reserved_bytes
-    return allocator.allocated_bytes, peaks[0], allocator.reserved_bytes, peaks[1], allocator.num_retries
-
-
-def torchs(
-    program: Path, requests: Iterable[Request], limit_bytes: int | None, *, is_expandable: bool = False
-) -> list[tuple[int, ...]]:
-    """Return the statistics of torch's allocator after each request; the last is empty if memory ran out."""
+def torchs(program: Path, requests: Iterable[Request]) -> list[tuple[int, ...]]:
+    """Return the statistics of torch's allocator after each request."""
     text = "".join(" ".join(map(str, request)) + "\n" for request in requests)
-    environment = {"FAKE_GPU_BYTES": str(limit_bytes or 2**40)}
-    if is_expandable:
-        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     printed = subprocess.run(
-        (program, "all"), input=text, capture_output=True, text=True, check=True, env=environment
+        (program, "all"),
+        input=text,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"FAKE_GPU_BYTES": str(2**40)},
     ).stdout.splitlines()
-    return [() if line == "out of memory" else tuple(map(int, line.split())) for line in printed]
+    return [tuple(map(int, line.split())) for line in printed]
 
 
 if __name__ == "__main__":

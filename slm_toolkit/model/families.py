@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.model.model_spec import Experts, LatentAttention, ModelSpec, padded_spec
+from slm_toolkit.model.model_spec import ModelSpec, padded_spec
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,6 @@ class Family:
     "None: hidden_size / heads"
     heads_divide_width: bool = True
     "transformers refuses a hidden_size that is no multiple of the heads"
-    expert_keys: tuple[str, ...] = ()
-    "the keys of the number of experts and of their FFN width; such models can only be estimated"
-    has_latent_attention: bool = False
     activation_key: str = "hidden_act"
     activation: str = "silu"
 
@@ -89,31 +86,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "granite": Family(bias_keys=_BIASES),
     "phi3": Family(fused_projections=True, windows="all"),
-    "qwen3_moe": Family(
-        qk_norm="head",
-        bias_keys=("attention_bias",),
-        kv_heads=4,
-        expert_keys=("num_experts", "moe_intermediate_size"),
-    ),
-    "olmoe": Family(qk_norm="all_heads", expert_keys=("num_experts", "intermediate_size")),
-    "granitemoe": Family(
-        bias_keys=("attention_bias",), expert_keys=("num_local_experts", "intermediate_size")
-    ),
-    "deepseek_v2": Family(
-        has_latent_attention=True, expert_keys=("n_routed_experts", "moe_intermediate_size")
-    ),
-    "deepseek_v3": Family(
-        has_latent_attention=True, expert_keys=("n_routed_experts", "moe_intermediate_size")
-    ),
 }
-TRAINABLE = tuple(
-    name for name, family in FAMILIES.items() if not family.expert_keys and not family.has_latent_attention
-)
 
 _NOT_TRAINED = {
     "use_bidirectional_attention": "the model would attend to later tokens",
     "resid_pdrop": "dropout of the residual stream has no closed form",
-    "mlp_only_layers": "layers with and without experts in turn are unknown here",
 }
 "keys of a config.json that no estimate and no training here obeys, if they are set"
 
@@ -126,8 +103,7 @@ def ignored_keys(config: Mapping[str, Any], model_type: str) -> list[str]:
         built = family.has_qkv_bias and key == "attention_bias"
         if key not in family.bias_keys and config.get(key, built) not in (None, built):
             ignored.append(key)
-    others = {"num_experts", "num_local_experts"} - set(family.expert_keys)
-    ignored += [key for key in sorted(others) if config.get(key) not in (None, 0, 1)]
+    ignored += [key for key in ("num_experts", "num_local_experts") if config.get(key) not in (None, 0, 1)]
     if family.windows == "none" and config.get("sliding_window") is not None:
         ignored.append("sliding_window")
     known = {"full_attention", "sliding_attention"} if family.windows == "layer_types" else {"full_attention"}
@@ -138,47 +114,7 @@ def ignored_keys(config: Mapping[str, Any], model_type: str) -> list[str]:
 
 def unsupported_keys(config: Mapping[str, Any]) -> list[str]:
     """Return a clause for each key that changes the model in a way that this project does not know."""
-    found = [f"{key} {config[key]!r}: {why}" for key, why in _NOT_TRAINED.items() if config.get(key)]
-    return found + [
-        f"{key} {config[key]!r}: {_NOT_TRAINED['mlp_only_layers']}"
-        for key in ("decoder_sparse_step", "moe_layer_freq")
-        if config.get(key, 1) != 1
-    ]
-
-
-def experts_of(config: Mapping[str, Any], model_type: str) -> Experts | None:
-    """Return the experts of a mixture-of-experts model. Raise ValueError for a missing or invalid number."""
-    family = FAMILIES[model_type]
-    if not family.expert_keys:
-        return None
-    num_experts, size = (_size(config, key) for key in family.expert_keys)
-    per_token = _size(config, "num_experts_per_tok")
-    if per_token > num_experts:
-        raise ValueError(f"num_experts_per_tok {per_token}: there are {num_experts} experts")
-    if not family.has_latent_attention:
-        return Experts(num_experts, per_token, size)
-    shared = config.get("n_shared_experts") or 0
-    dense = config.get("first_k_dense_replace", 3 if model_type == "deepseek_v3" else 0)
-    for key, value in (("n_shared_experts", shared), ("first_k_dense_replace", dense)):
-        if type(value) is not int or not 0 <= value <= 1000:
-            raise ValueError(f"{key} is {value!r}: it must be a whole number")
-    return Experts(num_experts, per_token, size, size * shared, min(dense, config["num_hidden_layers"]))
-
-
-def latent_attention_of(config: Mapping[str, Any], model_type: str) -> LatentAttention | None:
-    """Return the widths of latent attention. Raise ValueError for a missing or invalid one."""
-    if not FAMILIES[model_type].has_latent_attention:
-        return None
-    query_rank = None if config.get("q_lora_rank", 1536) is None else _size(config, "q_lora_rank")
-    names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-    return LatentAttention(query_rank, *(_size(config, name) for name in names))
-
-
-def _size(config: Mapping[str, Any], key: str) -> int:
-    value = config.get(key)
-    if type(value) is not int or not 0 < value <= 10**6:
-        raise ValueError(f"{key} is {value!r}: it must be a whole number above 0")
-    return value
+    return [f"{key} {config[key]!r}: {why}" for key, why in _NOT_TRAINED.items() if config.get(key)]
 
 
 def sliding_window(config: Mapping[str, Any], model_type: str) -> tuple[int | None, int]:
@@ -268,8 +204,6 @@ def _replaced_kernels(spec: ModelSpec, config: RunConfig) -> list[tuple[str, dic
 def _why_not_padded(spec: ModelSpec) -> str | None:
     """Return why zeros in FFN or vocabulary would change the function, or can't be put there."""
     padded = padded_spec(spec)
-    if spec.experts is not None:
-        return "has experts, which are not padded"
     if spec.fused_projections and padded.ffn_size != spec.ffn_size:
         return "has gate and up in one matrix, which is not padded"
     if spec.after_head == "softcap" and padded.vocab_size != spec.vocab_size:

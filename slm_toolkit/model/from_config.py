@@ -9,12 +9,9 @@ from slm_toolkit.base.user_files import check_name, json_of, read_text
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.families import (
     FAMILIES,
-    TRAINABLE,
     after_head,
-    experts_of,
     ignored_keys,
     kernel_problems,
-    latent_attention_of,
     sliding_window,
     unsupported_keys,
 )
@@ -54,7 +51,6 @@ def is_size(value: object) -> bool:
 
 
 GPT_TYPES = ("gpt2", "gpt_neox", "mpt")
-ESTIMATED_ONLY = (*GPT_TYPES, *(name for name in FAMILIES if name not in TRAINABLE))
 
 
 def gpt_spec(config: Mapping[str, Any], *, name: str, path: str) -> ModelSpec:
@@ -120,10 +116,10 @@ def gpt_spec(config: Mapping[str, Any], *, name: str, path: str) -> ModelSpec:
 
 def check_trainable(spec: ModelSpec, config: RunConfig) -> None:
     """Raise ValueError for a model that can only be estimated, or whose kernels would be another model's."""
-    if spec.model_type not in TRAINABLE:
+    if spec.model_type in GPT_TYPES:
         raise ValueError(
             f"model_type {spec.model_type!r} can be estimated, not trained here\n"
-            f"hint: these can be trained: {', '.join(TRAINABLE)}"
+            f"hint: these can be trained: {', '.join(FAMILIES)}"
         )
     if problems := kernel_problems(spec, config):
         raise ValueError("\n".join(problems))
@@ -156,6 +152,9 @@ def spec_from_config_file(path: Path) -> ModelSpec:
     return spec_from_config(config, name=check_name(name, "a model called"), path=str(path))
 
 
+_EXPERTS_OR_LATENT = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank")
+
+
 def spec_from_config(config: object, name: str, path: str) -> ModelSpec:
     """Return the ModelSpec of a Hugging Face configuration.
 
@@ -167,9 +166,10 @@ def spec_from_config(config: object, name: str, path: str) -> ModelSpec:
     if model_type in GPT_TYPES:
         return gpt_spec(config, name=name, path=path)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
+        parts = "".join(f", {key} {config[key]!r}" for key in _EXPERTS_OR_LATENT if config.get(key))
         raise ValueError(
-            f"{path}: model_type {model_type!r} is not supported\n"
-            f"hint: {', '.join(TRAINABLE)} can be trained; {', '.join(ESTIMATED_ONLY)} can only be estimated"
+            f"{path}: model_type {model_type!r}{parts} is not supported\n"
+            f"hint: {', '.join(FAMILIES)} can be trained; {', '.join(GPT_TYPES)} can only be estimated"
         )
     family = FAMILIES[model_type]
     required = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
@@ -201,12 +201,6 @@ def spec_from_config(config: object, name: str, path: str) -> ModelSpec:
         **{"rope_theta": float, "rope_parameters.rope_theta": float, family.activation_key: str},
     )
     rope = rope or {}
-    try:
-        experts, latent = experts_of(config, model_type), latent_attention_of(config, model_type)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}\nhint: is it a {model_type} model?") from None
-    if latent is not None:  # the width of a head's query and key; every head has its own key and value
-        kv_heads, head_dim = heads, latent.plain_dim + latent.rotated_dim
     window, num_window_layers = sliding_window(config, model_type)
     attention_bias = "attention_bias" in family.bias_keys and bool(config.get("attention_bias"))
     return ModelSpec(
@@ -237,8 +231,6 @@ def spec_from_config(config: object, name: str, path: str) -> ModelSpec:
         fused_projections=family.fused_projections,
         attention_softcap=bool(_softcap(config, model_type)),
         after_head=after_head(config, model_type),
-        experts=experts,
-        latent_attention=latent,
     )
 
 

@@ -14,33 +14,6 @@ NUM_BYTE_TOKENS = 384
 
 
 @dataclass(frozen=True)
-class Experts:
-    """The experts of a mixture-of-experts layer, in place of its feed-forward. They can only be estimated."""
-
-    num_experts: int
-    num_per_token: int
-    ffn_size: int
-    "FFN width of each expert"
-    shared_size: int = 0
-    "FFN width of the experts that every token passes"
-    num_dense_layers: int = 0
-    "layers that have the ModelSpec's own feed-forward instead"
-
-
-@dataclass(frozen=True)
-class LatentAttention:
-    """Multi-head latent attention (DeepSeek): queries, keys and values come from narrow projections."""
-
-    query_rank: int | None
-    "None: queries come from one matrix"
-    key_value_rank: int
-    rotated_dim: int
-    "of a head's query and key, the part with RoPE; a token's heads share it in the key"
-    plain_dim: int
-    value_dim: int
-
-
-@dataclass(frozen=True)
 class ModelSpec:
     """Shape of a decoder-only model. Models with RMSNorm, a gated FFN and RoPE can be trained.
 
@@ -95,58 +68,13 @@ class ModelSpec:
     "attention logits are capped with tanh (Gemma 2)"
     after_head: str = "nothing"
     "what changes the head's logits before the loss: nothing, softcap (Gemma 2) or scaling (Granite)"
-    experts: Experts | None = None
-    latent_attention: LatentAttention | None = None
-    "if set, head_dim is the width of a head's query and key"
     hub_id: str | None = None
     "the published model of a preset's shape, with weights and a tokenizer"
 
     @property
     def matmul_params_per_layer(self) -> int:
-        """Weights of one layer's matrix products, all experts included."""
+        """Weights of one layer's matrix products."""
         return sum(tensor.num_elements for tensor in layer_tensors(self) if tensor.is_matrix)
-
-    @property
-    def active_matmul_params(self) -> int:
-        """Weights of all layers' matrix products that one token passes."""
-        if self.experts is None:
-            return self.num_layers * self.matmul_params_per_layer
-        unused = (self.experts.num_experts - self.experts.num_per_token) * 3 * self.experts.ffn_size
-        of_experts = self.matmul_params_per_layer - unused * self.hidden_size
-        dense = self.experts.num_dense_layers
-        return (self.num_layers - dense) * of_experts + dense * self.dense_layer.matmul_params_per_layer
-
-    @property
-    def dense_layer(self) -> "ModelSpec":
-        """This model with an ordinary feed-forward in each layer."""
-        return replace(self, experts=None)
-
-    @property
-    def active_params(self) -> int:
-        """Parameters that one token passes: all but the experts that it does not use."""
-        if self.experts is None:
-            return self.num_params
-        idle = self.experts.num_experts - self.experts.num_per_token
-        with_experts = self.num_layers - self.experts.num_dense_layers
-        return self.num_params - with_experts * idle * 3 * self.hidden_size * self.experts.ffn_size
-
-    @property
-    def active_ffn_size(self) -> int:
-        """Width of the feed-forward that one token passes."""
-        if self.experts is None:
-            return self.ffn_size
-        return self.experts.num_per_token * self.experts.ffn_size + self.experts.shared_size
-
-    @property
-    def attention_width(self) -> float:
-        """Width of all heads together, the mean of queries' and values'."""
-        value_dim = self.latent_attention.value_dim if self.latent_attention else self.head_dim
-        return self.num_heads * (self.head_dim + value_dim) / 2
-
-    @property
-    def ffn_matmul_params(self) -> int:
-        """Weights of one layer's feed-forward, all experts included."""
-        return sum(inputs * outputs for inputs, outputs in _ffn_matrices(self).values())
 
     @property
     def num_ffn_matrices(self) -> int:
@@ -171,17 +99,13 @@ class ModelSpec:
         vocabulary = (1 if self.tied else 2) * self.embedding_params
         positions = self.learned_positions * self.hidden_size
         layers = self.num_layers * self.params_per_layer
-        if self.experts is not None and self.experts.num_dense_layers:
-            fewer = self.params_per_layer - self.dense_layer.params_per_layer
-            layers -= self.experts.num_dense_layers * fewer
         return vocabulary + positions + layers + self.norm_params
 
     @property
     def largest_layer_params(self) -> int:
         """Parameters of the largest single module, as DeepSpeed's ZeRO-3 estimator means it."""
         projection = self.hidden_size * max(self.ffn_size, self.num_heads * self.head_dim)
-        experts = self.ffn_matmul_params if self.experts is not None else 0  # one module has all of them
-        return max(self.embedding_params, projection, experts)
+        return max(self.embedding_params, projection)
 
 
 @dataclass(frozen=True)
@@ -199,7 +123,7 @@ def layer_tensors(spec: ModelSpec) -> tuple[LayerTensor, ...]:
     """Return the parameters of one decoder layer in transformers' order."""
     q, v = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     tensors = []
-    for name, (inputs, outputs) in (_attention_matrices(spec) | _ffn_matrices(spec)).items():
+    for name, (inputs, outputs) in hidden_matrices(spec).items():
         tensors.append(LayerTensor(name, inputs * outputs))
         if _has_bias(spec, name):
             tensors.append(LayerTensor(name, outputs, is_matrix=False))
@@ -207,9 +131,6 @@ def layer_tensors(spec: ModelSpec) -> tuple[LayerTensor, ...]:
             widths = (q, v) if spec.qk_norm == "all_heads" else (spec.head_dim, spec.head_dim)
             norms = zip(("q_norm", "k_norm"), widths, strict=True)
             tensors += [LayerTensor(norm, width, is_matrix=False) for norm, width in norms]
-    if latent := spec.latent_attention:
-        widths = (latent.query_rank or 0, latent.key_value_rank)
-        tensors += [LayerTensor("latent_norm", width, is_matrix=False) for width in widths if width]
     norms = {
         "before": ("input_layernorm", "post_attention_layernorm"),
         "after": ("post_attention_layernorm", "post_feedforward_layernorm"),
@@ -220,63 +141,19 @@ def layer_tensors(spec: ModelSpec) -> tuple[LayerTensor, ...]:
 
 
 def hidden_matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Return inputs and outputs of a layer's 2-D weights. Experts are one 3-D weight, and so no matrix."""
-    matrices = _attention_matrices(spec) | _ffn_matrices(spec)
-    of_experts = ("gate_up_proj", "down_proj") if spec.experts is not None else ()
-    return {name: shape for name, shape in matrices.items() if name not in of_experts}
-
-
-def active_matrices(spec: ModelSpec) -> list[tuple[int, int]]:
-    """Return the inputs and outputs of a layer's matrices for one token, its experts as one feed-forward."""
-    ffn = {"gate": (spec.hidden_size, spec.active_ffn_size), "up": (spec.hidden_size, spec.active_ffn_size)}
-    ffn |= {"down": (spec.active_ffn_size, spec.hidden_size)}
-    return list((_attention_matrices(spec) | ffn).values())
-
-
-def _attention_matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Return the inputs and outputs of each matrix of a layer's attention."""
-    h = spec.hidden_size
+    """Return the inputs and outputs of each matrix of a layer."""
+    h, f = spec.hidden_size, spec.ffn_size
     q, v = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    if latent := spec.latent_attention:
-        of_queries = {"q_proj": (h, q)}
-        if latent.query_rank:
-            of_queries = {"q_a_proj": (h, latent.query_rank), "q_b_proj": (latent.query_rank, q)}
-        values = spec.num_heads * latent.value_dim
-        return of_queries | {
-            "kv_a_proj": (h, latent.key_value_rank + latent.rotated_dim),
-            "kv_b_proj": (latent.key_value_rank, spec.num_heads * latent.plain_dim + values),
-            "o_proj": (values, h),
-        }
     if spec.fused_projections:
-        return {"o_proj": (q, h), "qkv_proj": (h, q + 2 * v)}
-    return {"q_proj": (h, q), "k_proj": (h, v), "v_proj": (h, v), "o_proj": (q, h)}
-
-
-def _ffn_matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Return the inputs and outputs of each matrix of a layer's feed-forward; experts are one matrix."""
-    h, f, experts = spec.hidden_size, spec.ffn_size, spec.experts
-    if experts is not None:
-        width = experts.num_experts * experts.ffn_size
-        matrices = {
-            "gate_up_proj": (h, 2 * width),
-            "down_proj": (width, h),
-            "router": (h, experts.num_experts),
-        }
-        shared = experts.shared_size
-        return matrices | (
-            {"shared_up_proj": (h, 2 * shared), "shared_down_proj": (shared, h)} if shared else {}
-        )
-    if spec.fused_projections:
-        return {"gate_up_proj": (h, 2 * f), "down_proj": (f, h)}
+        return {"o_proj": (q, h), "qkv_proj": (h, q + 2 * v), "gate_up_proj": (h, 2 * f), "down_proj": (f, h)}
     gate = {"gate_proj": (h, f)} if spec.gated_ffn else {}
-    return gate | {"up_proj": (h, f), "down_proj": (f, h)}
+    attention = {"q_proj": (h, q), "k_proj": (h, v), "v_proj": (h, v), "o_proj": (q, h)}
+    return attention | gate | {"up_proj": (h, f), "down_proj": (f, h)}
 
 
 def _has_bias(spec: ModelSpec, name: str) -> bool:
-    if name in ("q_proj", "k_proj", "v_proj") and spec.latent_attention is None:
+    if name in ("q_proj", "k_proj", "v_proj"):
         return spec.qkv_bias
-    if name in ("router", "q_proj", "q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj"):
-        return False
     return spec.output_bias if name == "o_proj" else spec.ffn_bias
 
 
@@ -420,13 +297,12 @@ def padded_spec(spec: ModelSpec) -> ModelSpec:
 def flops_per_token(spec: ModelSpec, *, seq_len: int, adapter_params: int | None = None) -> float:
     """Return FLOPs of one token's forward and backward, 6 N + 12 L H S (PaLM, arXiv 2204.02311, appendix B).
 
-    N counts the weights of matrix products: the output head is included, the input embedding is not. Of a
-    layer's experts it counts those that a token passes. H is the width of all heads together. The attention
-    term counts the whole square, not its causal half. Recomputation is not counted: it is work without
-    progress. With `adapter_params`, the N weights are frozen and need no weight gradient:
-    4 N + 6 N_adapters + 12 L H S.
+    N counts the weights of matrix products: the output head is included, the input embedding is not. H is the
+    width of all heads together. The attention term counts the whole square, not its causal half.
+    Recomputation is not counted: it is work without progress. With `adapter_params`, the N weights are frozen
+    and need no weight gradient: 4 N + 6 N_adapters + 12 L H S.
     """
-    attention = 12.0 * spec.num_layers * spec.attention_width * seq_len
+    attention = 12.0 * spec.num_layers * spec.num_heads * spec.head_dim * seq_len
     return flops_per_token_without_attention(spec, adapter_params=adapter_params) + attention
 
 
@@ -435,7 +311,7 @@ def flops_per_token_without_attention(spec: ModelSpec, *, adapter_params: int | 
 
     With frozen weights: 4 N + 6 N_adapters, because forward takes 2 N and activation gradients 2 N.
     """
-    matmul_params = spec.active_matmul_params + spec.embedding_params  # the head
+    matmul_params = spec.num_layers * spec.matmul_params_per_layer + spec.embedding_params  # the head
     if adapter_params is None:
         return 6.0 * matmul_params
     return 4.0 * matmul_params + 6.0 * adapter_params

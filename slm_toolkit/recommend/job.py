@@ -126,10 +126,6 @@ def workloads_of(given: dict[str, Any], length: Length) -> tuple[list[Workload],
             check_tokenizer(RunConfig(**of_data), spec)
         if problems := [problem for n in lengths if (problem := position_problem(spec, n)) is not None]:
             raise all_of(problems, verb="recommend")
-        if spec.experts is not None:
-            raise ValueError(
-                f"{name}: no scaling law here covers experts\nhint: slm estimate --model {name} needs none"
-            )
         if problems := _given_problems(spec, given):
             raise all_of(problems, verb="recommend")
         notes += [note for n in lengths for note in unlike_the_model(spec, n)]

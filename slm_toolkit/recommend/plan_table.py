@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from slm_toolkit.config.run_config import COLUMN_TITLES, FLAGS, RunConfig
-from slm_toolkit.model.from_config import ESTIMATED_ONLY
+from slm_toolkit.model.from_config import GPT_TYPES
 from slm_toolkit.predict.estimate import Estimate
 from slm_toolkit.recommend.launch_files import check_command, launch_command
 from slm_toolkit.recommend.plans import HIGHEST_PUBLISHED_MFU, Plan
@@ -67,7 +67,7 @@ def plan_report(
 
 
 def _commands(winner: Plan) -> list[Text]:
-    if winner.spec.model_type in ESTIMATED_ONLY:
+    if winner.spec.model_type in GPT_TYPES:
         return [Text(f"\na {winner.spec.model_type} can be estimated, not trained here: nothing to launch")]
     return [
         Text("\nto launch the first plan:", style="bold"),

@@ -19,7 +19,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from slm_toolkit.config.run_config import fits_float8
-from slm_toolkit.model.model_spec import ModelSpec, layer_tensors
+from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.setup.adapters import (
     ATTENTION_INPUTS,
     FFN_INPUTS,
@@ -172,7 +172,7 @@ def _sizes(spec: ModelSpec, kernels: _LayerKernels) -> tuple[int, int, int, int,
     """Return h, i, a, q, v and e, as in this file's docstring."""
     a = spec.num_heads
     q, v = a * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    return spec.hidden_size, spec.active_ffn_size, a, q, v, kernels.element_bytes
+    return spec.hidden_size, spec.ffn_size, a, q, v, kernels.element_bytes
 
 
 def _saved_by_layer(spec: ModelSpec, kernels: _LayerKernels) -> _SavedByLayer:
@@ -192,8 +192,6 @@ def _saved_by_layer(spec: ModelSpec, kernels: _LayerKernels) -> _SavedByLayer:
         ffn = (3 if kernels.fused_mlp or kernels.compiled else 4) * e * i
     else:
         ffn = (1 if kernels.compiled else 2) * e * i
-    if spec.experts is not None:  # each expert has its own copy of the token and its own output; never traced
-        ffn += 2 * e * h * spec.experts.num_per_token
     attention = _saved_by_attention(spec, kernels) + norms.of_queries
     if kernels.float8 and kernels.compiled:
         # backward computes the inputs of float8 products again, where it casts them; only attention's output
@@ -223,11 +221,6 @@ def _saved_by_attention(spec: ModelSpec, kernels: _LayerKernels) -> float:
     if not kernels.eager and spec.sliding_window is not None and spec.sliding_window < seq_len:
         # SDPA saves the mask in the compute dtype; here every layer has an equal part of those masks
         attention += e * seq_len * spec.num_window_layers / spec.num_layers
-    if latent := spec.latent_attention:  # from transformers' code, never traced
-        values, ranks = a * latent.value_dim, (latent.query_rank or 0) + latent.key_value_rank
-        if not kernels.eager:
-            attention = e * (2 * q + a * latent.plain_dim + 2 * values) + 4 * a
-        attention += (4 + e + e) * ranks + 8  # the norms of the narrow projections, and their outputs
     if spec.fused_projections and not kernels.eager and not _pads(spec, e):
         # the value is a view of the whole product, and attention's output, as contiguous as the concatenated
         # query, is copied for the output projection
@@ -718,13 +711,6 @@ _FFN = ("gate_proj", "up_proj", "down_proj")
 _ROLES = {
     "qkv_proj": ("q_proj",),
     "gate_up_proj": ("gate_proj", "up_proj"),
-    "shared_up_proj": ("gate_proj", "up_proj"),
-    "shared_down_proj": ("down_proj",),
-    "router": ("gate_proj",),
-    "q_a_proj": ("q_proj",),
-    "q_b_proj": ("q_proj",),
-    "kv_a_proj": ("k_proj",),
-    "kv_b_proj": ("v_proj",),
 }
 "the matrices of Llama's layer that have their gradients at about the same time as a matrix of another layer"
 
@@ -732,16 +718,9 @@ _ROLES = {
 @cache
 def _sizes_of_roles(spec: ModelSpec) -> dict[str, float]:
     """Return the elements of a layer's matrices by the names of Llama's."""
-    if spec.experts is None and spec.latent_attention is None:
-        parts = matrices_of(replace(spec, fused_projections=False))
-        sizes = {name: inputs * outputs for name, (inputs, outputs) in parts.items()}
-        return sizes | {"gate_proj": sizes["gate_proj"] * spec.gated_ffn}
-    sizes = dict.fromkeys((*_ATTENTION, *_FFN), 0.0)
-    for tensor in layer_tensors(spec):
-        roles = _ROLES.get(tensor.name, (tensor.name,)) if tensor.is_matrix else ()
-        for role in roles:
-            sizes[role] += tensor.num_elements / len(roles)
-    return sizes
+    parts = matrices_of(replace(spec, fused_projections=False))
+    sizes = {name: inputs * outputs for name, (inputs, outputs) in parts.items()}
+    return sizes | {"gate_proj": sizes["gate_proj"] * spec.gated_ffn}
 
 
 def gradients_made(spec: ModelSpec, adapters: Adapters | None) -> Callable[[Moment], float]:

@@ -187,7 +187,6 @@ IN_BACKWARD = (
     "kv_a_proj",
     "q_b_proj",
     "q_a_proj",
-    "latent_norm",
     "input_layernorm",
     "embed_positions",
     "embed_tokens",

@@ -75,11 +75,10 @@ def adapters_of(spec: ModelSpec, config: RunConfig) -> Adapters | None:
         return None
     if problem := unknown_targets(config):
         raise ValueError(problem)
-    if not spec.gated_ffn or spec.experts or spec.latent_attention:
+    if not spec.gated_ffn:
         raise ValueError(
-            f"--peft {config.peft}: no closed form for {spec.name}, which has "
-            f"{'experts' if spec.experts else 'latent attention' if spec.latent_attention else 'no gate'}"
-            "\nhint: --rehearse N measures it"
+            f"--peft {config.peft}: no closed form for {spec.name}, which has no gate\nhint: --rehearse N "
+            "measures it"
         )
     matrices = matrices_of(spec)
     names = _target_names(config)

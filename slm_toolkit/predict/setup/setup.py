@@ -327,12 +327,7 @@ def _liger_problem(config: RunConfig, spec: ModelSpec | None) -> str | None:
 
 def _is_like_llama(spec: ModelSpec) -> bool:
     """Return whether the layers have Llama's parts, like those with which Liger and torchao were traced."""
-    return (
-        spec.gated_ffn
-        and spec.norms == "before"
-        and spec.qk_norm == "none"
-        and not (spec.fused_projections or spec.experts or spec.latent_attention)
-    )
+    return spec.gated_ffn and spec.norms == "before" and spec.qk_norm == "none" and not spec.fused_projections
 
 
 def _uncovered(config: RunConfig) -> list[str]:
@@ -363,15 +358,6 @@ def unlike_the_model(spec: ModelSpec, seq_len: int) -> list[str]:
             f"{spec.name}: sliding_window {spec.sliding_window}: sdpa and eager attention compute all "
             f"{seq_len} tokens and mask them; flash_attention_2 and flex_attention compute the window only"
         )
-    if spec.experts is not None:
-        experts = spec.experts
-        sentences.append(
-            f"{spec.name}: a token passes {spec.active_params:,} of {spec.num_params:,} parameters "
-            f"({experts.num_per_token} of {experts.num_experts} experts). Activations and time are estimated "
-            f"as if these experts were one FFN {spec.active_ffn_size} wide; never traced or measured"
-        )
-    if spec.latent_attention is not None:
-        sentences.append(f"{spec.name}: activations of latent attention are estimated, and never traced")
     if spec.gated_ffn and spec.hidden_act not in ("silu", "swish", "gelu_pytorch_tanh"):
         sentences.append(f"{spec.name}: hidden_act {spec.hidden_act}: estimated as silu")
     if spec.attention_dropout:

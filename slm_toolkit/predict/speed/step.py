@@ -18,7 +18,7 @@ from slm_toolkit.config.run_config import RunConfig, fits_float8
 from slm_toolkit.hardware.calibration import NOT_CALIBRATED
 from slm_toolkit.hardware.gpus import Gpu
 from slm_toolkit.hardware.network import Cluster
-from slm_toolkit.model.model_spec import ModelSpec, active_matrices, hidden_matrices
+from slm_toolkit.model.model_spec import ModelSpec, hidden_matrices
 from slm_toolkit.predict.memory.activations import heads_per_head
 from slm_toolkit.predict.setup.adapters import NF4_BLOCK, Adapters, matrices_of
 from slm_toolkit.predict.setup.setup import AUTOCAST, FP32, Setup, dtypes_of
@@ -72,7 +72,7 @@ def layer_traffic(
     of_liger: bool = False,
 ) -> LayerTraffic:
     """Return the work of one decoder layer; compiling fuses its norms and its MLP in any case."""
-    h, f = spec.hidden_size, spec.active_ffn_size
+    h, f = spec.hidden_size, spec.ffn_size
     if compiled:
         of_h, of_f = _COMPILED_LLAMA if spec.gated_ffn else _COMPILED_GPT
         return LayerTraffic(of_h * h + of_f * f, _COMPILED_KERNELS, is_compiled=True)
@@ -382,8 +382,6 @@ def _shapes(spec: ModelSpec) -> tuple[tuple[int, int, int], ...]:
     query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     # query, key and value are one matrix in a GPT, three matrices in Llama
     qkv = ((h, query, 1), (h, key, 2)) if spec.gated_ffn else ((h, query + 2 * key, 1),)
-    if spec.experts is not None or spec.latent_attention is not None:
-        return tuple((*shape, 1) for shape in active_matrices(spec))
     return (*qkv, (query, h, 1), (h, f, spec.num_ffn_matrices - 1), (f, h, 1))
 
 

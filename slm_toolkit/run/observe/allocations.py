@@ -182,7 +182,7 @@ def reserved_bytes(events: list[Event]) -> int:
     """Return the bytes that PyTorch's allocator reserves on a GPU for the events' allocations."""
     allocator = CachingAllocator()
     allocator.repeat(requests_of(events))
-    return allocator.peak_reserved_bytes
+    return allocator.reserved_bytes
 
 
 def requests_of(events: list[Event]) -> Iterator[Request]:

@@ -9,7 +9,7 @@ import pytest
 from conftest import bench
 
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.model.model_spec import Experts, ModelSpec
+from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.memory import engine_bytes as optimizer_bytes
 from slm_toolkit.predict.memory.peak import MemoryEstimate, peak
@@ -257,16 +257,3 @@ def test_adapters_under_fsdp1_have_no_closed_form(tmp_path: Path) -> None:
     config = RunConfig(model="slm-10m", peft="lora").with_defaults(has_gpu=True)
     with pytest.raises(ValueError, match="no closed form for adapters under FSDP1"):
         peak(Setup(find_model("slm-10m"), read_strategy(path), config, num_gpus=8))
-
-
-def test_all_experts_are_stored_and_only_those_of_a_token_keep_activations() -> None:
-    # in each of 2 layers, 8 experts of 3 x 8 x 16 = 384 and a router 8 x 8 in place of an FFN of 384
-    mixture = dataclasses.replace(TINY, experts=Experts(8, 2, 16))
-    assert mixture.num_params == TINY.num_params + 2 * (7 * 384 + 64)
-    flags = {"num_gpus": 1, "seq_len": 1000, "per_device_train_batch_size": 4}
-    found, plain = estimate("single", spec=mixture, **flags), estimate("single", spec=TINY, **flags)
-    for part, element_bytes in (("parameters", 2), ("master_weights", 4), ("optimizer", 8)):
-        assert found.parts[part] == element_bytes * mixture.num_params
-    # 2 of 8: an FFN twice as wide, 8i = 128 bytes a layer more, and 2 copies and 2 outputs of 2h = 16
-    assert found.peak_instant == plain.peak_instant
-    assert found.parts["activations"] - plain.parts["activations"] == 4000 * 2 * (128 + 4 * 16)
