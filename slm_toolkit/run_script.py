@@ -38,7 +38,8 @@ def main() -> None:
         script = _script(words)
         absolute_deepspeed_config(find_launch().strategy)
     sys.argv = words
-    sys.path[0] = str(Path(script).resolve().parent)  # as `python script.py` has it
+    # as `python script.py` has it; without -P the first entry is the working folder
+    sys.path[: 0 if sys.flags.safe_path else 1] = [str(Path(script).resolve().parent)]
     if not torch.cuda.is_available():
         _run_over_gloo()
     _watch_accelerators()

@@ -203,9 +203,10 @@ def _range_text(of_flag: Flag) -> str:
 
 def _meant(of_flag: Flag, value: float) -> str:
     """Suggest 3e-4 for 3e4 if the flag is at most 1: a minus is missing."""
+    if of_flag.most != 1 or not 10 <= value <= LARGEST_NUMBER:
+        return ""
     mantissa, _, power = f"{value:e}".partition("e+")
-    is_typo = of_flag.most == 1 and value >= 10 and power
-    return f"; did you mean {float(mantissa):g}e-{int(power)}?" if is_typo else ""
+    return f"; did you mean {float(mantissa):g}e-{int(power)}?"
 
 
 def _pair_problems(name: str, of_flag: Flag, config: Any, known: dict[str, Flag]) -> Iterator[str]:

@@ -1,7 +1,11 @@
 """Parses the command line of a launch: our script's flags, and the options of `accelerate launch`."""
 
 import json
+import os
+import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +39,7 @@ def check_training(configs: list[RunConfig], strategies: Sequence[Strategy] = ()
 
     Checks models, datasets and tokenizers on disk only; a name that may be a hub id is accepted.
     """
-    _check_open_files()
+    check_surroundings(any_version=configs[0].any_version)
     configs = [config.with_defaults(has_gpu=False) for config in configs]  # no check here depends on a GPU
     problems = [problem for config in configs for problem in config.problems()]
     problems += [
@@ -58,14 +62,37 @@ def check_training(configs: list[RunConfig], strategies: Sequence[Strategy] = ()
         _check_files(configs[0])
 
 
-def _check_open_files() -> None:
-    if resource is None:
-        return
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+def check_surroundings(*, any_version: bool) -> None:
+    """Raise ValueError for limits, variables and, unless `any_version`, libraries that break a launch."""
+    soft = _FEWEST_OPEN_FILES if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if 0 <= soft < _FEWEST_OPEN_FILES:  # below 0: no limit
         raise ValueError(
             f"this shell allows only {soft} open files at a time\nhint: raise the limit with `ulimit -n 1024`"
         )
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    if not threads.strip().isdecimal():
+        raise ValueError(f"OMP_NUM_THREADS is {threads!r}\nhint: set it to a whole number, or unset it")
+    if wrong := {} if any_version else _wrong_versions():
+        problems = ", ".join(f"{wanted}, not {found}" for wanted, found in wrong.items())
+        install = " ".join(f"'{wanted}'" for wanted in wrong)
+        raise ValueError(
+            f"slm_toolkit needs {problems}\nhint: pip install {install}; --any_version tries the installed"
+        )
+
+
+def _wrong_versions() -> dict[str, str]:
+    """Return the installed version of each library that has another one than declared, by the declaration."""
+    from packaging.specifiers import SpecifierSet  # takes 15 ms
+
+    installed, declared = installed_versions(), []
+    with suppress(PackageNotFoundError):  # a checkout that is not installed
+        declared = [text.partition(";")[0] for text in requires("slm-toolkit") if "extra ==" not in text]
+    wrong = {}
+    for text in declared:
+        package, versions = re.match(r"([\w-]+)(.*)", text).groups()
+        if package in installed and not SpecifierSet(versions).contains(installed[package], prereleases=True):
+            wrong[text] = installed[package]
+    return wrong
 
 
 def _is_local(model: str) -> bool:

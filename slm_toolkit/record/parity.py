@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import inf
 
 import msgspec
 
@@ -550,7 +550,7 @@ def _ratio(norm: float | None, wanted: float | None, floor: float) -> float:
 
 
 def _at_least_1(ratio: float) -> float:
-    return max(ratio, 1 / ratio) if isfinite(ratio) else ratio
+    return max(ratio, 1 / ratio) if ratio else inf  # a quotient of tiny norms may round to 0
 
 
 @dataclass(frozen=True)

@@ -220,7 +220,7 @@ class RunRecord:
     world_size: PositiveInt | None = None
     num_machines: PositiveInt | None = None
     "machines, each with equally many ranks; None in older records"
-    engine: str | None = None
+    engine: Literal["single", "ddp", "fsdp1", "fsdp2", "deepspeed"] | None = None
     "probed after prepare, like the next two fields"
     zero_stage: Count | None = None
     reshard_after_forward: bool | None = None

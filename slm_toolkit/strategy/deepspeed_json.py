@@ -102,5 +102,5 @@ def _check_types(config: Any, path: Path) -> None:
     try:
         converted(config, DeepSpeedSettings)
     except ValueError as error:
-        hint = 'a size is a number or "auto", a device none, cpu or nvme; compare with ds_configs/zero3.json'
+        hint = "sizes are numbers, a device is none, cpu or nvme; compare with ds_configs/zero3.json"
         raise ValueError(f"{path}: {error}\nhint: {hint}") from None

@@ -18,7 +18,7 @@ _Section = TypeVar("_Section", bound=msgspec.Struct)
 
 
 Auto = Literal["auto"]
-_Size = Annotated[float, Meta(ge=1, le=LARGEST)] | Auto | None
+_Elements = Annotated[float, Meta(ge=1, le=LARGEST)]
 _SizeOrZero = NonNegative | Auto | None
 
 
@@ -48,12 +48,12 @@ class ZeroSettings(msgspec.Struct, frozen=True):
 
     stage: Any = 0
     "0 to 3, checked by `strategy_of`"
-    reduce_bucket_size: _Size = 500_000_000
+    reduce_bucket_size: _Elements | Auto | None = 500_000_000
     "auto: the square of the hidden size"
     overlap_comm: bool | None = None
     "None: the stage decides, see `overlaps`"
     contiguous_gradients: bool | None = True
-    sub_group_size: _Size = 1_000_000_000
+    sub_group_size: _Elements | None = 1_000_000_000
     "ZeRO-3: elements that the optimizer updates at once"
     offload_optimizer: OptimizerOffload | None = OptimizerOffload()
     offload_param: ParameterOffload | None = ParameterOffload()

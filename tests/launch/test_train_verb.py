@@ -125,6 +125,31 @@ def test_a_shell_that_allows_too_few_open_files_is_told(entry: str, without_torc
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
+def test_an_unsupported_version_or_an_odd_number_of_threads_is_told(
+    entry: str, without_torch: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "transformers-5.9.0.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: transformers\nVersion: 5.9.0\n"
+    (tmp_path / "transformers-5.9.0.dist-info" / "METADATA").write_text(metadata)
+    older = {"PYTHONPATH": os.pathsep.join((str(tmp_path), without_torch["PYTHONPATH"]))}
+    program, *arguments = ENTRIES[entry]
+    words = [str(Path(sys.executable).parent / program), *arguments]
+    done = run(*words, env=older)
+    assert (done.code, done.err) == (
+        2,
+        "error: slm_toolkit needs transformers>=5.10.1, not 5.9.0\n"
+        "hint: pip install 'transformers>=5.10.1'; --any_version tries the installed\n",
+    )
+    done = run(*words, "--any_version", "--seq_len", "1", env=older)
+    assert done.err.startswith("error: --seq_len is 1"), done.err
+    done = run(*words, env=without_torch | {"OMP_NUM_THREADS": "abc"})
+    assert (done.code, done.err) == (
+        2,
+        "error: OMP_NUM_THREADS is 'abc'\nhint: set it to a whole number, or unset it\n",
+    )
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT, slm
+from conftest import ROOT, run, slm
 
 from slm_toolkit.config.run_config import RunConfig
 
@@ -125,6 +125,19 @@ def test_a_script_that_fails_or_is_not_recorded_says_why(tmp_path: Path) -> None
     assert row["status"] == "oom", row["reason"]
     (row,) = compare(tmp_path, "loop.py", "--", "--no_such", strategies=("ddp",)).values()
     assert (row["status"], row["reason"]) == ("failed", "unrecognized arguments: --no_such")
+
+
+def test_a_script_imports_from_its_folder_and_from_pythonpath(tmp_path: Path) -> None:
+    for name in ("scripts", "library"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"of_{name}.py").write_text(f"print('imported of_{name}')\n")
+    script = tmp_path / "scripts" / "train.py"
+    script.write_text("import of_library, of_scripts\n")
+    # `slm compare --script` starts it with -P, which keeps the working folder out of sys.path
+    words = ("-P", "-m", "slm_toolkit.run_script", str(script))
+    done = run(sys.executable, *words, env={"PYTHONPATH": str(tmp_path / "library")})
+    assert done.out.splitlines() == ["imported of_library", "imported of_scripts"], done.err
+    assert f"{script} was not recorded" in done.err
 
 
 @pytest.mark.parametrize("script", ["trainer.py", "sft.py"])

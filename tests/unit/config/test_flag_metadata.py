@@ -68,6 +68,7 @@ def test_the_defaults_break_no_rule() -> None:
         ({"seq_len": 1}, "--seq_len is 1: 2 to 16777216 (a token needs a next one)"),
         ({"seed": 2**32}, "--seed is 4294967296: 0 to 4294967295"),
         ({"max_steps": 10**13}, "--max_steps is 10000000000000: at most 1,000,000,000,000"),
+        ({"max_steps": -(10**400)}, "--max_steps is -1000000000000000000...0000000000: at least 1"),
         ({"weight_decay": float("nan")}, "--weight_decay is nan: not below 0"),
         ({"max_loss": float("inf")}, "--max_loss is inf: above 0"),
         ({"numerics": "int8"}, "--numerics is 'int8': one of aligned, stock, pure_bf16, fp16, fp32"),

@@ -140,6 +140,7 @@ ASKED = made_record().asked
         ),
         ("status", "fine", "invalid field: status (invalid enum value 'fine')"),
         ("model", {"name": "slm-1m"}, "missing field: model."),
+        ("engine", "jax", "invalid field: engine (invalid enum value 'jax')"),
         ("versions", [], "invalid field: versions (expected object, got array)"),
         ("step_seconds", [[1.0, -1.0]], "invalid field: step_seconds[0][1] (expected float > 0.0)"),
         ("step_seconds", [[1.0], []], "invalid field: step_seconds (ranks have different numbers of steps)"),

@@ -36,7 +36,7 @@ def test_sizes_that_are_auto_follow_the_width_of_the_model() -> None:
     assert zero(reduce_bucket_size=5e7).of_width(100).reduce_bucket_size == 50_000_000
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan"), "many", [], True])
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), "many", [], True, "auto"])
 def test_a_value_that_deepspeed_refuses_counts_as_absent(value: object) -> None:
     assert zero(sub_group_size=value) == zero()
 
