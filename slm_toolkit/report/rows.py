@@ -171,7 +171,7 @@ class Row:
     parity: str | None
     "the result of the comparison as a sentence"
     rank: int | None
-    """place by tokens/s per GPU among rows of the same model, sequence length and GPU. Neighbours share one if
+    """place by tokens/s per GPU among rows of one model, sequence length and GPU. Neighbours share a place if
     none of them is clearly faster than another: its whole interval is above the other's; with three rounds
     of --repeats, the interval of their ratios is above 1"""
     shares_rank: bool | None

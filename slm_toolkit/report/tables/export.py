@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import html
 import io
 import re
 import sys
@@ -179,8 +180,11 @@ def _is_union(hint: Any) -> bool:
 
 
 def _markdown(text: str) -> str:
-    """Escape text for GitHub's Markdown; underscores inside words need no escape there."""
-    text = re.sub(r"([\\`*|<>\[\]~&$])", r"\\\1", text)
+    """Escape text for GitHub's Markdown; underscores inside words need no escape there.
+
+    HTML is escaped by entities: mkdocs knows no backslash before < and &.
+    """
+    text = html.escape(re.sub(r"([\\`*|\[\]~$])", r"\\\1", text), quote=False)
     return re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", text).replace("\n", " ")
 
 

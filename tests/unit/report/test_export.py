@@ -2,8 +2,10 @@
 
 import csv
 import html
+import importlib.util
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -89,6 +91,20 @@ def test_markdown_escapes_and_aligns() -> None:
     assert lines[7] == "- **No row is clearly fastest: both tie (16,384 tokens/s).**"
     assert lines[10] == "- NVIDIA H100 80GB HBM3; 2026-01-01"
     assert lines[11].startswith("- rank: ")
+
+
+def test_markdown_shows_html_as_it_was_typed_in_both_dialects() -> None:
+    """CommonMark, as on GitHub, and Python-Markdown, as in mkdocs, which knows no backslash before < and &."""
+    from markdown_it import MarkdownIt
+
+    typed = "<script>alert(1)</script> & &lt;b&gt; <img src=x onerror=alert(1)>"
+    text = markdown_text(rows_with(typed))
+    pages = [MarkdownIt("commonmark").enable("table").render(text)]
+    if importlib.util.find_spec("markdown") is not None:
+        pages.append(importlib.import_module("markdown").markdown(text, extensions=["tables", "fenced_code"]))
+    for page in pages:
+        assert f"<td>{html.escape(typed, quote=False)}</td>" in page
+        assert not re.search("<(script|img|b)[ >]", page)
 
 
 def test_svg_has_heading_cells_and_notes() -> None:
