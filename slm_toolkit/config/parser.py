@@ -68,6 +68,8 @@ HINTS = {  # a name that is refused: the hint, which says what to write instead
     "gpu": _HERE,
 }
 REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
+    "latex": "use --markdown",
+    "parquet": "use --csv",
 }
 _LAUNCHERS_OWN = ("strategy", "config_file", "num_processes", "num_machines", "machine_rank")
 _OUR_NAME = {f"--{other}": f"--{ours}" for ours, others in SAME_MEANING.items() for other in others}
