@@ -149,8 +149,8 @@ def _read_record(data: bytes, folder: Path) -> None:
         (folder / name).mkdir()
         _write(folder / name, "record.json", content)
     # a page with all pictures takes twenty times as long: one record in eight
-    words = ["--html", "page.html", "--csv", "r.csv", "--markdown", "r.md", "--latex", "r.tex"]
-    words += ["--parquet", "r.parquet", "--memory", "--phases"]
+    words = ["--html", "page.html", "--csv", "r.csv", "--markdown", "r.md"]
+    words += ["--memory", "--phases"]
     _slm("report", ".", *(words if len(data) % 8 == 0 else ("--json",) if len(data) % 8 < 4 else ()))
     if len(data) % 8 == 1:
         _slm("report", ".", "--errors")
@@ -600,7 +600,7 @@ SLM = (
 )
 PLACED = (
     "report PLACE|report PLACE PLACE --json|report --baseline PLACE PLACE|report . --csv PLACE|"
-    "report . --markdown PLACE|report . --latex PLACE|report . --parquet PLACE|report . --html PLACE|"
+    "report . --markdown PLACE|report . --html PLACE|"
     "configs --copy PLACE|recipes --copy PLACE|recipes PLACE|doctor --strategy PLACE|"
     "doctor --model PLACE|doctor --model slm-1m --strategy PLACE --fix PLACE|doctor --dataset PLACE|"
     "convert PLACE --to accelerate_fsdp|convert ddp --to accelerate_deepspeed --output PLACE|"
@@ -1154,9 +1154,8 @@ def mutate_words(seeds: list[bytes], rng: random.Random) -> bytes:
 
 
 _REPORT_OPTIONS = (
-    "--json|--phases|--memory|--errors|--plot|--strict|--schema|--csv -|--markdown -|--latex -|"
-    "--parquet r.parquet|--csv r.csv|--baseline runs/0|"
-    "--parity_tolerance 0.1|--usd_per_gpu_hour 2.5"
+    "--json|--phases|--memory|--errors|--plot|--strict|--schema|--csv -|--markdown -|"
+    "--csv r.csv|--baseline runs/0|--parity_tolerance 0.1|--usd_per_gpu_hour 2.5"
 )
 _SLOW_REPORT_OPTIONS = ("--html r.html",)
 

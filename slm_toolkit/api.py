@@ -588,11 +588,6 @@ class Report(_Listed["Row"]):
 
         return markdown_text(self.rows)
 
-    def to_latex(self) -> str:
-        from slm_toolkit.report.tables.export import latex_text
-
-        return latex_text(self.rows)
-
     def to_html(self, path: str | Path | None = None, *, panels: list["Panel"] | None = None) -> str:
         """Return one HTML page with the table and the charts, which fetches nothing; write it to `path`.
 

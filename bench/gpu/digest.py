@@ -666,6 +666,7 @@ def page(archive: Archive, gpu: Gpu, terms: list[Term], missing: list[str]) -> s
     lines += [f"Driver {about.get('driver') or '-'}; {versions or 'versions unknown'}.", ""]
     lines += ["```bash", *about.get("commands", []), "```", ""]
     lines += ["`arms.jsonl` has the command of each arm; `measure.py` without `--arms` runs all of them."]
+    lines += ["`records.tar.gz` has the records: unpack it for `slm report`."]
     lines += ["", archive.notes.strip()] if archive.notes else []
     lines += memory_table(archive)
     lines += step_table(steps_of(archive, gpu), calibration)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 STDOUT = Path("-")
-EXPORTS = ("csv", "markdown", "latex", "svg", "parquet")
+EXPORTS = ("csv", "markdown", "svg")
 
 
 def add_export_flags(parser: argparse.ArgumentParser) -> None:
@@ -30,12 +30,8 @@ def add_export_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--csv", type=Path, metavar="FILE|-", help="write the rows of --json as CSV"
     ).basic = True
-    group.add_argument("--parquet", type=Path, metavar="FILE", help="write the same rows as Parquet")
     group.add_argument(
         "--markdown", type=Path, metavar="FILE|-", help="write the table with all of its columns"
-    )
-    group.add_argument(
-        "--latex", type=Path, metavar="FILE|-", help="write the table without empty columns, for booktabs"
     )
     group.add_argument("--svg", type=Path, metavar="FILE|-", help="the table as a picture")
 
@@ -53,9 +49,7 @@ def on_stdout(args: argparse.Namespace) -> list[str]:
 def check_exports(args: argparse.Namespace) -> None:
     """Raise ValueError for a file that can't be written, or two exports on stdout, before anything runs."""
     problems = []
-    if args.parquet == STDOUT:
-        problems.append("--parquet -: Parquet is not text\nhint: --parquet rows.parquet")
-    elif len(taken := on_stdout(args)) > 1:
+    if len(taken := on_stdout(args)) > 1:
         problems.append(f"--{' and --'.join(taken)} both go to stdout\nhint: give one of them a file")
     for name in exports_asked(args):
         path = getattr(args, name)
@@ -68,19 +62,11 @@ def check_exports(args: argparse.Namespace) -> None:
 
 def write_exports(rows: list["Row"], content: list[dict[str, Any]], args: argparse.Namespace) -> bool:
     """Write all exports; return True if one of them used stdout. `content`: the objects of `--json`."""
-    from slm_toolkit.report.tables.export import (
-        csv_text,
-        json_text,
-        latex_text,
-        markdown_text,
-        svg_text,
-        write_parquet,
-    )
+    from slm_toolkit.report.tables.export import csv_text, json_text, markdown_text, svg_text
 
     texts = {
         "csv": lambda: csv_text(content),
         "markdown": lambda: markdown_text(rows),
-        "latex": lambda: latex_text(rows),
         "svg": lambda: svg_text(rows),
     }
     for name in exports_asked(args):
@@ -90,10 +76,7 @@ def write_exports(rows: list["Row"], content: list[dict[str, Any]], args: argpar
             continue
         with user_errors():
             try:
-                if name == "parquet":
-                    write_parquet(content, path)
-                else:
-                    path.write_text(texts[name](), encoding="utf-8")
+                path.write_text(texts[name](), encoding="utf-8")
             except OSError as error:
                 raise ValueError(
                     f"--{name} {path}: {error}\nhint: use another folder, or free some space"
@@ -159,7 +142,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
         "--sort",
         choices=("rank", "strategy", "memory", "cost"),
         help="order of the rows of each model: fastest first (rank), in the order of the study (strategy), "
-        "smallest first, or cheapest first (default: rank; strategy with --json, --csv and --parquet, whose "
+        "smallest first, or cheapest first (default: rank; strategy with --json and --csv, whose "
         "order should not depend on noise)",
     )
     parser.add_argument(
@@ -316,4 +299,4 @@ def asked_rows(
 
 def sort_of(args: argparse.Namespace) -> str:
     """Return --sort, or its default: what programs read has an order that does not depend on noise."""
-    return args.sort or ("strategy" if args.json or args.csv or args.parquet else "rank")
+    return args.sort or ("strategy" if args.json or args.csv else "rank")

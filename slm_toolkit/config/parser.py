@@ -81,6 +81,8 @@ REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
     "versions": "`slm doctor` checks the versions that are installed where it runs: run it there",
     "ours_against": "in a checkout, python bench/throughput.py compares with Trainer, LitGPT and torchtitan",
     "paper": "in a checkout, python studies/ashkboos/compare.py prints the paper's figures next to ours",
+    "latex": "use --markdown",
+    "parquet": "use --csv",
 }
 _LAUNCHERS_OWN = ("strategy", "config_file", "num_processes", "num_machines", "machine_rank")
 _OUR_NAME = {f"--{other}": f"--{ours}" for ours, others in SAME_MEANING.items() for other in others}

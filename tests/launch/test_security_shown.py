@@ -186,7 +186,7 @@ def test_characters_that_a_terminal_obeys_or_nobody_sees_are_spelt_out(tmp_path:
     )
     for text in (path.read_text(), json.dumps(json.loads(path.read_text()), ensure_ascii=False)):
         path.write_text(text)
-        for option in ((), ("--csv", "-"), ("--markdown", "-"), ("--latex", "-"), ("--json",)):
+        for option in ((), ("--csv", "-"), ("--markdown", "-"), ("--json",)):
             done = slm("report", str(path), *option)
             assert not set(hidden) & set(done.out + done.err), option
             assert "é" in done.out or "\\u00e9" in done.out, option

@@ -117,7 +117,6 @@ def test_a_report_has_the_rows_of_the_verb() -> None:
     assert json.loads(report.to_json()) == json.loads(here.out)
     assert report.to_csv() == slm_here("report", str(CPU), "--csv", "-", "--sort", "rank").out
     assert report.to_markdown() == slm_here("report", str(CPU), "--markdown", "-").out
-    assert report.to_latex() == slm_here("report", str(CPU), "--latex", "-").out
 
 
 def test_a_report_is_written_as_a_page(tmp_path: Path) -> None:

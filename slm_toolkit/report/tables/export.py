@@ -1,7 +1,8 @@
-"""Export rows to other programs: CSV, Parquet, JSON, Markdown, LaTeX, SVG, and experiment trackers."""
+"""Export rows to other programs: CSV, JSON, Markdown, SVG, and experiment trackers."""
 
 import contextlib
 import csv
+import html
 import io
 import re
 import sys
@@ -9,14 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 import msgspec
 from rich.console import Console
 
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.report.rows import Row, labelled
-from slm_toolkit.report.tables.columns import Column, columns_of
+from slm_toolkit.report.tables.columns import columns_of
 from slm_toolkit.report.tables.comparison import (
     commands_of,
     comparison_table,
@@ -27,23 +28,6 @@ from slm_toolkit.report.tables.comparison import (
 )
 from slm_toolkit.report.tables.fitted import PIPE_WIDTH, columns_that_fit, table_width
 from slm_toolkit.report.verdict import verdict
-
-_LATEX = {
-    **{character: f"\\{character}" for character in "&%$#_{}"},
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "|": r"\textbar{}",
-    "`": r"\textasciigrave{}",
-    "[": "{[}",  # after the \\ of the previous line, LaTeX reads [...] as that line's height
-    "]": "{]}",
-    "*": "{*}",  # after \\, it forbids a page break
-    "±": r"$\pm$",
-    "Δ": r"$\Delta$",
-    "×": r"$\times$",
-}
 
 
 def json_rows(rows: list[Row]) -> list[dict[str, Any]]:
@@ -65,22 +49,6 @@ def csv_text(content: list[dict[str, Any]]) -> str:
     writer.writerow(content[0])
     writer.writerows([_csv_cell(value) for value in row.values()] for row in content)
     return text.getvalue()
-
-
-def write_parquet(content: list[dict[str, Any]], path: Path) -> None:
-    """Write the names and rows of `--json`: lists as lists, objects as JSON text, unknown as null."""
-    import pyarrow
-    from pyarrow import parquet
-
-    hints = get_type_hints(Row)
-    columns = {}
-    for name in content[0]:
-        kind = _arrow_type(hints.get(name, dict[str, Any]))
-        values = [row[name] for row in content]
-        if kind == pyarrow.string():
-            values = [_as_text(value) for value in values]
-        columns[name] = pyarrow.array(values, kind)
-    parquet.write_table(pyarrow.table(columns), path)
 
 
 def markdown_text(rows: list[Row]) -> str:
@@ -108,34 +76,6 @@ def _commands(rows: list[Row]) -> list[str]:
     return ["", "<details><summary>commands</summary>", "", f"{fence}text", text, fence, "", "</details>"]
 
 
-def latex_text(rows: list[Row]) -> str:
-    """Return the table as LaTeX with booktabs' rules; its caption is the heading.
-
-    Empty columns are left out, because they would make the table wider than a page.
-    """
-    columns = [column for column in columns_of(rows) if column.has_values]
-    cells = [[_latex(cell) for cell in column.cells] for column in columns]
-    lines = [f"{' & '.join(line)} \\\\" for line in zip(*cells, strict=True)]
-    note_lines = " \\\\\n".join(_latex(note.plain) for note in notes(rows, []))
-    return f"""\
-% needs \\usepackage{{booktabs}}
-\\begin{{table}}
-\\caption{{{_latex(heading(rows).plain)}}}
-\\begin{{tabular}}{{{"".join("r" if column.is_numeric else "l" for column in columns)}}}
-\\toprule
-{" & ".join(_latex_title(column) for column in columns)} \\\\
-\\midrule
-{chr(10).join(lines)}
-\\bottomrule
-\\end{{tabular}}
-
-{{\\footnotesize
-{note_lines}
-}}
-\\end{{table}}
-"""
-
-
 def svg_text(rows: list[Row]) -> str:
     """The printed table, its heading and its notes as an SVG picture."""
     columns, _ = columns_that_fit(columns_of(rows), width=PIPE_WIDTH)
@@ -144,49 +84,19 @@ def svg_text(rows: list[Row]) -> str:
     return console.export_svg(title="slm report")
 
 
-def _latex_title(column: Column) -> str:
-    side = "r" if column.is_numeric else "l"
-    lines = [_latex(line) for line in column.title.split("\n")]
-    stacked = r" \\ ".join(lines)
-    return rf"\shortstack[{side}]{{{stacked}}}" if len(lines) > 1 else stacked
-
-
 def _csv_cell(value: Any) -> Any:
     if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")):
         return f"'{value}"
-    return _as_text(value) if isinstance(value, bool | list | dict) else value
-
-
-def _as_text(value: Any) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    return msgspec.json.encode(value).decode()
-
-
-def _arrow_type(hint: Any) -> Any:
-    """Return the Arrow type of a type hint: a list of doubles for `list[float | None]`, text for objects."""
-    import pyarrow
-
-    (kind,) = [kind for kind in get_args(hint) if kind is not type(None)] if _is_union(hint) else [hint]
-    if get_origin(kind) is list:
-        return pyarrow.list_(_arrow_type(get_args(kind)[0]))
-    arrow_types = {int: pyarrow.int64(), float: pyarrow.float64(), bool: pyarrow.bool_()}
-    return arrow_types.get(kind, pyarrow.string())
-
-
-def _is_union(hint: Any) -> bool:
-    return type(None) in get_args(hint)
+    return msgspec.json.encode(value).decode() if isinstance(value, bool | list | dict) else value
 
 
 def _markdown(text: str) -> str:
-    """Escape text for GitHub's Markdown; underscores inside words need no escape there."""
-    text = re.sub(r"([\\`*|<>\[\]~&$])", r"\\\1", text)
+    """Escape text for GitHub's Markdown; underscores inside words need no escape there.
+
+    HTML is escaped by entities: mkdocs knows no backslash before < and &.
+    """
+    text = html.escape(re.sub(r"([\\`*|\[\]~$])", r"\\\1", text), quote=False)
     return re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", text).replace("\n", " ")
-
-
-def _latex(text: str) -> str:
-    escaped = "".join(_LATEX.get(character, character) for character in text.replace("\n", " "))
-    return re.sub("-(?=-)", "-{}", escaped)  # two hyphens would become one dash
 
 
 # A comparison as runs in trackio, TensorBoard or wandb: one run per row, with the names of `--json`.

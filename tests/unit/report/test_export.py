@@ -1,24 +1,24 @@
-"""--csv, --parquet, --markdown and --latex: read back, they are the rows of --json and the table's cells."""
+"""--csv and --markdown: read back, they are the rows of --json and the table's cells."""
 
 import csv
 import html
+import importlib.util
 import io
 import json
-import shutil
+import re
 from pathlib import Path
 
 import pytest
-from conftest import Finished, made_record, run
-from pyarrow import parquet
+from conftest import Finished, made_record
 
 from slm_toolkit.cli.main import main
 from slm_toolkit.record.files import write_record
 from slm_toolkit.report.rows import Row, ranked, row_of
 from slm_toolkit.report.tables import fitted
-from slm_toolkit.report.tables.export import latex_text, markdown_text, svg_text
+from slm_toolkit.report.tables.export import markdown_text, svg_text
 
 NASTY = 'a|b_c & 100% of $x,\n"quoted" [1] *# {~^\\}'
-"what CSV, Markdown and LaTeX each give a meaning to"
+"what CSV and Markdown each give a meaning to"
 
 
 @pytest.fixture
@@ -57,26 +57,6 @@ def test_csv_has_the_names_and_values_of_json(runs: Path, capsys: pytest.Capture
     assert mine["final_loss"] == mine["engine"] == ""
 
 
-def test_parquet_has_the_names_types_and_values_of_json(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    objects = json.loads(report(capsys, runs, "--json").out)
-    done = report(capsys, runs, "--parquet", tmp_path / "rows.parquet")
-    assert "16,384" in done.out  # the table is printed, too
-    table = parquet.read_table(tmp_path / "rows.parquet")
-    assert table.column_names == list(objects[0])
-    types = {field.name: str(field.type) for field in table.schema}
-    assert types["tokens_per_second"] == "double"
-    assert types["zero_stage"] == "int64"  # unknown in both rows
-    assert types["shares_rank"] == "bool"
-    assert types["losses"] == "list<element: double>"
-    assert types["warnings"] == "list<element: string>"
-    for row, wanted in zip(table.to_pylist(), objects, strict=True):
-        for name, value in row.items():
-            is_text = isinstance(wanted[name], dict)
-            assert (json.loads(value) if is_text else value) == wanted[name], name
-
-
 def test_markdown_escapes_and_aligns() -> None:
     lines = markdown_text(rows_with("a|b_c [x] *_d_")).splitlines()
     title, rule, first, second = lines[2:6]
@@ -91,35 +71,24 @@ def test_markdown_escapes_and_aligns() -> None:
     assert lines[11].startswith("- rank: ")
 
 
+def test_markdown_shows_html_as_it_was_typed_in_both_dialects() -> None:
+    """CommonMark as on GitHub, and Python-Markdown as in mkdocs, which knows no backslash before < and &."""
+    from markdown_it import MarkdownIt
+
+    typed = "<script>alert(1)</script> & &lt;b&gt; <img src=x onerror=alert(1)>"
+    text = markdown_text(rows_with(typed))
+    pages = [MarkdownIt("commonmark").enable("table").render(text)]
+    if importlib.util.find_spec("markdown") is not None:
+        pages.append(importlib.import_module("markdown").markdown(text, extensions=["tables", "fenced_code"]))
+    for page in pages:
+        assert f"<td>{html.escape(typed, quote=False)}</td>" in page
+        assert not re.search("<(script|img|b)[ >]", page)
+
+
 def test_svg_has_heading_cells_and_notes() -> None:
     text = html.unescape(svg_text(rows_with("a<b"))).replace("\xa0", " ")
     for shown in ("tokens/s", "a<b", "16,384", "±5.0%", "rank: by tokens/s per process"):
         assert shown in text
-
-
-def test_latex_has_booktabs_rules_and_escapes() -> None:
-    text = latex_text(rows_with("a_b & 50% [x] #{~^\\}"))
-    assert r"a\_b \& 50\% {[}x{]} \#\{\textasciitilde{}\textasciicircum{}\textbackslash{}\} & ok & 1=" in text
-    assert r"16,384 & $\pm$5.0\%" in text
-    assert "a-{}-{}-b" in latex_text(rows_with("a---b"))
-    assert [text.count(rule) for rule in (r"\toprule", r"\midrule", r"\bottomrule")] == [1, 1, 1]
-    assert "--" not in text.replace("-{}-", "")
-    (tabular,) = [line for line in text.splitlines() if line.startswith(r"\begin{tabular}")]
-    columns = tabular.removeprefix(r"\begin{tabular}{").removesuffix("}")
-    lines = [line for line in text.splitlines() if line.endswith(r" \\") and " & " in line]
-    assert len(lines) == 3  # titles and two rows
-    assert {line.replace(r"\&", "").count("&") for line in lines} == {len(columns) - 1}
-    assert columns.startswith("llrrr")
-
-
-def test_latex_compiles(tmp_path: Path) -> None:
-    if shutil.which("pdflatex") is None:
-        pytest.skip("no pdflatex: apt-get install texlive-latex-recommended")
-    rows = rows_with(NASTY + "---<|>`~")
-    before = r"\documentclass{article}\usepackage{booktabs}\usepackage[margin=1cm]{geometry}\begin{document}"
-    (tmp_path / "page.tex").write_text(f"{before}\n{latex_text(rows)}\n\\end{{document}}\n")
-    done = run("pdflatex", "-halt-on-error", "page.tex", cwd=tmp_path)
-    assert done.code == 0, done.out[-2000:]
 
 
 def test_the_baseline_is_a_column_as_in_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,8 +101,9 @@ def test_the_baseline_is_a_column_as_in_json(runs: Path, capsys: pytest.CaptureF
     ("words", "said"),
     [
         (("--csv", "-", "--json"), "--csv and --json both go to stdout"),
-        (("--csv", "-", "--latex", "-"), "--csv and --latex both go to stdout"),
-        (("--parquet", "-"), "Parquet is not text"),
+        (("--csv", "-", "--svg", "-"), "--csv and --svg both go to stdout"),
+        (("--parquet", "rows.parquet"), "--parquet was removed: use --csv"),
+        (("--latex", "-"), "--latex was removed: use --markdown"),
         (("--csv", "not/there/rows.csv"), "there is no folder not/there"),
         (("--markdown", "."), "is a folder"),
         (("--errors", "--csv", "-"), "--csv with --errors"),
