@@ -4,7 +4,7 @@
     python bench/memory_traces.py --half held_out      # formulas are never changed after a look at these
     python bench/memory_traces.py --half fresh         # another draw, when formulas were done
     python bench/memory_traces.py --half fused_mlp     # a draw with --mlp_kernel fused, which came later
-    python bench/memory_traces.py --half adapters      # of --peft lora and ia3; looked at, as development
+    python bench/memory_traces.py --half adapters      # of --peft lora; looked at, as development
     python bench/memory_traces.py --half adapters_held_out
     python bench/memory_traces.py --half small_zero    # ZeRO-1 and ZeRO-2 of small models; looked at
     python bench/memory_traces.py --half small_zero_held_out
@@ -90,12 +90,12 @@ OF_ADAPTERS: dict[str, tuple[Any, ...]] = {
     "loss_kernel": ("hf", "fused_logits", "fused_linear", "fused_linear"),
     "numerics": ("aligned", "aligned", "aligned", "stock", "pure_bf16", "fp32"),
     "mlp_kernel": ("hf", "hf", "fused"),
-    "peft": ("lora", "lora", "lora", "lora", "ia3"),
+    "peft": ("lora",),
     "lora_r": (8, 16, 64),
     "lora_dropout": (0.0, 0.0, 0.0, 0.05),
     "lora_target_modules": ("all-linear", "all-linear", "q_proj,v_proj", "gate_proj,up_proj,down_proj"),
 }
-"the same with adapters; IA3 has neither rank nor dropout"
+"the same with adapters"
 OF_SMALL_ZERO: dict[str, tuple[Any, ...]] = {
     "model": (
         *("slm-1m", "slm-3m", "slm-10m", "tied-gqa-3m", "tied-mha-1m", "gqa-6m"),
@@ -136,7 +136,7 @@ OF_ADAPTERS_TODAY: dict[str, tuple[Any, ...]] = {
     **OF_TODAY,
     "strategy": ("single", *OF_TODAY["strategy"]),
     "num_gpus": (1, 2, 8),
-    "peft": ("lora", "lora", "lora", "ia3"),
+    "peft": ("lora",),
     "lora_r": (8, 16, 64),
     "lora_dropout": (0.0, 0.0, 0.05),
     "lora_target_modules": ("all-linear", "all-linear", "q_proj,v_proj", "gate_proj,up_proj,down_proj"),
@@ -203,7 +203,7 @@ _TAKE_SECONDS_TO_IMPORT = (
     *("slm_toolkit.train", "deepspeed", "deepspeed.runtime.zero.stage3", "torch.distributed.fsdp"),
     *("transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2"),
     *("accelerate.commands.launch", "torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer"),
-    *("peft.tuners.lora", "peft.tuners.ia3"),
+    "peft.tuners.lora",
 )
 
 
@@ -213,8 +213,6 @@ def sample(num: int, seed: int = SEED, axes: dict[str, tuple[Any, ...]] = AXES) 
     found: dict[str, dict[str, Any]] = {}
     while len(found) < num:
         drawn = {name: rng.choice(values) for name, values in axes.items()}
-        if drawn.get("peft") == "ia3":
-            drawn |= {"lora_r": 16, "lora_dropout": 0.0}
         if drawn["model"].startswith("phi3") and "peft" in drawn:
             targets = drawn["lora_target_modules"]
             drawn["lora_target_modules"] = _TARGETS_OF_PHI3.get(targets, targets)

@@ -40,7 +40,6 @@ _LEARNS_NOTHING = (Excludes("rehearse", "a rehearsal learns nothing"),)
 _LOSSES_MEAN_NOTHING = Excludes("rehearse", "the losses of a rehearsal mean nothing")
 _NO_DOCUMENTS = Excludes("dataset", "synthetic tokens are no documents", values=(SYNTHETIC,))
 _NO_LOW_PRECISION = Excludes("numerics", "it has no low precision", values=("fp32",))
-_NO_MATRICES = (Excludes("peft", "it has no matrices", values=("ia3",)),)
 _NO_CHECKPOINTS = (
     ExcludesStrategy(
         "is_fsdp1",
@@ -388,10 +387,11 @@ class RunConfig:
     peft: str = Flag(
         "none",
         "lora: freeze the weights and train low-rank matrices. qlora: the same, with the weights in 4 "
-        f"bits (NF4). ia3: train a scale per channel. Needs `{pip_install('peft')}`",
+        f"bits (NF4). Needs `{pip_install('peft')}`",
         group="adapters",
         basic=True,
-        choices=("none", "lora", "qlora", "ia3"),
+        choices=("none", "lora", "qlora"),
+        instead={"ia3": "--peft lora --lora_r 1 trains about as few parameters"},
         grid=True,
         excludes=(
             Excludes(
@@ -420,7 +420,6 @@ class RunConfig:
         grid=True,
         least=1,
         needs=("peft",),
-        excludes=_NO_MATRICES,
         may_change_on_resume=False,
         estimate="counts",
         column="LoRA rank",
@@ -433,7 +432,6 @@ class RunConfig:
         grid=True,
         above=0,
         needs=("peft",),
-        excludes=_NO_MATRICES,
         may_change_on_resume=False,
         estimate="ignores",
     )
@@ -444,14 +442,13 @@ class RunConfig:
         least=0,
         below=1,
         needs=("peft",),
-        excludes=_NO_MATRICES,
         may_change_on_resume=False,
         estimate="counts",
     )
     lora_target_modules: str = Flag(
         "all-linear",
         "modules that get an adapter, such as q_proj,v_proj. all-linear: every linear module of the "
-        "decoder layers (ia3: keys, values and down projections)",
+        "decoder layers",
         group="adapters",
         needs=("peft",),
         may_change_on_resume=False,

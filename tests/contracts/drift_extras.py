@@ -11,19 +11,11 @@ from drift_models import small_llama
 
 def _adapters() -> None:
     pytest.importorskip("peft")
-    from peft import IA3Config, LoraConfig
+    from peft import LoraConfig
 
-    wanted = {"lora": ("lora_",), "ia3": ("ia3_",)}
+    wanted = {"lora": ("lora_",)}
     for kind, config in (
         ("lora", LoraConfig(task_type="CAUSAL_LM", r=2, lora_alpha=4, target_modules=["q_proj"])),
-        (
-            "ia3",
-            IA3Config(
-                task_type="CAUSAL_LM",
-                target_modules=["k_proj", "down_proj"],
-                feedforward_modules=["down_proj"],
-            ),
-        ),
     ):
         model = small_llama()
         before = set(model.state_dict())
@@ -159,7 +151,7 @@ def _loaders() -> None:
 EXTRAS = (
     Leaning(
         "peft: names of an adapter's weights",
-        ("lora_", "ia3_", ".base_layer.", "base_layer", "add_adapter"),
+        ("lora_", ".base_layer.", "base_layer", "add_adapter"),
         "tell the base from the adapter, and merge both",
         "run/model/adapters.py: save_merged",
         _adapters,

@@ -22,7 +22,7 @@ ALL = tuple(name for name in KNOWN if name not in ("qkv_proj", "gate_up_proj"))
 
 
 def saved_of_compiled_layer(
-    compute: str, targets: tuple[str, ...], *, kind: str, dropout: float, has_input_gradient: bool
+    compute: str, targets: tuple[str, ...], *, dropout: float, has_input_gradient: bool
 ) -> float:
     """The bytes per token that a compiled Llama layer saves for backward, without weights."""
     dtype = torch.bfloat16 if compute == BF16 else torch.float32
@@ -53,7 +53,7 @@ def is_of_tokens(tensor: torch.Tensor) -> bool:
 
 
 def compiled_layer(
-    dtype: torch.dtype, targets: tuple[str, ...], *, kind: str, dropout: float
+    dtype: torch.dtype, targets: tuple[str, ...], *, dropout: float
 ) -> tuple[torch.nn.Module, torch.nn.Module]:
     config = LlamaConfig(
         hidden_size=SHAPE.hidden_size,
@@ -67,14 +67,7 @@ def compiled_layer(
     model = LlamaForCausalLM(config)
     if targets:
         peft = pytest.importorskip("peft")
-        adapters = (
-            peft.LoraConfig(r=RANK, target_modules=list(targets), lora_dropout=dropout)
-            if kind == "lora"
-            else peft.IA3Config(
-                target_modules=list(targets),
-                feedforward_modules=[name for name in targets if name in FFN],
-            )
-        )
+        adapters = peft.LoraConfig(r=RANK, target_modules=list(targets), lora_dropout=dropout)
         model = peft.get_peft_model(model, adapters).base_model.model
     model.to(dtype).train()
     torch._dynamo.reset()
@@ -105,16 +98,14 @@ def saved_tensors(node: torch.autograd.graph.Node | None) -> Iterator[torch.Tens
 def test_a_compiled_layer_saves_what_the_closed_form_counts(
     compute: str, targets: tuple[str, ...], dropout: float, has_input_gradient: bool
 ) -> None:
-    saved = saved_of_compiled_layer(
-        compute, targets, kind="lora", dropout=dropout, has_input_gradient=has_input_gradient
-    )
+    saved = saved_of_compiled_layer(compute, targets, dropout=dropout, has_input_gradient=has_input_gradient)
     assert saved == closed_form(compute, targets, RANK, dropout, has_input_gradient=has_input_gradient)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_a_compiled_layer_in_float8_saves_less(recipe: str) -> None:
     float8 = pytest.importorskip("torchao.float8")
-    layer, model = compiled_layer(torch.bfloat16, (), kind="lora", dropout=0.0)
+    layer, model = compiled_layer(torch.bfloat16, (), dropout=0.0)
     float8.convert_to_float8_training(
         model.layers[1], config=float8.Float8LinearConfig.from_recipe_name(recipe)
     )
@@ -136,14 +127,6 @@ def test_a_compiled_layer_in_float8_saves_less(recipe: str) -> None:
     assert (
         num_bytes / (BATCH * SEQ_LEN) == layer_memory(SHAPE, **shape, **kernels, checkpointing="none").saved
     )
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("compute", [BF16, AUTOCAST])
-def test_a_compiled_layer_with_ia3_recomputes_what_it_scales(compute: str) -> None:
-    targets = ("k_proj", "v_proj", "down_proj")
-    saved = saved_of_compiled_layer(compute, targets, kind="ia3", dropout=0.0, has_input_gradient=True)
-    assert saved == closed_form(compute, targets, 0, 0.0, has_input_gradient=True)
 
 
 def closed_form(

@@ -27,7 +27,7 @@ def traced(configuration: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("table", "asked"),
     [
-        pytest.param("adapters", {"strategy": "ddp", "peft": "ia3"}, marks=pytest.mark.quick),
+        pytest.param("adapters", {"strategy": "ddp", "peft": "lora"}, marks=pytest.mark.quick),
         pytest.param(
             *("adapters", {"strategy": "fsdp_shard_grad_op", "peft": "lora"}), marks=pytest.mark.slow
         ),

@@ -8,8 +8,7 @@ length, e: bytes of the compute dtype, r: LoRA's rank.
 
 With adapters, a frozen matrix does not save its input, and a frozen norm does not save its scaled input:
 neither has a weight gradient. LoRA's A saves its input (after dropout, with the dropout mask). LoRA's B saves
-its own input, r numbers per token. IA3 saves the tensor that it multiplies. Modules before the first adapter
-save nothing.
+its own input, r numbers per token. Modules before the first adapter save nothing.
 """
 
 from collections.abc import Callable
@@ -500,10 +499,6 @@ def frozen_layer_memory(
 
     # the gradients of the product, of silu(gate) and of up, after the product is freed
     of_product = 3 * e * w.i - product
-    if (
-        "down_proj" in adapters and not adapters.rank
-    ):  # the gradient of IA3's scale, before its sum over tokens
-        of_product = (12 if compute == AUTOCAST else 3 * e) * w.i
     moments = [Moment("mlp", kept + of_product, 1, 0, 0)]
     ln = 16 * w.h + 8 if kernels.fused_norm else 24 * w.h
     if compute != BF16:
@@ -521,7 +516,7 @@ def frozen_layer_memory(
     if behind_ffn:
         moments.insert(0, Moment("post_feedforward_layernorm", kept + ln, 0, 0, 0))
     # The end of forward: down_proj's output is ready, and its adapter's input is being computed.
-    is_lora = "down_proj" in adapters and adapters.rank > 0
+    is_lora = "down_proj" in adapters
     last = kept + e * w.h * is_lora + _beside_input(w, adapters, kernels) * is_lora
     if compute == AUTOCAST:
         last += 4 * w.h
@@ -552,12 +547,9 @@ def frozen_layer_memory(
 def _inputs(
     spec: ModelSpec, adapters: Adapters, names: tuple[str, ...], kernels: Kernels, *, has_gradient: bool
 ) -> float:
-    """Return the bytes per token saved of the matrices' shared input, h wide (with IA3, of their outputs)."""
+    """Return the bytes per token saved of the matrices' shared input, h wide."""
     e, h, adapted = kernels.element, spec.hidden_size, [name for name in names if name in adapters]
     shared = e * h * (kernels.keeps_inputs and has_gradient)
-    if not adapters.rank:
-        matrices = matrices_of(spec)
-        return shared + e * sum(matrices[name][1] for name in adapted)
     if adapters.drops:
         return shared + (e + 1) * h * len(adapted)
     if kernels.casts_each_input:
@@ -608,8 +600,6 @@ def _attention(spec: ModelSpec, w: _Widths, adapters: Adapters, kernels: Kernels
     for_matrix = output * (kernels.keeps_inputs and (kernels.eager or is_padded) and is_kept)
     if "o_proj" not in adapters:
         return kept + for_matrix
-    if not adapters.rank:
-        return kept + for_matrix + e * w.h
     if adapters.drops:
         return kept + for_matrix + output + w.q
     return kept + output * (needs_output or kernels.compute == AUTOCAST)
@@ -621,8 +611,6 @@ def _product(w: _Widths, adapters: Adapters, kernels: Kernels, *, has_gradient: 
     shared = e * w.i * (kernels.keeps_inputs and has_gradient)
     if "down_proj" not in adapters:
         return shared
-    if not adapters.rank:  # a compiled layer recomputes what IA3 scales
-        return shared + (4 if kernels.compute == AUTOCAST else e) * w.i * (not kernels.compiled)
     if adapters.drops:
         return shared + (e + 1) * w.i
     return e * w.i
@@ -659,7 +647,7 @@ def _saved_results(spec: ModelSpec, element: int, adapters: Adapters) -> tuple[f
         results.append(element * outputs)
         if name in ("up_proj", "gate_up_proj"):
             last_needed = len(results)
-        if adapters.rank and name in adapters:
+        if name in adapters:
             results += [element * adapters.rank, element * outputs]
             last_needed = len(results) - (name == "down_proj")
     saved = dict(list(enumerate(results))[::2])

@@ -196,9 +196,7 @@ def _not_saved(setup: Setup) -> float:
     if not setup.recomputed[-1]:
         return 0
     adapters, spec = setup.adapters, setup.spec
-    is_adapted = (
-        adapters is not None and adapters.rank > 0 and {"up_proj", "gate_up_proj"} & {*adapters.targets}
-    )
+    is_adapted = adapters is not None and {"up_proj", "gate_up_proj"} & {*adapters.targets}
     widths = 2 * spec.hidden_size + (4 if is_adapted else 3) * spec.ffn_size
     in_ffn, in_attention = widths * (2 if setup.compute == BF16 else 4), 0.0
     if setup.config.sp_size > 1:

@@ -10,10 +10,6 @@ from slm_toolkit.model.model_spec import ModelSpec, layer_tensors
 ATTENTION_INPUTS = ("q_proj", "k_proj", "v_proj", "qkv_proj")
 FFN_INPUTS = ("gate_proj", "up_proj", "gate_up_proj")
 KNOWN = (*ATTENTION_INPUTS, "o_proj", *FFN_INPUTS, "down_proj")
-IA3_MODULES = {  # peft 0.21, utils/constants.py; it has no default for other model types
-    **dict.fromkeys(("llama", "mistral"), ("k_proj", "v_proj", "down_proj")),
-    **dict.fromkeys(("qwen2", "qwen3", "gemma2", "gemma3_text"), ("q_proj", "v_proj", "down_proj")),
-}
 NF4_BLOCK, SCALE_BLOCK = 64, 256
 "64 weights share an 8-bit scale, 256 scales an fp32 scale: bitsandbytes 0.50, functional.quantize_4bit"
 CODE_BYTES = (16 + 256) * 4 + 4
@@ -27,7 +23,7 @@ class Adapters:
     targets: tuple[str, ...]
     "the matrices that have an adapter, by transformers' names, in the model's order"
     rank: int
-    "rank of LoRA's two matrices; 0: IA3, whose adapter is a vector"
+    "rank of LoRA's two matrices"
     drops: bool
     "True if there is dropout before LoRA's matrices"
     is_quantized: bool
@@ -82,8 +78,6 @@ def adapters_of(spec: ModelSpec, config: RunConfig) -> Adapters | None:
         )
     matrices = matrices_of(spec)
     names = _target_names(config)
-    if names is None and config.peft == "ia3":
-        names = set(IA3_MODULES.get(spec.model_type, ()))
     targets = tuple(name for name in matrices if names is None or name in names)
     if not targets:
         reason = (
@@ -91,11 +85,10 @@ def adapters_of(spec: ModelSpec, config: RunConfig) -> Adapters | None:
         )
         flags = f"--peft {config.peft} --lora_target_modules {config.lora_target_modules}"
         raise ValueError(f"{flags} with {spec.name}: {reason}\nhint: name some of {', '.join(matrices)}")
-    is_lora = config.peft != "ia3"
     return Adapters(
         targets,
-        config.lora_r if is_lora else 0,
-        drops=is_lora and config.lora_dropout > 0,
+        config.lora_r,
+        drops=config.lora_dropout > 0,
         is_quantized=config.peft == "qlora",
     )
 
@@ -112,10 +105,7 @@ def unknown_targets(config: RunConfig) -> str | None:
 
 
 def _target_names(config: RunConfig) -> set[str] | None:
-    """Return the targets without their block's name, because peft matches the ends of names.
-
-    None means all-linear: all matrices for LoRA, peft's defaults for IA3.
-    """
+    """Return the targets without their block's name, because peft matches the ends of names; None: all."""
     if config.lora_target_modules == "all-linear":
         return None
     names = [name.strip() for name in config.lora_target_modules.split(",")]
@@ -139,13 +129,11 @@ def matrices_of(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 
 def adapter_shapes(spec: ModelSpec, adapters: Adapters) -> dict[str, tuple[tuple[int, int], ...]]:
     """Return the (rows, columns) of the adapter tensors of each matrix of a layer."""
-    shapes = {}
-    for name, (inputs, outputs) in matrices_of(spec).items():
-        if name in adapters and adapters.rank:
-            shapes[name] = ((adapters.rank, inputs), (outputs, adapters.rank))
-        elif name in adapters:  # IA3 scales the inputs of down_proj, and the outputs of the others
-            shapes[name] = ((1, inputs) if name == "down_proj" else (outputs, 1),)
-    return shapes
+    return {
+        name: ((adapters.rank, inputs), (outputs, adapters.rank))
+        for name, (inputs, outputs) in matrices_of(spec).items()
+        if name in adapters
+    }
 
 
 def adapter_sizes(spec: ModelSpec, adapters: Adapters) -> dict[str, int]:

@@ -126,10 +126,7 @@ _LORA_BYTES_OF_OUTPUTS, _LORA_BYTES_OF_INPUTS = 14, 6
 _COMPILED_LORA_BYTES_OF_OUTPUTS = 10  # scale and add are one kernel: read 2 and 2, write 2; backward: scale 4
 _DROPOUT_BYTES = 10  # per input: read 2, write 2, mask 1, and the same in backward
 _DEFENSIVE_CLONE_BYTES = 4  # per output, if the base has 4-bit weights
-_IA3_BYTES = (
-    16  # per scaled element: 4; backward: 4, and 8 for the scale's gradient, computed per token and summed
-)
-_LORA_KERNELS, _IA3_KERNELS = 4, 1  # in forward, per matrix: two products, scale, add; IA3: scale
+_LORA_KERNELS = 4  # in forward, per matrix: two products, scale, add
 # Per weight: read 4 bits; for its block's scale: read 8 bits and write 32, read and write 32 to add the
 # scales' mean, read 32; write bf16. The matrix product's own read of the bf16 weight is not counted here.
 _UNPACKED_BYTES = 0.5 + (1 + 4 + 8 + 4) / NF4_BLOCK + 2
@@ -166,9 +163,6 @@ def adapter_work(
     forward = backward = moved = 0.0
     for name in adapters.targets:
         inputs, outputs = matrices[name]
-        if not adapters.rank:
-            moved += _IA3_BYTES * (inputs if name == "down_proj" else outputs)
-            continue
         for width, height in ((inputs, adapters.rank), (adapters.rank, outputs)):
             seconds = product_seconds(
                 *(rates,),
@@ -184,8 +178,7 @@ def adapter_work(
         moved += of_outputs * outputs + _LORA_BYTES_OF_INPUTS * inputs
         moved += _DROPOUT_BYTES * inputs * adapters.drops
         moved += _DEFENSIVE_CLONE_BYTES * outputs * adapters.is_quantized
-    of_matrix = _LORA_KERNELS + adapters.drops - compiled if adapters.rank else _IA3_KERNELS
-    kernels = of_matrix * len(adapters.targets)
+    kernels = (_LORA_KERNELS + adapters.drops - compiled) * len(adapters.targets)
     unpacking = 0.0
     if adapters.is_quantized:
         size = sum(inputs * outputs for inputs, outputs in matrices.values())

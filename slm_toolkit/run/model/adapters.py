@@ -89,25 +89,17 @@ def add_adapter(model: PreTrainedModel, config: RunConfig, *, base: str | None) 
     Raises ValueError if peft is missing or too old, or if no module matches --lora_target_modules.
     """
     check_adapters(config)
-    from peft import IA3Config, LoraConfig
+    from peft import LoraConfig
 
     names = config.lora_target_modules
     targets: Any = names if names == "all-linear" else [name.strip() for name in names.split(",")]
-    if config.peft == "ia3":  # with None, peft uses the paper's modules for each architecture
-        chosen = None if targets == "all-linear" else targets
-        down = [name for name in chosen or () if name.endswith(("down_proj", "fc2"))]
-        feedforward = None if chosen is None else down
-        adapter: Any = IA3Config(
-            task_type="CAUSAL_LM", target_modules=chosen, feedforward_modules=feedforward
-        )
-    else:
-        adapter = LoraConfig(
-            task_type="CAUSAL_LM",
-            r=config.lora_r,
-            lora_alpha=config.lora_alpha,
-            lora_dropout=config.lora_dropout,
-            target_modules=targets,
-        )
+    adapter = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=targets,
+    )
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     try:
         model.add_adapter(adapter)
@@ -140,7 +132,7 @@ def save_merged(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], ada
     base = {
         name.replace(".base_layer.", "."): tensor
         for name, tensor in state_dict.items()
-        if not any(mark in name for mark in ("lora_", "ia3_", ".quant_", ".absmax", ".nested_"))
+        if not any(mark in name for mark in ("lora_", ".quant_", ".absmax", ".nested_"))
     }
     base |= dict(_dequantized(model, state_dict))
     dtype = next(tensor.dtype for tensor in base.values() if tensor.is_floating_point())

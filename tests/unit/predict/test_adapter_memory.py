@@ -12,11 +12,10 @@ from test_memory import TINY, estimate
 
 from slm_toolkit.cli.main import main
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.model import families
 from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.memory.activations import layers_of
-from slm_toolkit.predict.setup.adapters import IA3_MODULES, Adapters, adapters_of, matrices_of, weights_of
+from slm_toolkit.predict.setup.adapters import Adapters, adapters_of, weights_of
 from slm_toolkit.predict.setup.setup import Setup
 from slm_toolkit.run.model.model import build_model
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy
@@ -45,8 +44,6 @@ def test_the_trained_parameters_of_each_kind_by_hand() -> None:
     # query and value of rank 8: 9 x 2 x 8 x (832 + 832)
     two = adapters(lora_r=8, lora_target_modules="q_proj, self_attn.v_proj")
     assert (two.targets, weights_of(spec, two).trained) == (("q_proj", "v_proj"), 239_616)
-    # IA3 scales keys and values, 832 wide, and what goes into down, 2332 wide: 9 x (832 + 832 + 2332)
-    assert weights_of(spec, adapters(peft="ia3")).trained == 35_964
     assert weights_of(spec, adapters()).total == P + G
 
 
@@ -151,32 +148,19 @@ FAMILIES = (
 )
 
 
-@pytest.mark.parametrize("peft", ["lora", "ia3"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_trained_parameters_of_a_family_are_those_that_peft_adds(name: str, peft: str) -> None:
+def test_trained_parameters_of_a_family_are_those_that_peft_adds(name: str) -> None:
     path = str(MODELS / name)
     spec = find_model(path)
-    targets = "all-linear" if peft == "lora" else ",".join(matrices_of(spec))
-    config = RunConfig(
-        model=path, peft=peft, lora_r=8, lora_target_modules=targets, attn_implementation="eager"
-    )
+    config = RunConfig(model=path, peft="lora", lora_r=8, attn_implementation="eager")
     model = build_model(spec, config)
     counted = weights_of(spec, adapters_of(spec, config))
     assert counted.trained == sum(param.numel() for param in model.parameters() if param.requires_grad)
     assert counted.total == sum(param.numel() for param in model.parameters())
 
 
-def test_default_modules_of_ia3_are_pefts() -> None:
-    from peft.utils.constants import TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING as modules
-
-    for name in families.FAMILIES:
-        assert sorted(IA3_MODULES.get(name, ())) == sorted(modules.get(name, ()))
-
-
-def test_ia3_of_a_family_without_peft_defaults_needs_names() -> None:
+def test_names_of_another_family_are_refused() -> None:
     spec = find_model(str(MODELS / "olmo2-3m"))
-    with pytest.raises(ValueError, match="peft has no default for olmo2\nhint: name some of q_proj, k_proj"):
-        adapters_of(spec, RunConfig(model="olmo2-3m", peft="ia3"))
     with pytest.raises(ValueError, match="the model has none of these"):
         adapters_of(spec, RunConfig(model="olmo2-3m", peft="lora", lora_target_modules="qkv_proj"))
 
@@ -220,7 +204,6 @@ def test_stored_traces_of_adapters_are_met(half: str, worst: float) -> None:
     errors = [abs(error) for error, _ in found]
     assert len(found) >= (60 if half == "adapters" else 30)
     assert {row["strategy"] for _, row in found} >= set(STUDIED_STRATEGIES)
-    assert {row["peft"] for _, row in found} == {"lora", "ia3"}
     if "today" in half:
         assert {row["model"] for _, row in found} >= {"qwen3-2m", "gemma3-2m", "olmo2-3m", "phi3-2m"}
     assert statistics.median(errors) <= 0.005

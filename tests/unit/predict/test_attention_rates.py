@@ -5,13 +5,13 @@ import sys
 
 import pytest
 from conftest import ROOT
+from slm_toolkit.study.comparison import PAPER
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import gpu_of_name, gpus
 from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.predict.speed.attention import attention_seconds, kernel_of, pass_seconds, rates_of_kernel
 from slm_toolkit.predict.speed.software import TODAY
-from slm_toolkit.study.comparison import PAPER
 
 sys.path.insert(0, str(ROOT / "bench"))
 from attention_rates import Series, published
