@@ -26,7 +26,7 @@ def saved_of_compiled_layer(
 ) -> float:
     """The bytes per token that a compiled Llama layer saves for backward, without weights."""
     dtype = torch.bfloat16 if compute == BF16 else torch.float32
-    layer, model = compiled_layer(dtype, targets, kind=kind, dropout=dropout)
+    layer, model = compiled_layer(dtype, targets, dropout=dropout)
     hidden = torch.randn(BATCH, SEQ_LEN, SHAPE.hidden_size, dtype=dtype, requires_grad=has_input_gradient)
     positions = torch.arange(SEQ_LEN)[None].expand(BATCH, SEQ_LEN)
     rotary = tuple(part.to(dtype) for part in model.rotary_emb(hidden, positions))
