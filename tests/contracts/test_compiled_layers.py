@@ -12,12 +12,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.memory.activations import Kernels, frozen_layer_memory, layer_memory
-from slm_toolkit.predict.setup.adapters import FFN_INPUTS, KNOWN, Adapters
+from slm_toolkit.predict.setup.adapters import KNOWN, Adapters
 from slm_toolkit.predict.setup.setup import AUTOCAST, BF16, FP32
 
 SHAPE = ModelSpec("tiny", 2, 64, 4, 2, 16, 160, 128)
 BATCH, SEQ_LEN, RANK = 3, 24, 8
-FFN = (*FFN_INPUTS, "down_proj")
 ALL = tuple(name for name in KNOWN if name not in ("qkv_proj", "gate_up_proj"))
 
 
