@@ -10,6 +10,8 @@ import functools
 import os
 import runpy
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,10 @@ from accelerate.utils import DeepSpeedOptimizerWrapper, DistributedType
 from transformers import Trainer
 
 from slm_toolkit.base.errors import user_errors
+from slm_toolkit.launch.torch_extensions import CompilerNews, remove_stale_locks, use_extensions_folder
 from slm_toolkit.record.run_record import RUN_DIR_VARIABLE
 from slm_toolkit.recorder import Recorder, RecorderCallback, open_recorders
+from slm_toolkit.run.faults.watchdog import Standstill
 from slm_toolkit.run.peers.launch_info import absolute_deepspeed_config, find_launch
 
 _refused: list[str] = []
@@ -40,6 +44,9 @@ def main() -> None:
     sys.argv = words
     # as `python script.py` has it; without -P the first entry is the working folder
     sys.path[: 0 if sys.flags.safe_path else 1] = [str(Path(script).resolve().parent)]
+    use_extensions_folder()
+    remove_stale_locks()
+    threading.Thread(target=_report_waits, args=(sys.path[0],), daemon=True).start()
     if not torch.cuda.is_available():
         _run_over_gloo()
     _watch_accelerators()
@@ -57,6 +64,17 @@ def main() -> None:
     if Recorder.num_steps_of_all == 0:
         print(f"error: {script} was not recorded: {_why_not()}", file=sys.stderr)
         sys.exit(2)
+
+
+def _report_waits(folder: str) -> None:
+    """Name long compiles before the first step, and the place of a rank that makes no step."""
+    compilers = CompilerNews() if os.environ.get("LOCAL_RANK", "0") == "0" else None
+    standstill = Standstill(folder)
+    while True:
+        time.sleep(1)
+        if compilers is not None and Recorder.num_steps_of_all == 0:
+            compilers.look()
+        standstill.look(Recorder.num_steps_of_all)
 
 
 def _why_not() -> str:

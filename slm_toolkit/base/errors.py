@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 
 EXIT_CODE_VARIABLE = "SLM_EXIT_CODE_FILE"
 "environment variable of ranks started by `slm launch`: the file where a rank writes a nonzero exit code"
@@ -92,9 +93,21 @@ _LONGEST_LINE = 2000  # characters; a longer line quotes a user's file or name
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of the error's message, or the name of its type if it has no message."""
+    """Return `first_of` the lines of the error's message, or the name of its type if it has no message."""
     text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    return first_of(text.splitlines()) if text else type(error).__name__
+
+
+def first_of(lines: list[str]) -> str:
+    """Return the first of a message's lines; if it ends with a colon, with the values on the lines below."""
+    first, *below = (line.strip() for line in lines[:6])
+    if first.endswith(":"):
+        first += " " + "; ".join(takewhile(lambda line: not _NO_VALUE.match(line), below))
+    return first.strip()
+
+
+_NO_VALUE = re.compile(r"\S+Error|Traceback|hint: |[EW]\d{4} ")
+"begins a line that is no part of the message above it; the last is of torch's launcher"
 
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

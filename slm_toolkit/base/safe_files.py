@@ -1,7 +1,8 @@
-"""Create and lock a run's files and folders without following links."""
+"""Create and lock a run's files and folders without following links; read the end of a file that grows."""
 
 import os
 import socket
+import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -21,6 +22,23 @@ def open_new(path: Path, mode: str = "x", *, newline: str | None = None) -> IO:
 def write_new(path: Path, text: str) -> None:
     with open_new(path) as file:
         file.write(text)
+
+
+def read_end(path: Path, limit_bytes: int, *, start: int = 0) -> tuple[bytes, int]:
+    """Return the bytes of a file from `start` on, at most the last `limit_bytes`, and the file's size.
+
+    For a file that other programs write: never waits, and returns (b"", 0) for a pipe, a folder or no file.
+    """
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            status = os.fstat(descriptor)
+            if stat.S_ISREG(status.st_mode):
+                begin = max(start, status.st_size - limit_bytes)
+                return os.pread(descriptor, max(0, status.st_size - begin), begin), status.st_size
+        finally:
+            os.close(descriptor)
+    return b"", 0
 
 
 def write_beside(texts: dict[Path, str], *, flag: str, overwrite: bool | None = None) -> list[Path]:

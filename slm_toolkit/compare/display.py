@@ -19,6 +19,8 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from slm_toolkit.base.errors import shown
+from slm_toolkit.base.safe_files import read_end
 from slm_toolkit.compare.grid import PlannedRun
 from slm_toolkit.compare.outcome import LOG_FILE, telling_lines
 from slm_toolkit.config.run_config import FLAGS
@@ -92,6 +94,10 @@ _MOST_BYTES = 64 * 1024
 "read at most the last 64 KiB of new log text at a time"
 
 
+_STANDSTILL_SECONDS = 60
+"a run without a step for so long says so, and again each time it has passed"
+
+
 class Waits:
     """Finds in a run's log what the run waits for. Call `look` several times a second."""
 
@@ -104,13 +110,18 @@ class Waits:
         self._before_step_1: str | None = None
         self._step: float | None = None
         self._wait: str | None = None
+        self._moved_at = self._began_at
+        "when the run began or was seen to do a step"
+        self._num_standstills, self._standstill = 0, ""
+        self._last_line = ""
         self._offset = 0
         self._half_line = b""
 
     def look(self, state: dict[str, Any] | None) -> str | None:
         """Return what the run waits for, from its log; None if it waits for nothing or has done a step since.
 
-        `state`: the content of the run's progress file, None before there is one.
+        After a minute without a step, also return how long, and the stage or the last line of output if the
+        log names no wait. `state`: the content of the run's progress file, None before there is one.
         """
         has_step = state is not None and "step" in state
         for line in self._new_lines():
@@ -121,8 +132,15 @@ class Waits:
         step = state["step"] if has_step else None
         if step != self._step:
             self._step, self._wait = step, None
-            self._first_step_at = self._first_step_at or time.monotonic()
-        return self._wait
+            self._moved_at = time.monotonic()
+            self._first_step_at = self._first_step_at or self._moved_at
+        number = int((time.monotonic() - self._moved_at) / _STANDSTILL_SECONDS)
+        if number > self._num_standstills:
+            last = f"its last output: {shown(self._last_line)[:200]}" if self._last_line else "no output yet"
+            doing = self._wait or (state or {}).get("stage") or last
+            self._standstill = f"no step for {as_words(number * _STANDSTILL_SECONDS)}: {doing}"
+        self._num_standstills = number
+        return self._standstill if number else self._wait
 
     def at_the_end(self, seconds_total: float) -> str:
         """Return `, 270 s of it before step 1: ...` if the run waited before step 1, else an empty string."""
@@ -134,20 +152,22 @@ class Waits:
 
     def _new_lines(self) -> list[str]:
         """Return the complete lines that were written since the last call."""
-        try:
-            with self.log.open("rb") as file:
-                size = file.seek(0, 2)
-                if size < self._offset:  # a retry starts a new log
-                    self._offset, self._half_line = 0, b""
-                if size - self._offset > _MOST_BYTES:
-                    self._offset, self._half_line = size - _MOST_BYTES, b""
-                file.seek(self._offset)
-                new = file.read(size - self._offset)
-        except OSError:  # not created yet, or just moved
-            return []
-        self._offset += len(new)
+        new, size = read_end(self.log, _MOST_BYTES, start=self._offset)
+        if size < self._offset:  # another try has a new log
+            self._offset, self._half_line = 0, b""
+            new, size = read_end(self.log, _MOST_BYTES)
+        if size - self._offset > _MOST_BYTES:
+            self._half_line = b""
+        self._offset = size
+        if not size and not self.log.exists():  # a Slurm job waits in its queue
+            self._moved_at = time.monotonic()
         *whole, self._half_line = (self._half_line[-_MOST_BYTES:] + new).split(b"\n")
-        return [line.decode(errors="replace") for line in whole]
+        lines = [line.decode(errors="replace") for line in whole]
+        ends = [
+            line.rpartition("\r")[2].strip() for line in (*lines, self._half_line.decode(errors="replace"))
+        ]
+        self._last_line = next(filter(None, reversed(ends)), self._last_line)
+        return lines
 
 
 _QUOTED_LINES = 5
@@ -251,19 +271,19 @@ class Display:
             outlook = self._outlook()
             self.bars.update(self.overall, completed=self.num_ended, status=outlook)
             style = _STYLE.get(record.status, "red")
-            time_text = f"{record.seconds_total:.0f} s"
-            if (waits := self.waits.pop(run.run_name, None)) is not None:
-                time_text += escape(waits.at_the_end(record.seconds_total))
+            seconds = record.seconds_total
+            time_text = "-" if seconds is None else f"{seconds:.0f} s"
+            if (waits := self.waits.pop(run.run_name, None)) is not None and seconds is not None:
+                time_text += waits.at_the_end(seconds)
             if kept:
-                time_text = (
-                    f"kept from {record.started_at[:16].replace('T', ' ')} UTC (--force runs it again)"
-                )
+                began = record.started_at[:16].replace("T", " ")
+                time_text = f"kept from {began} UTC (--force runs it again)"
             count = f"trial {self.num_ended}" if self.searching else f"{self.num_ended}/{len(self.runs)}"
-            line = f"{count}  {self._label(run)}  [{style}]{record.status}[/]  {time_text}"
+            line = f"{count}  {self._label(run)}  [{style}]{record.status}[/]  {escape(time_text)}"
             if outlook and not kept and not self.console.is_terminal:
                 line += f"  ({outlook})"
             if record.reason:
-                line += f"  {escape(record.reason)}"
+                line += f"  {escape(shown(record.reason))}"
             self.console.print(line, highlight=False, soft_wrap=True)
             log = run.folder / LOG_FILE
             quoted = telling_lines(log, _QUOTED_LINES, reason=record.reason)

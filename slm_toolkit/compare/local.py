@@ -1,6 +1,5 @@
 """Executes planned runs on this machine; each run is a separate process tree and ends as a record."""
 
-import json
 import os
 import queue
 import random
@@ -15,20 +14,30 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import psutil
 
 from slm_toolkit.base.errors import DISK_FULL, TIME_LIMIT_VARIABLE
-from slm_toolkit.base.safe_files import open_new
+from slm_toolkit.base.safe_files import open_new, read_end
+from slm_toolkit.base.typed_files import Count, Finite, NonNegative, converted
+from slm_toolkit.base.user_files import json_of
 from slm_toolkit.compare.grid import PlannedRun
-from slm_toolkit.compare.outcome import LOG_FILE, Ended, own_record, port_taken, record_of
+from slm_toolkit.compare.outcome import (
+    LOG_FILE,
+    MOST_LOG_BYTES,
+    Ended,
+    own_record,
+    port_taken,
+    record_of,
+    written_record,
+)
 from slm_toolkit.compare.supervisor import end_kept, start_kept
 from slm_toolkit.config.flags import flags_of
 from slm_toolkit.hardware.gpus import Machine, num_cores
 from slm_toolkit.hardware.machine import RamState, look_at_host_ram, who_killed
 from slm_toolkit.launch.processes import safe_environment
-from slm_toolkit.record.files import read_record, write_record
+from slm_toolkit.record.files import write_record
 from slm_toolkit.record.run_record import PROGRESS_FILE, RECORD_FILE, RunRecord
 from slm_toolkit.record.saved_files import CHECKPOINTS_DIR, finished, model_damage, saved_model
 from slm_toolkit.strategy.strategy import config_options, write_resolved
@@ -122,7 +131,7 @@ def kept_record(run: PlannedRun) -> RunRecord | None:
 
     Returns None, too, if this run must save a model or a tracker's log that the earlier run did not save.
     """
-    if (record := _earlier_record(run)) is None:
+    if (record := written_record(run.folder)) is None:
         return None
     lacks_model = run.config.save_final_model and (
         record.model_dir is None or model_damage(Path(record.model_dir)) is not None
@@ -140,7 +149,7 @@ def check_place(run: PlannedRun) -> None:
     """
     if run.config.overwrite_output_dir or kept_record(run) is not None:
         return
-    record = _earlier_record(run)
+    record = written_record(run.folder)
     resumes = run.config.save_steps is not None and (record is None or record.status != "ok")
     saved = [*finished(run.folder / CHECKPOINTS_DIR), *filter(None, [saved_model(run.folder)])]
     if saved and not resumes:
@@ -149,14 +158,6 @@ def check_place(run: PlannedRun) -> None:
             "hint: --overwrite_output_dir starts such runs again from the beginning, --force starts all runs "
             "again; another --output_dir keeps them"
         )
-
-
-def _earlier_record(run: PlannedRun) -> RunRecord | None:
-    """Return the record in the run's folder; None if missing, damaged or of another version: run again."""
-    try:
-        return read_record(run.folder / RECORD_FILE)
-    except ValueError:
-        return None
 
 
 def execute(
@@ -203,7 +204,7 @@ def free_port() -> int:
 
 def forget(run: PlannedRun) -> None:
     """Remove an earlier run's folder with its checkpoints; the record first, so no half folder counts."""
-    (run.folder / RECORD_FILE).unlink(missing_ok=True)
+    clear(run.folder, RECORD_FILE)
     shutil.rmtree(run.folder, ignore_errors=True)
 
 
@@ -211,7 +212,7 @@ def clear(folder: Path, *names: str) -> None:
     """Remove `names`, the progress file and half-written files from `folder`."""
     for pattern in (*names, PROGRESS_FILE, "progress.new", f".{RECORD_FILE}.*"):
         for path in folder.glob(pattern):
-            path.unlink()
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def _execute_once(
@@ -255,13 +256,15 @@ def _launch(
     folder, before = run.folder, look_at_host_ram()
     least_available_bytes = before.available_bytes
     started_at, started = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
+    flooded = False
     with open_new(folder / LOG_FILE, "xb") as log:
         keeper = start_kept(command, folder, log, _environment(run, slot, timeout_seconds))
         try:
             while keeper.poll() is None and not stop.is_set():
                 on_progress(progress_of(folder))
                 least_available_bytes = min(least_available_bytes, psutil.virtual_memory().available)
-                if time.monotonic() - started > timeout_seconds + _GRACE_SECONDS:
+                flooded = os.fstat(log.fileno()).st_size > MOST_LOG_BYTES
+                if flooded or time.monotonic() - started > timeout_seconds + _GRACE_SECONDS:
                     break
                 time.sleep(0.2)
             timed_out = time.monotonic() - started > timeout_seconds and keeper.poll() != 0
@@ -276,6 +279,7 @@ def _launch(
         exit_code=keeper.returncode,
         progress=last_step_of(folder),
         stopped_after_seconds=timeout_seconds if timed_out else None,
+        flooded=flooded,
         killed_by=_killed_by(before, least_available_bytes),
     )
 
@@ -295,12 +299,29 @@ def _environment(run: PlannedRun, slot: Slot, timeout_seconds: float) -> dict[st
     return env
 
 
+class _Progress(TypedDict, total=False):
+    stage: str
+    step: Count
+    num_steps: Count | None
+    loss: Finite | None
+    tokens_per_second: NonNegative | None
+
+
+_UNKNOWN = dict.fromkeys(("num_steps", "loss", "tokens_per_second"))
+_PROGRESS_BYTES = 4096
+"size limit of a progress file; real ones have a hundred bytes"
+
+
 def progress_of(folder: Path) -> dict[str, Any] | None:
     """Return the step that a run has done with its loss and rate, or the stage before its first step."""
+    data, _ = read_end(folder / PROGRESS_FILE, _PROGRESS_BYTES)
     try:
-        return json.loads((folder / PROGRESS_FILE).read_text())
-    except (OSError, json.JSONDecodeError):  # not there yet
+        state = converted(json_of(data.decode(), PROGRESS_FILE, hint=""), _Progress)
+    except ValueError:  # not there yet, or written by something else
         return None
+    if "step" in state:
+        return _UNKNOWN | state
+    return state if "stage" in state else None
 
 
 def last_step_of(folder: Path) -> dict[str, Any] | None:

@@ -3,14 +3,24 @@
 import re
 import shlex
 import shutil
-import signal
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slm_toolkit.base.errors import KILLED_OR_CRASHED, OUT_OF_MEMORY, SAYS_DISK_FULL, STOPPED_AFTER
+from slm_toolkit.base.errors import (
+    KILLED_OR_CRASHED,
+    OUT_OF_MEMORY,
+    SAYS_DISK_FULL,
+    STOPPED_AFTER,
+    first_line,
+    first_of,
+    shown,
+)
+from slm_toolkit.base.safe_files import read_end
 from slm_toolkit.base.secrets import without_secrets
 from slm_toolkit.compare.grid import PlannedRun
+from slm_toolkit.launch.processes import signal_name
 from slm_toolkit.record.files import read_record
 from slm_toolkit.record.run_record import RECORD_FILE, RunRecord, model_facts
 
@@ -18,60 +28,82 @@ LOG_FILE = "log.txt"
 "a run's stdout and stderr, in the folder of its record"
 _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use|another process is utilizing it", re.IGNORECASE)
 "messages of torch's store, gloo and accelerate"
-_EXIT_SIGNAL = re.compile(r"(?:exitcode  : -|died with <Signals\.\w+: )(\d+)")
+_EXIT_SIGNAL = re.compile(r"(?:exitcode  : -|died with (?:<Signals\.\w+: |unknown signal ))(\d+)")
 "messages of torch's and accelerate's launchers about a rank that a signal ended"
 _LITTLE_BYTES = 64 * 1024
+_END_OF_LOG_BYTES = 4 * 2**20
+"read so much of the end of a log"
+MOST_LOG_BYTES = 2 * 2**30
+"a run that prints more is ended before it fills the disk"
 _KILLED = 128 + 9
 "a shell's or our keeper's exit code for a process that signal 9 ended"
 
 
 def reason_in_log(log: Path) -> str:
-    """Return the reason in a log: the last `error:` line, else the last exception, else the last line."""
-    lines = [line.strip() for line in read_log(log).splitlines() if line.strip()]
-    for pattern in (r"(?:\S+\.py: )?error: (.*)", r"(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception)\b: .*)"):
-        reasons = [
-            match[1]
-            for line in lines
-            if (match := re.match(pattern, line)) and "ChildFailedError" not in line
+    """Return the reason in a log: the last `error:` line, else the last exception, else the last line.
+
+    A line that ends with a colon is continued by the lines below, an exception of the parser by its place.
+    """
+    output, _ = _parts(read_log(log))
+    lines = [re.sub(r"^\[rank\d+\]: ", "", line.rstrip()) for line in output.splitlines() if line.strip()]
+    for pattern in (r"(?:\S+\.py: )?error: (.*)", r"([\w.]*(?:Error|Exception)\b: .*)"):
+        found = [
+            (match[1], at)
+            for at, line in enumerate(lines)
+            if (match := re.match(pattern, line.strip())) and "ChildFailedError" not in line
         ]
-        if reasons:
-            return reasons[-1]
-    return f"see {log}" if not lines else f"last line of {log}: {lines[-1][:200]}"
+        if found:
+            reason, at = found[-1]
+            reason = first_of([reason, *lines[at + 1 :]])
+            if place := _PLACE.search("\n".join(lines[max(0, at - 3) : at])):
+                reason += f" ({place[1]}, line {place[2]}: {place[3].strip()})"
+            return shown(reason)
+    return f"see {log}" if not lines else f"last line of {log}: {lines[-1].strip()[:200]}"
 
 
 def telling_lines(log: Path, number: int, *, reason: str | None) -> list[str]:
     """Return a log's last `number` lines up to the line with `reason`, or before the launcher's summary."""
-    lines = [line.rstrip() for line in read_log(log).splitlines() if line.strip()]
+    lines = [line.rstrip() for line in _parts(read_log(log))[0].splitlines() if line.strip()]
     launcher = next((i for i, line in enumerate(lines) if _LAUNCHER.match(line)), len(lines))
     lines = lines[:launcher] or lines
     with_reason = [i for i, line in enumerate(lines) if reason and reason in line]
     return lines[: with_reason[-1] + 1 if with_reason else None][-number:]
 
 
+def _parts(log_text: str) -> tuple[str, str]:
+    """Split a log into what the ranks printed, and the launcher's traceback, which names the failed ranks."""
+    *_, launchers_error = [len(log_text), *(match.start() for match in _LAUNCHERS_ERROR.finditer(log_text))]
+    return log_text[:launchers_error], log_text[launchers_error:]
+
+
 _LAUNCHER = re.compile(r"[EW]\d{4} [\d:.]+ \d+ .*torch/distributed/elastic/")
+_LAUNCHERS_ERROR = re.compile(
+    r'^Traceback .*\n(?:  .*\n){0,8}?  File "[^"]*accelerate/commands/launch\.py"', re.MULTILINE
+)
+_PLACE = re.compile(r'File "(.+)", line (\d+)\n(.*)')
+"place and text in which Python's parser found an error"
 
 
 def read_log(log: Path) -> str:
-    """Return the log's text; empty if a full disk prevented the log."""
-    return log.read_text(errors="replace") if log.is_file() else ""
+    """Return the end of the log's text; empty without a log."""
+    return read_end(log, _END_OF_LOG_BYTES)[0].decode(errors="replace")
 
 
 def killed_process(log_text: str, exit_code: int) -> str | None:
     """Return the process of a run that signal 9 ended: a rank, or the launcher; None if there is none."""
-    if match := re.search(r"rank\s+: (\d+).*\n\s*exitcode\s+: -9\b", log_text):
+    _, launchers_error = _parts(log_text)
+    if match := re.search(r"rank\s+: (\d+).*\n\s*exitcode\s+: -9\b", launchers_error):
         return f"rank {match[1]}"
-    if "exitcode  : -9" in log_text:
-        return "a rank"
-    if "died with <Signals.SIGKILL: 9>" in log_text:  # written for a strategy with one process
+    if "died with <Signals.SIGKILL: 9>" in launchers_error:  # written for a strategy with one process
         return "rank 0"
     return "the launcher" if exit_code in (_KILLED, -9) else None
 
 
 def crash(log_text: str) -> str | None:
     """Return the name of the signal that ended the first rank; later ranks are ended by the launcher."""
-    cause = log_text.rpartition("Root Cause (first observed failure)")[2]  # without this line, the whole log
+    cause = _parts(log_text)[1].rpartition("Root Cause (first observed failure)")[2]
     match = _EXIT_SIGNAL.search(cause)
-    return signal.Signals(int(match[1])).name if match else None
+    return signal_name(int(match[1])) if match else None
 
 
 def port_taken(reason: str) -> bool:
@@ -103,14 +135,22 @@ class Ended:
     "the time limit, if the launch exceeded it"
     killed_by: str
     "the likely sender of a SIGKILL at that time, if there was one"
+    flooded: bool = False
+    "whether the launch was ended because its log became too large"
+
+
+def written_record(folder: Path) -> RunRecord | None:
+    """Return the record in a run's folder; None if missing, damaged or of another version."""
+    with suppress(ValueError):
+        return read_record(folder / RECORD_FILE)
+    return None
 
 
 def own_record(run: PlannedRun, ended: Ended) -> RunRecord | None:
     """Return the run's own record if it describes the end correctly, else None."""
-    path, log_text = run.folder / RECORD_FILE, read_log(run.folder / LOG_FILE)
-    if not path.is_file():
+    record, log_text = written_record(run.folder), read_log(run.folder / LOG_FILE)
+    if record is None:
         return None
-    record = read_record(path)
     killed = killed_process(log_text, ended.exit_code) is not None
     timed_out = ended.stopped_after_seconds is not None
     # If a rank was killed, other ranks record only a closed connection or a lost rank. That is not the cause,
@@ -163,6 +203,13 @@ def _reason(folder: Path, ended: Ended) -> str:
         if last is not None and last["num_steps"] is not None:
             where += f" of {last['num_steps']}"
         return f"{STOPPED_AFTER} {ended.stopped_after_seconds:g} s, {where}"
+    if ended.flooded:
+        return f"stopped because it printed over {MOST_LOG_BYTES / 2**30:g} GiB: see {log}"
+    if ended.exit_code == 0:
+        try:
+            read_record(folder / RECORD_FILE)
+        except ValueError as error:
+            return f"exit code 0, but no valid record: {first_line(error)}"
     if (full := disk_full(folder, log_text)) is not None:
         return full
     if (killed := killed_process(log_text, ended.exit_code)) is not None:
@@ -171,7 +218,7 @@ def _reason(folder: Path, ended: Ended) -> str:
     if port_taken(reason):
         port = re.search(r"--main_process_port (\d+)", shlex.join(ended.command))[1]
         return f"port {port} was taken by another program (EADDRINUSE)"
-    if reason.startswith("last line") and (name := crash(log_text)):
+    if reason.startswith(("last line", "see ")) and (name := crash(log_text)):
         return f"a rank crashed ({name}): see {log}"
     return reason
 

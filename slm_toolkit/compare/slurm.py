@@ -23,11 +23,11 @@ from slm_toolkit.base.user_files import check_name, read_text
 from slm_toolkit.compare import local
 from slm_toolkit.compare.grid import PlannedRun
 from slm_toolkit.compare.local import Progress, Slot
-from slm_toolkit.compare.outcome import LOG_FILE, planned_record, reason_in_log
+from slm_toolkit.compare.outcome import LOG_FILE, planned_record, reason_in_log, written_record
 from slm_toolkit.config.flags import flags_of
 from slm_toolkit.hardware.gpus import Machine
 from slm_toolkit.launch.processes import safe_environment
-from slm_toolkit.record.files import read_record, write_record
+from slm_toolkit.record.files import write_record
 from slm_toolkit.record.run_record import PROGRESS_FILE, RECORD_FILE, RunRecord, identity_of
 from slm_toolkit.strategy.strategy import Strategy, on_nodes, write_resolved
 
@@ -314,14 +314,10 @@ class SlurmJobs:
 
     def kept_record(self, run: PlannedRun) -> RunRecord | None:
         """Like `local.kept_record`, but with the record's GPU, which was unknown when the run was planned."""
-        path = run.folder / RECORD_FILE
-        if str(script_path(run)) in self.jobs or not path.is_file():
+        if str(script_path(run)) in self.jobs or (record := written_record(run.folder)) is None:
             return None
-        try:
-            gpu = read_record(path).gpu
-        except ValueError:  # damaged or of another version: run again
-            return None
-        return local.kept_record(dataclasses.replace(run, identity=identity_of(run.asked, run.versions, gpu)))
+        identity = identity_of(run.asked, run.versions, record.gpu)
+        return local.kept_record(dataclasses.replace(run, identity=identity))
 
     def forget(self, run: PlannedRun) -> None:
         """Cancel an earlier comparison's job and remove its folder, unless this comparison started it."""
@@ -487,11 +483,11 @@ def _pause(stop: threading.Event, seconds: float) -> None:
 
 def _record_of(run: PlannedRun, job: SlurmJob) -> RunRecord:
     """Return the record that the run wrote, or a record of Slurm's reason for its end."""
-    path, log = run.folder / RECORD_FILE, run.folder / LOG_FILE
+    log = run.folder / LOG_FILE
     last = local.last_step_of(run.folder)
     with suppress(OSError):
         (run.folder / PROGRESS_FILE).unlink(missing_ok=True)
-    record = read_record(path) if path.is_file() else None
+    record = written_record(run.folder)
     if record is not None and job.state in _ENDED_BY_ITSELF:
         if record.status != "ok" or job.state != "FAILED":
             return record

@@ -2,9 +2,10 @@
 
     SLM_TOOLKIT_RUN_DIR=runs/a python -m slm_toolkit.compare.supervisor accelerate launch ...
 
-Each rank is its own session, so a signal to a process group does not reach all ranks. And `slm compare`
-can't handle SIGKILL. Therefore the keeper's stdin is a pipe from `slm compare`. Nothing is written to the
-pipe. When `slm compare` dies, the kernel closes the pipe, and the keeper ends the launch.
+Each rank is its own session, so a signal to a process group does not reach all ranks. The keeper adopts
+processes whose parents end, so it finds all processes of the launch. `slm compare` can't handle SIGKILL, so
+the keeper's stdin is a pipe from `slm compare`. Nothing is written to the pipe. When `slm compare` dies, the
+kernel closes the pipe, and the keeper ends the launch.
 """
 
 import os
@@ -14,13 +15,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 import psutil
 
 from slm_toolkit.base.safe_files import hold
+from slm_toolkit.launch.processes import adopt_orphans
 from slm_toolkit.record.run_record import RUN_DIR_VARIABLE
 
 _GENTLE_SECONDS = 5
@@ -29,12 +31,13 @@ _LONGEST_SECONDS = 30
 "time after which `end_processes_of` gives up"
 
 
-def processes_of(folder: Path) -> list[psutil.Process]:
+def processes_of(folder: Path, *, keeper: int | None = None) -> list[psutil.Process]:
     """Return all processes of the run in `folder`, or of runs directly below it, except this process.
 
-    Ignores runs further down, because they may belong to another comparison.
+    Ignores runs further down, because they may belong to another comparison. Finds processes by their
+    environment; with `keeper`, the pid of a running keeper, also all processes below it.
     """
-    processes = []
+    processes = [] if keeper is None else psutil.Process(keeper).children(recursive=True)
     for process in psutil.process_iter():
         try:
             run_dir = process.environ().get(RUN_DIR_VARIABLE)
@@ -42,17 +45,17 @@ def processes_of(folder: Path) -> list[psutil.Process]:
             continue
         if run_dir and process.pid != os.getpid() and folder in (Path(run_dir), Path(run_dir).parent):
             processes.append(process)
-    return processes
+    return list(dict.fromkeys(processes))
 
 
-def end_processes_of(folder: Path, *, gently: bool = True) -> list[psutil.Process]:
+def end_processes_of(folder: Path, *, gently: bool = True, keeper: int | None = None) -> list[psutil.Process]:
     """End the processes of `processes_of`, and return those that can't be ended.
 
     Sends SIGTERM, and SIGKILL to processes that still run after 5 seconds. With gently=False, sends SIGKILL
     at once.
     """
-    started = time.monotonic()
-    while (remaining := processes_of(folder)) and time.monotonic() - started < _LONGEST_SECONDS:
+    until = time.monotonic() + _LONGEST_SECONDS
+    while (remaining := processes_of(folder, keeper=keeper)) and time.monotonic() < until:
         for process in remaining:
             try:
                 process.terminate() if gently else process.kill()
@@ -112,11 +115,9 @@ def start_kept(
 def end_kept(keeper: subprocess.Popen[bytes], run_dir: Path) -> None:
     """End the keeper and all processes of the run, even if the keeper was killed."""
     keeper.stdin.close()
-    try:
+    with suppress(subprocess.TimeoutExpired):
         keeper.wait(timeout=15)
-    except subprocess.TimeoutExpired:
-        keeper.kill()
-    end_processes_of(run_dir, gently=False)
+    end_processes_of(run_dir, gently=False, keeper=keeper.pid if keeper.poll() is None else None)
     keeper.wait()
 
 
@@ -128,12 +129,13 @@ def main() -> None:
         must_end.set()
 
     signal.signal(signal.SIGTERM, lambda *_: must_end.set())
+    adopt_orphans()
     child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
     threading.Thread(target=wait_for_end_of_parent, daemon=True).start()
     while child.poll() is None and not must_end.wait(0.05):
         pass
     code = child.returncode
-    end_processes_of(Path(os.environ[RUN_DIR_VARIABLE]))
+    end_processes_of(Path(os.environ[RUN_DIR_VARIABLE]), keeper=os.getpid())
     sys.exit(1 if code is None else code if code >= 0 else 128 - code)
 
 

@@ -29,6 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from slm_toolkit.base.errors import EXIT_CODE_VARIABLE
 from slm_toolkit.hardware.machine import RamState, killed_for_ram, look_at_host_ram
+from slm_toolkit.launch.processes import signal_name
 
 _LOGS_OF_TORCH = (
     "torch.distributed.elastic.agent.server.api",
@@ -75,7 +76,7 @@ def _shell_exit_code(process: str, exit_code: int, before: RamState) -> int:
     """Return a shell's exit code. If a signal ended the process, print that; the rank could not."""
     if exit_code >= 0:
         return exit_code
-    name = signal.Signals(-exit_code).name
+    name = signal_name(-exit_code)
     cause = killed_for_ram(before, look_at_host_ram()) if name == "SIGKILL" else None
     print(f"error: {process} was ended by {name}" + (f": {cause}" if cause else ""), file=sys.stderr)
     return 128 - exit_code

@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 import sysconfig
+from contextlib import suppress
 from pathlib import Path
 
 SAFE_PATH = "PYTHONSAFEPATH"
@@ -47,10 +48,17 @@ def leave_out_working_folder() -> None:
     )
 
 
+def signal_name(number: int) -> str:
+    """Return SIGKILL for 9; `signal 35` for a signal without a name."""
+    with suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
+
+
 # A rank's launcher: find it, and make the kernel end this process with it.
 
-_PR_SET_PDEATHSIG = 1
-"the option of Linux's prctl"
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+"options of Linux's prctl"
 _ONLY_LAUNCHERS_SET = "ACCELERATE_DYNAMO_MODE"
 "accelerate's launcher sets this variable for every script that it starts without torch's launcher"
 _LAUNCHERS = ("accelerate", "accelerate.commands.launch", "slm_toolkit.launch.launcher")
@@ -74,18 +82,27 @@ def end_with_launcher(*, how: bool = True) -> None:
     ended, this process exits.
     """
     launcher = launcher_pid()
-    if launcher is not None and (prctl := getattr(ctypes.CDLL(None), "prctl", None)) is not None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if how else 0)
+    if launcher is not None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if how else 0)
     if how and (launcher not in (None, os.getppid()) or _has_lost_its_launcher()):
         sys.exit("error: the launcher ended while this process started")
 
 
 def end_with_parent(parent: int) -> None:
     """Make the kernel kill this process when its parent ends; end at once if that has ended. Linux only."""
-    if (prctl := getattr(ctypes.CDLL(None), "prctl", None)) is not None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of processes below it whose own parent ends. Linux only."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if (prctl := getattr(ctypes.CDLL(None), "prctl", None)) is not None:
+        prctl(option, value)
 
 
 def _has_lost_its_launcher() -> bool:

@@ -97,7 +97,7 @@ def _record_files(folder: Path) -> list[Path]:
 
 def _not_a_record(data: bytes, error: msgspec.ValidationError, path: Path) -> ValueError:
     """Return the error for JSON that is not a record of a supported version."""
-    with suppress(msgspec.DecodeError):
+    with suppress(msgspec.DecodeError, RecursionError):
         version = msgspec.json.decode(data, type=_Version).schema_version
         if version > SCHEMA_VERSION:
             return ValueError(

@@ -205,7 +205,7 @@ LAUNCHES = (
         "torch: the launcher's words for a rank that died",
         ("_EXIT_SIGNAL", "_LAUNCHER"),
         "name the rank and the signal, in compare/outcome.py",
-        "compare/outcome.py: killed_process, crash, _EXIT_SIGNAL, _LAUNCHER",
+        "compare/outcome.py: killed_process, crash, _EXIT_SIGNAL, _LAUNCHER, _LAUNCHERS_ERROR",
         _summary,
     ),
 )

@@ -46,7 +46,7 @@ def _single_process() -> None:
 
     source = inspect.getsource(launch.simple_launcher)
     assert "subprocess.CalledProcessError(" in source, "accelerate reports one process in another way"
-    said = str(subprocess.CalledProcessError(-9, ["python"]))
+    said = f'Traceback \n  File "{launch.__file__}"\n{subprocess.CalledProcessError(-9, ["python"])}'
     assert killed_process(said, 1) == "rank 0", said
     assert _EXIT_SIGNAL.search(str(subprocess.CalledProcessError(-11, ["python"])))[1] == "11"
 
@@ -247,7 +247,7 @@ WORDS = (
         "accelerate: words for one process that died",
         ("killed_process",),
         "name the rank and the signal of a strategy with one process, in compare/outcome.py",
-        "compare/outcome.py: killed_process, _EXIT_SIGNAL",
+        "compare/outcome.py: killed_process, _EXIT_SIGNAL, _LAUNCHERS_ERROR",
         _single_process,
     ),
     Leaning(

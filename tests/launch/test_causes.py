@@ -27,6 +27,11 @@ if sys.orig_argv[1:3] == ["-m", "accelerate.commands.launch"]:
     import accelerate.utils.launch
     accelerate.utils.launch.is_port_in_use = lambda port=None: False
 """
+LAUNCHERS_ERROR = """Traceback (most recent call last):
+  File "<frozen runpy>", line 198, in _run_module_as_main
+  File "/venv/accelerate/commands/launch.py", line 1423, in <module>
+    main()
+"""
 
 
 @pytest.fixture
@@ -235,8 +240,9 @@ def test_a_run_that_the_kernel_kills_for_ram_says_so(verb: str, tmp_path: Path) 
 @pytest.mark.quick
 def test_a_killed_process_is_told_from_one_that_ended() -> None:
     summary = "Root Cause:\n[0]:\n  rank      : 3 (local_rank: 3)\n  exitcode  : -9 (pid: 7)"
-    assert killed_process(summary, 1) == "rank 3"
-    assert killed_process(summary.replace("-9", "1"), 1) is None
+    assert killed_process(LAUNCHERS_ERROR + summary, 1) == "rank 3"
+    assert killed_process(LAUNCHERS_ERROR + summary.replace("-9", "1"), 1) is None
+    assert killed_process(summary + LAUNCHERS_ERROR, 1) is None  # a script printed it
     assert killed_process("", 137) == "the launcher"
     assert killed_process("", 1) is None
 
@@ -245,9 +251,12 @@ def test_a_killed_process_is_told_from_one_that_ended() -> None:
 def test_the_crash_that_is_named_is_the_first_not_how_the_launcher_ended_the_others() -> None:
     other = "Failures:\n[1]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : -15 (pid: 6)\n"
     root = "Root Cause (first observed failure):\n[0]:\n  rank      : 1\n  exitcode  : -6 (pid: 7)"
-    assert crash(other + root) == "SIGABRT"
-    assert crash(other + root.replace("-6", "1")) is None
-    assert crash("Command died with <Signals.SIGSEGV: 11>.") == "SIGSEGV"  # one process: no summary
+    assert crash(LAUNCHERS_ERROR + other + root) == "SIGABRT"
+    assert crash(LAUNCHERS_ERROR + other + root.replace("-6", "1")) is None
+    assert crash(LAUNCHERS_ERROR + other + root.replace("-6", "-35")) == "signal 35"  # it has no name
+    one_process = LAUNCHERS_ERROR + "subprocess.CalledProcessError: Command '[]' died with "
+    assert crash(f"{one_process}<Signals.SIGSEGV: 11>.") == "SIGSEGV"
+    assert crash(f"{one_process}unknown signal 35.") == "signal 35"
     assert crash("no summary") is None
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from conftest import ENV, launch, record_under
+from conftest import ENV, ROOT, launch, record_under, slm
 
 from slm_toolkit.launch import torch_extensions
 from slm_toolkit.launch.torch_extensions import CompilerNews, extensions_folder, remove_stale_locks
@@ -170,3 +170,10 @@ def test_a_run_goes_on_past_the_lock_of_a_killed_compiler(folder: Path, tmp_path
     assert done.code == 0, done.err
     assert done.err.count(f"note: removed {lock}") == torch_extensions.locks_by_existence()
     assert record_under(tmp_path / "runs")["status"] == "ok"
+    lock = left_lock(folder / "mine")
+    script = ("compare", "--script", str(ROOT / "tests" / "scripts" / "loop.py"), "--strategy", "ds_zero1")
+    done = slm(
+        *(*script, "--output_dir", str(tmp_path / "script")), env={"TORCH_EXTENSIONS_DIR": str(folder)}
+    )
+    assert done.code == 0, done.err
+    assert lock.exists() != torch_extensions.locks_by_existence()

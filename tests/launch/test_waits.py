@@ -8,6 +8,7 @@ from conftest import made_record
 from rich.console import Console
 from test_long_grids import planned
 
+from slm_toolkit.compare import display
 from slm_toolkit.compare.display import Display, Waits
 from slm_toolkit.compare.outcome import LOG_FILE
 
@@ -61,6 +62,30 @@ def test_of_a_large_log_the_end_is_read_and_another_try_has_a_new_one(tmp_path: 
     assert waits.look(None) is None
     log.write_text(f"waiting: {COMPILES}\n")
     assert waits.look(None) == COMPILES
+
+
+@pytest.mark.quick
+def test_a_run_without_a_step_says_so_once_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
+    waits = Waits(tmp_path / LOG_FILE)
+
+    def shown_at(seconds: float, state: dict | None = None) -> str | None:
+        now[0] = seconds
+        return waits.look(state)
+
+    assert shown_at(500) is None  # its job waits in Slurm's queue
+    add(tmp_path / LOG_FILE, "")
+    assert shown_at(559) is None
+    assert shown_at(560) == shown_at(600) == "no step for 60 s: no output yet"
+    add(tmp_path / LOG_FILE, "reading\n 10%\r\x1b[1m 20%")
+    assert shown_at(601) == "no step for 60 s: no output yet"
+    assert shown_at(620) == "no step for 2 min: its last output: \\x1b[1m 20%"
+    assert shown_at(680, {"stage": "first step"}) == "no step for 3 min: first step"
+    add(tmp_path / LOG_FILE, f"\nwaiting: {COMPILES}\n")
+    assert shown_at(740, {"stage": "first step"}) == f"no step for 4 min: {COMPILES}"
+    assert shown_at(750, STEP_1) is None
+    assert shown_at(811, STEP_1) == f"no step for 60 s: its last output: waiting: {COMPILES}"
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -140,6 +140,24 @@ def test_a_script_imports_from_its_folder_and_from_pythonpath(tmp_path: Path) ->
     assert f"{script} was not recorded" in done.err
 
 
+@pytest.mark.quick
+def test_no_script_ends_the_comparison(tmp_path: Path) -> None:
+    does = ("pipes", "bytes", "keys", "nested", "record", "signal", "says", "nothing")
+    start = ("compare", "--script", str(SCRIPTS / "nasty.py"), "--output_dir", str(tmp_path), "--json")
+    done = slm(
+        *start, "--strategy", "single", "--timeout", "200", "--", "--does", ",".join(does), timeout=900
+    )
+    assert "Traceback" not in done.err, done.err
+    records = [json.loads(Path(row["record"]).read_text()) for row in json.loads(done.out)]
+    found = {each["asked"]["script"][-1]: (each["status"], each["reason"]) for each in records}
+    assert [name for name in does if found[name] == ("ok", None)] == ["bytes", "keys", "nested", "nothing"]
+    reasons = {name: reason for name, (status, reason) in found.items() if status == "failed"}
+    assert reasons["pipes"].startswith("see ")
+    assert reasons["record"].startswith("exit code 0, but no valid record: can't read record ")
+    assert reasons["signal"].startswith("a rank crashed (signal 35): see ")
+    assert reasons["says"] == "ValueError: its own words: width: 64 and 128"
+
+
 @pytest.mark.parametrize("script", ["trainer.py", "sft.py"])
 def test_a_trainers_script_has_the_same_losses_under_each_engine(script: str, tmp_path: Path) -> None:
     if script == "sft.py" and importlib.util.find_spec("trl") is None:

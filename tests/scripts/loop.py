@@ -14,6 +14,7 @@ parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--unseeded", action="store_true", help="other initial weights in each run")
 parser.add_argument("--record", action="store_true")
 parser.add_argument("--huge", action="store_true", help="asks for more memory than there is")
+parser.add_argument("--does", help="of nasty.py")
 arguments = parser.parse_args()
 
 if not arguments.unseeded:

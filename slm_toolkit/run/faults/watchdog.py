@@ -33,7 +33,7 @@ from slm_toolkit.base.errors import (
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.launch.processes import end_with_launcher, launcher_pid
 from slm_toolkit.launch.torch_extensions import CompilerNews
-from slm_toolkit.record.run_record import RunRecord
+from slm_toolkit.record.run_record import RUN_DIR_VARIABLE, RunRecord
 from slm_toolkit.record.saved_files import CHECKPOINTS_DIR
 from slm_toolkit.run.checkpoint.start import by_order
 from slm_toolkit.run.data.sources import BadData
@@ -41,6 +41,7 @@ from slm_toolkit.run.peers.failure import is_out_of_memory, write_failure
 from slm_toolkit.run.peers.machines import UNREACHED, Machines
 from slm_toolkit.run.peers.peer_store import PeerStore, open_peer_store
 
+_OURS = str(Path(__file__).parents[2])
 _LOOK_SECONDS = 1.0
 _SETTLE_SECONDS = 5.0
 "time to look for the cause of a failed collective: the process of the failed rank takes a while to end"
@@ -50,6 +51,8 @@ _PRINT_SECONDS = 5.0
 "time that another rank of this machine may take to print the message"
 _FROZEN_SECONDS = 5.0
 "if two looks are further apart, the process or the whole machine was stopped meanwhile"
+_STANDSTILL_SECONDS = 45.0
+"less than the minute after which `slm compare` shows a run's last line of output"
 _COMPILING_SECONDS = 3600.0
 "time limit for the first step of --torch_compile; collectives have the same limit"
 
@@ -81,6 +84,7 @@ class Watchdog:
         by_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
         is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
         self._compilers = CompilerNews() if by_deepspeed and is_first_here else None
+        self._standstill = Standstill() if RUN_DIR_VARIABLE in os.environ else None
         self._run: _Followed | None = None
         self._where = "before its first step"
         self._num_beats = 0
@@ -164,6 +168,8 @@ class Watchdog:
             self._look(has_failed=False)
             if self._run is None and self._compilers is not None:
                 self._compilers.look()
+            if self._standstill is not None:
+                self._standstill.look(self._num_beats)
             if time.monotonic() > self._ends_at:
                 self._confer(f"{STOPPED_AFTER} {self._limit_seconds:g} s, {self._where}")
             late = self._seconds_over(fraction=1.0)
@@ -289,12 +295,11 @@ class Watchdog:
 
 
 def _named(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 # Find the rank that has ended, is stopped or hangs, and the line in which it hangs.
 
-_OURS = str(Path(__file__).parents[2])
 _WAITING = re.compile(
     r"torch/distributed/|torch/autograd/graph\.py|torch/cuda/(streams|__init__)\.py|deepspeed/comm/|"
     r"slm_toolkit/run/peers/step_exchange\.py"
@@ -415,8 +420,29 @@ def explain(stalls: list[Stall], silent: list[str]) -> str:
     return f"{'; '.join(clauses)}, while rank{'s' * (len(waiting) > 1)} {ranks} waited"
 
 
-def _place(frames: list[str]) -> str:
-    ours = next((frame for frame in frames[1:] if frame.startswith(_OURS)), None)
+class Standstill:
+    """Writes a line each time that this rank's main thread has made no step for a while, with its place.
+
+    `folder`: of the script; the place names the line there that called the innermost function.
+    """
+
+    def __init__(self, folder: str = _OURS) -> None:
+        self._folder, self._num_steps, self._since = folder, -1, 0.0
+
+    def look(self, num_steps: int) -> None:
+        """Call it every second. A rank that waits for other ranks is silent."""
+        now = time.monotonic()
+        if num_steps != self._num_steps:
+            self._num_steps, self._since = num_steps, now
+        elif now > self._since + _STANDSTILL_SECONDS:
+            self._since, frames = now, _frames_of_main_thread()
+            if not waits_for_others(frames):
+                rank = os.environ.get("RANK", "0")
+                print(f"rank {rank} is in {_place(frames, self._folder)}", file=sys.stderr, flush=True)
+
+
+def _place(frames: list[str], folder: str = _OURS) -> str:
+    ours = next((frame for frame in frames[1:] if frame.startswith(folder)), None)
     return _with_short_path(frames[0]) + (f", called from {_with_short_path(ours)}" if ours else "")
 
 

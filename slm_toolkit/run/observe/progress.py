@@ -23,7 +23,7 @@ from rich.progress import (
 
 from slm_toolkit.base.safe_files import write_new
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.record.run_record import PROGRESS_FILE
+from slm_toolkit.record.run_record import PROGRESS_FILE, finite
 from slm_toolkit.run.observe.machine_load import allocator_retries
 from slm_toolkit.run.observe.watch import RunWatch
 
@@ -142,7 +142,7 @@ class TrainingProgress:
         state = {
             "step": step,
             "num_steps": self.num_steps,
-            "loss": loss,
+            "loss": finite(loss),
             "tokens_per_second": tokens_per_second,
         }
         try:

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from slm_toolkit.base.errors import OUT_OF_MEMORY
+from slm_toolkit.base.errors import OUT_OF_MEMORY, first_line
 from slm_toolkit.record.files import read_record, write_record
 from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
 
@@ -44,9 +44,8 @@ def write_failure(record: RunRecord, error: Exception, run_dir: Path, *, mark: i
     status = "oom" if is_out_of_memory(error) else getattr(error, "status", "failed")
     first = record_mark(run_dir) == mark
     if first or (status == "oom" and read_record(run_dir / RECORD_FILE).status != "oom"):
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         failed = dataclasses.replace(
-            record, status=status, reason=reason, seconds_total=seconds_since_start()
+            record, status=status, reason=first_line(error), seconds_total=seconds_since_start()
         )
         with suppress(OSError):
             write_record(failed, run_dir)

@@ -9,6 +9,12 @@ from slm_toolkit.compare.outcome import LOG_FILE, Ended, record_of
 from slm_toolkit.hardware.gpus import Machine
 from slm_toolkit.strategy.strategy import find_strategy
 
+LAUNCHERS_ERROR = """Traceback (most recent call last):
+  File "<frozen runpy>", line 88, in _run_code
+  File "/venv/accelerate/commands/launch.py", line 1423, in <module>
+    main()
+subprocess.CalledProcessError: Command '['python', 'train.py']' returned non-zero exit status 1.
+"""
 COMMAND = ["python", "-m", "launcher", "--main_process_port", "29511", "-m", "slm_toolkit.train"]
 AT_STEP_3 = {"step": 3, "num_steps": 20}
 
@@ -43,6 +49,26 @@ def ended(
         ("error: no such dataset\n", ended(2), "failed", "no such dataset"),
         ("ValueError: wrong\nmore text\n", ended(1), "failed", "ValueError: wrong"),
         ("", ended(137), "failed", "was killed by signal 9: sender unknown"),
+        ("", ended(0), "failed", "/record.json'"),
+        (
+            "[rank1]: ValueError: sizes differ:\n[rank1]:   width: 64 and 128\n[rank1]:   heads: 2 and 4\n"
+            f"W1128 03:55:38.718000 15412 torch/distributed/elastic/api.py:1028] Sending\n{LAUNCHERS_ERROR}",
+            ended(1),
+            "failed",
+            "ValueError: sizes differ: width: 64 and 128; heads: 2 and 4",
+        ),
+        (
+            f'  File "/a/train.py", line 2\n    x = = 3\n        ^\nSyntaxError: wrong\n{LAUNCHERS_ERROR}',
+            ended(1),
+            "failed",
+            "SyntaxError: wrong (/a/train.py, line 2: x = = 3)",
+        ),
+        (
+            f"  rank   : 0\n  exitcode  : -9 (pid: 7)\nValueError: mine\n{LAUNCHERS_ERROR}",
+            ended(1),
+            "failed",
+            "ValueError: mine",
+        ),
         (
             "RuntimeError: EADDRINUSE: address already in use\n",
             ended(1),

@@ -1,6 +1,11 @@
 """Which rank ended, is stopped or hangs, from what this machine and the ranks know."""
 
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import pytest
 
 from slm_toolkit.run.faults import watchdog as lost_ranks
 from slm_toolkit.run.faults.watchdog import Stall, explain
@@ -31,3 +36,18 @@ def test_a_rank_in_a_collective_or_in_the_exchange_after_a_step_waits_for_others
     for path in ("/x/torch/distributed/c10d.py", ours / "peers" / "step_exchange.py"):
         assert lost_ranks.waits_for_others([f"{path}:12 in wait", "/x/train.py:9 in train_step"])
     assert not lost_ranks.waits_for_others(["/home/me/loss.py:7 in forward", "/x/train.py:9 in train_step"])
+
+
+def test_a_rank_that_makes_no_step_prints_its_place(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lost_ranks, "_STANDSTILL_SECONDS", 0.05)
+    standstill = lost_ranks.Standstill(str(Path(__file__).parent))
+    with ThreadPoolExecutor() as pool:
+        for seconds, num_steps in ((0, 0), (0.1, 1), (0, 1), (0.1, 1), (0, 1)):  # only the fourth is late
+            time.sleep(seconds)
+            pool.submit(standstill.look, num_steps).result()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(
+        r"rank 0 is in .*, called from run/test_lost_ranks.py:\d+ in test_a_rank_that.*", line
+    )
