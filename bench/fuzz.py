@@ -1154,7 +1154,7 @@ def mutate_words(seeds: list[bytes], rng: random.Random) -> bytes:
 
 
 _REPORT_OPTIONS = (
-    "--json|--phases|--memory|--errors|--plot|--strict|--schema|--csv -|--markdown -|"
+    "--json|--phases|--memory|--errors|--strict|--schema|--csv -|--markdown -|"
     "--csv r.csv|--baseline runs/0|--parity_tolerance 0.1|--usd_per_gpu_hour 2.5"
 )
 _SLOW_REPORT_OPTIONS = ("--html r.html",)

@@ -637,27 +637,6 @@ class Report(_Listed["Row"]):
         unchecked = failed_references(self.records.pairs)
         return Group(*sections(self.rows, width=width, unchecked=unchecked))
 
-    def plots(self) -> "Plots":
-        """Return bars of rates, memory and dollars, and the losses: drawn with characters."""
-        return Plots(self.rows)
-
-
-@dataclass(frozen=True, repr=False)
-class Plots(_Displayed):
-    """The charts of `slm report --plot`."""
-
-    rows: list["Row"]
-
-    def __repr__(self) -> str:
-        return f"<charts of {len(self.rows)} rows>"
-
-    def table(self, *, width: int = _TEXT_WIDTH) -> "RenderableType":
-        """Return the charts as a rich renderable of `width` columns; print it with `crop=False`."""
-        from slm_toolkit.report.charts.terminal import terminal_plots
-        from slm_toolkit.report.rows import labelled
-
-        return terminal_plots(labelled(self.rows), width=width)
-
 
 def _flags(
     flags: Mapping[str, object] | None, *, leave_out: Sequence[str], **arguments: object

@@ -5,7 +5,6 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 
 STDOUT = Path("-")
-EXPORTS = ("csv", "markdown", "svg")
+EXPORTS = ("csv", "markdown")
 
 
 def add_export_flags(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +32,6 @@ def add_export_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--markdown", type=Path, metavar="FILE|-", help="write the table with all of its columns"
     )
-    group.add_argument("--svg", type=Path, metavar="FILE|-", help="the table as a picture")
 
 
 def exports_asked(args: argparse.Namespace) -> list[str]:
@@ -62,13 +60,9 @@ def check_exports(args: argparse.Namespace) -> None:
 
 def write_exports(rows: list["Row"], content: list[dict[str, Any]], args: argparse.Namespace) -> bool:
     """Write all exports; return True if one of them used stdout. `content`: the objects of `--json`."""
-    from slm_toolkit.report.tables.export import csv_text, json_text, markdown_text, svg_text
+    from slm_toolkit.report.tables.export import csv_text, json_text, markdown_text
 
-    texts = {
-        "csv": lambda: csv_text(content),
-        "markdown": lambda: markdown_text(rows),
-        "svg": lambda: svg_text(rows),
-    }
+    texts = {"csv": lambda: csv_text(content), "markdown": lambda: markdown_text(rows)}
     for name in exports_asked(args):
         path = getattr(args, name)
         if path == STDOUT:
@@ -85,46 +79,6 @@ def write_exports(rows: list["Row"], content: list[dict[str, Any]], args: argpar
     if args.json:
         print(json_text(content))
     return bool(on_stdout(args))
-
-
-FOLDER = "comparisons"
-"a folder next to that of the first record"
-
-
-def add_report_to(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--report_to",
-        choices=("trackio", "tensorboard", "wandb"),
-        help="send each row to a tracker as a run, offline: all numbers, and losses and step_seconds by step",
-    )
-
-
-def check_report_to(args: argparse.Namespace) -> None:
-    """Raise ValueError for a tracker that is not installed."""
-    from slm_toolkit.report.tables.export import TRACKERS, check_installed
-
-    if args.report_to in TRACKERS:
-        check_installed(args.report_to)
-
-
-def track_rows(
-    rows: dict[str, "Row"], records: list[tuple[Path, RunRecord]], args: argparse.Namespace
-) -> None:
-    """Send each labelled row to a tracker as a run, and print on stderr how to view them."""
-    from slm_toolkit.report.tables.export import TRACKERS, track, tracked_run
-
-    if args.report_to not in TRACKERS:  # `slm compare` accepts every tracker of accelerate
-        known = ", ".join(TRACKERS)
-        print(
-            f"the runs are in {args.report_to}, but the comparison is not: that needs one of {known}",
-            file=sys.stderr,
-        )
-        return
-    by_path = {str(path): record for path, record in records}
-    runs = [tracked_run(label, row, by_path[row.record]) for label, row in rows.items()]
-    group = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    hint = track(runs, args.report_to, folder=records[0][0].parent.parent / FOLDER, group=group)
-    print(f"{len(runs)} runs in {args.report_to}: {hint}", file=sys.stderr)
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
@@ -251,8 +205,6 @@ def print_records(
             console.print(
                 baseline_table(found, missing, named=labels, baseline=args.baseline, width=width), crop=False
             )
-    if args.report_to not in (None, "none"):
-        track_rows(named, records, args)
     well = all(row.status in ("ok", "oom", "skipped") and row.parity_holds is not False for row in rows)
     worse = any(change.is_regression for change in found) or (bool(baseline) and not found)
     return 0 if well and not worse and not unchecked else 1

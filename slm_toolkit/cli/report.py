@@ -10,10 +10,7 @@ from slm_toolkit.base.errors import user_errors
 from slm_toolkit.cli.output import (
     EXPORTS,
     add_output_flags,
-    add_report_to,
     check_exports,
-    check_report_to,
-    on_stdout,
     print_errors,
     print_records,
     read_baseline,
@@ -27,14 +24,11 @@ _EXAMPLES = """\
   slm report runs --html report.html   the table and charts as one page
   slm report runs --baseline old       what became slower or larger since the records under old?
 """
-PICTURES = ("html", "figures", "plot")
+PICTURES = ("html", "figures")
 _ERRORS_ALONE = tuple(
     Pair(name, "errors", ", which prints only errors")
-    for name in ("baseline", "memory", "phases", "strict", *PICTURES, *EXPORTS, "report_to")
+    for name in ("baseline", "memory", "phases", "strict", *PICTURES, *EXPORTS)
 )
-_TEXT_ALONE = tuple(Pair("plot", name, ", which must be alone on stdout") for name in (*EXPORTS, "json"))
-_PLOT_WIDTH = 80
-"columns if stdout is not a terminal"
 
 
 def add_picture_flags(parser: argparse.ArgumentParser) -> None:
@@ -49,9 +43,6 @@ def add_picture_flags(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="DIR",
         help="write each chart as PNG and SVG. Needs kaleido and Chrome (see CHROME_PATH)",
-    ).basic = True
-    parser.add_argument(
-        "--plot", action="store_true", help="draw bars and curves below the table"
     ).basic = True
 
 
@@ -95,7 +86,6 @@ def fill(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schema", action="store_true", help="print only the JSON schema of record.json")
     add_picture_flags(parser)
     add_output_flags(parser)
-    add_report_to(parser)
     parser.set_defaults(verb=_report)
 
 
@@ -104,9 +94,7 @@ def _report(args: argparse.Namespace) -> int:
         return _print_schema(args)
     with user_errors():
         check_pairs(flags_given(args), _ERRORS_ALONE)
-        check_pairs([*on_stdout(args), *(["plot"] if args.plot else [])], _TEXT_ALONE)
         check_exports(args)
-        check_report_to(args)
         read = api.read_records(args.records)
         baseline = read_baseline(args.baseline)
     report = api.Report([], read, read.problems)
@@ -125,13 +113,7 @@ def _report(args: argparse.Namespace) -> int:
         return max(print_errors(read.pairs, args), broken)
     if args.html or args.figures:  # first: whoever reads the table may stop, as `| head` does
         write_pictures(report, args)
-    code = print_records(report.rows, read.pairs, args, baseline=baseline)
-    if args.plot:
-        from slm_toolkit.report.tables.fitted import console_of_stdout
-
-        console = console_of_stdout(pipe_width=_PLOT_WIDTH)
-        console.print(report.plots().table(width=console.width), crop=False)
-    return max(code, broken)
+    return max(print_records(report.rows, read.pairs, args, baseline=baseline), broken)
 
 
 def _print_schema(args: argparse.Namespace) -> int:

@@ -69,6 +69,8 @@ HINTS = {  # a name that is refused: the hint, which says what to write instead
 }
 _UPLOAD = "`hf upload ME/MODEL runs/NAME/model`"
 REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
+    "plot": "--html FILE draws all charts on one page",
+    "svg": "--html FILE, or --figures DIR for pictures of the charts",
     "find_batch_size": "`slm estimate --largest_batch` and `slm compare --largest_batch` find it before",
     "stage_ends": "train a second run from the model of the first, with its own --dataset",
     "until_loss": "`slm report --html` draws the losses over time of all runs",

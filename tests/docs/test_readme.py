@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, record_under, run, slm, slm_here
+from conftest import ROOT, bench, record_under, run, slm, slm_here
 
 from slm_toolkit.cli.main import _VERBS, _parser
 from slm_toolkit.config.flags import add_flags
@@ -89,9 +89,8 @@ def test_the_text_example_trains_stops_and_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.quick
 def test_the_picture_is_the_report_of_the_records_shipped() -> None:
-    (words,) = re.findall(r"drawn by `slm (report .*? --svg) (\S+)`", README)
-    command, picture = words
-    assert slm_here(*command.split(), "-").out == (ROOT / picture).read_text()
+    ((records, picture),) = re.findall(r"drawn by `python bench/table_picture.py (\S+) (\S+)`", README)
+    assert bench("table_picture").picture(str(ROOT / records)) == (ROOT / picture).read_text()
     assert f"]({picture})" in README
 
 

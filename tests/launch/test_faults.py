@@ -220,7 +220,7 @@ def test_an_output_without_room_is_one_line() -> None:
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_letters_that_an_encoding_lacks_are_shown_as_question_marks(encoding: str) -> None:
     env = {**ENV, "PYTHONIOENCODING": encoding}
-    done = subprocess.run([SLM, "report", str(ROOT / "results"), "--plot"], capture_output=True, env=env)
+    done = subprocess.run([SLM, "report", str(ROOT / "results")], capture_output=True, env=env)
     assert done.returncode == 0, done.stderr
     assert b"?" in done.stdout
     assert b"Traceback" not in done.stderr

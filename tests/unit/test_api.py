@@ -143,7 +143,7 @@ def test_errors_of_estimates_are_those_of_the_verb() -> None:
 
 
 def test_a_table_prints_and_shows_in_consoles_and_notebooks() -> None:
-    for result in (slm.estimate(strategy="ddp"), slm.report(CPU), slm.report(CPU).plots()):
+    for result in (slm.estimate(strategy="ddp"), slm.report(CPU)):
         console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
         console.print(result)
         lines = console.export_text().splitlines()

@@ -1,32 +1,22 @@
-"""Export rows to other programs: CSV, JSON, Markdown, SVG, and experiment trackers."""
+"""Export rows to other programs: CSV, JSON and Markdown."""
 
-import contextlib
 import csv
 import html
 import io
 import re
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
 
-from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.report.rows import Row, labelled
 from slm_toolkit.report.tables.columns import columns_of
 from slm_toolkit.report.tables.comparison import (
     commands_of,
-    comparison_table,
     heading,
     notes,
     parity_notes,
     provenance,
 )
-from slm_toolkit.report.tables.fitted import PIPE_WIDTH, columns_that_fit, table_width
 from slm_toolkit.report.verdict import verdict
 
 
@@ -76,14 +66,6 @@ def _commands(rows: list[Row]) -> list[str]:
     return ["", "<details><summary>commands</summary>", "", f"{fence}text", text, fence, "", "</details>"]
 
 
-def svg_text(rows: list[Row]) -> str:
-    """The printed table, its heading and its notes as an SVG picture."""
-    columns, _ = columns_that_fit(columns_of(rows), width=PIPE_WIDTH)
-    console = Console(record=True, file=io.StringIO(), width=table_width(columns), markup=False, emoji=False)
-    console.print(comparison_table(rows, width=PIPE_WIDTH))
-    return console.export_svg(title="slm report")
-
-
 def _csv_cell(value: Any) -> Any:
     if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")):
         return f"'{value}"
@@ -97,145 +79,3 @@ def _markdown(text: str) -> str:
     """
     text = html.escape(re.sub(r"([\\`*|\[\]~$])", r"\\\1", text), quote=False)
     return re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", text).replace("\n", " ")
-
-
-# A comparison as runs in trackio, TensorBoard or wandb: one run per row, with the names of `--json`.
-
-PROJECT = "slm_comparisons"
-"project name in trackio and wandb; training reports its own runs to another project"
-_SETTINGS = (  # together with the flags; all other numbers of a row are results
-    *("model", "strategy", "status", "reason", "evidence", "engine", "zero_stage", "reshard_after_forward"),
-    *(
-        "world_size",
-        "num_machines",
-        "gpu",
-        "cpu",
-        "allocator",
-        "started_at",
-        "price",
-        "numerics_reference",
-        "parity",
-        "record",
-    ),
-)
-
-
-@dataclass(frozen=True)
-class TrackedRun:
-    """The data of one row for a tracker."""
-
-    name: str
-    settings: dict[str, Any]
-    results: dict[str, float]
-    curves: dict[str, list[float | None]]
-    "losses, and the slowest rank's step_seconds, of each step of the first launch"
-    first_step: int
-
-    @property
-    def steps(self) -> list[tuple[int, dict[str, float]]]:
-        """Return each step's number, counted from 1, and its known values."""
-        num_steps = max(map(len, self.curves.values()))
-        steps = []
-        for index in range(num_steps):
-            values = {name: curve[index] for name, curve in self.curves.items() if index < len(curve)}
-            known = {name: value for name, value in values.items() if value is not None}
-            steps.append((self.first_step + index + 1, known))
-        return steps
-
-
-def tracked_run(name: str, row: Row, record: RunRecord) -> TrackedRun:
-    """Return the data of a row for a tracker; `record` is the row's first launch."""
-    settings = {**row.asked, **{name: getattr(row, name) for name in _SETTINGS}}
-    results: dict[str, float] = {}
-    for key, value in vars(row).items():
-        parts = {f"{key}/{part}": number for part, number in value.items()} if isinstance(value, dict) else {}
-        for full_name, number in (parts or {key: value}).items():
-            if type(number) in (int, float) and key not in (*settings, "asked", "numerics_probed"):
-                results[full_name] = number
-    curves = {"losses": row.losses, "step_seconds": record.slowest_rank_seconds}
-    return TrackedRun(name, settings, results, curves, record.first_step)
-
-
-def check_installed(tracker: str) -> None:
-    """Raise ValueError if the tracker's package is not installed."""
-    if find_spec(tracker) is None:
-        raise ValueError(f"--report_to {tracker}: {tracker} is not installed\nhint: pip install {tracker}")
-
-
-def track(runs: list[TrackedRun], tracker: str, *, folder: Path, group: str) -> str:
-    """Send all runs to `tracker`, and return a command that shows them. The tracker's output goes to stderr.
-
-    Nothing leaves the machine: trackio has its own database, the others write below `folder`.
-    """
-    with contextlib.redirect_stdout(sys.stderr):
-        return TRACKERS[tracker](runs, folder, group)
-
-
-def _to_trackio(runs: list[TrackedRun], folder: Path, group: str) -> str:
-    import trackio
-
-    for run in runs:
-        tracker_run = trackio.init(
-            project=PROJECT,
-            name=run.name,
-            group=group,
-            config=run.settings,
-            embed=False,
-            auto_log_gpu=False,  # it would log this machine's load now
-            auto_log_cpu=False,
-        )
-        for step, values in run.steps:
-            tracker_run.log(values, step=step)
-        tracker_run.log(run.results, step=_last_step(run))
-        trackio.finish()  # after run.finish() alone, trackio would finish and print the run again at exit
-    return f"trackio show --project {PROJECT}   # group {group}"
-
-
-def _to_tensorboard(runs: list[TrackedRun], folder: Path, group: str) -> str:
-    from torch.utils.tensorboard import SummaryWriter
-
-    comparison_folder = folder / group
-    for run in runs:
-        with SummaryWriter(comparison_folder / _folder_name(run.name)) as writer:
-            for step, values in run.steps:
-                for name, value in values.items():
-                    writer.add_scalar(name, value, step)
-            settings = {name: _plain(value) for name, value in run.settings.items()}
-            writer.add_hparams(settings, run.results, run_name=".", global_step=_last_step(run))
-    return f"tensorboard --logdir {comparison_folder}"
-
-
-def _to_wandb(runs: list[TrackedRun], folder: Path, group: str) -> str:
-    import wandb
-
-    folder.mkdir(parents=True, exist_ok=True)
-    for run in runs:
-        tracker_run = wandb.init(
-            project=PROJECT, name=run.name, group=group, config=run.settings, mode="offline", dir=folder
-        )
-        for step, values in run.steps:
-            tracker_run.log(values, step=step)
-        tracker_run.summary.update(run.results)
-        tracker_run.finish()
-    return f"wandb sync {folder}/wandb/offline-run-*   # group {group}"
-
-
-def _folder_name(label: str) -> str:
-    """Return a safe name for a folder inside the comparison's: a label has text from records."""
-    return re.sub(r"[^\w .=+,-]", "_", label).strip(". ")[:200] or "run"
-
-
-def _last_step(run: TrackedRun) -> int:
-    return run.steps[-1][0] if run.steps else run.first_step
-
-
-def _plain(value: Any) -> str | float | bool:
-    """Convert a setting for TensorBoard, which accepts only numbers and text."""
-    return value if isinstance(value, bool | int | float | str) else "-" if value is None else str(value)
-
-
-TRACKERS: dict[str, Callable[[list[TrackedRun], Path, str], str]] = {
-    "trackio": _to_trackio,
-    "tensorboard": _to_tensorboard,
-    "wandb": _to_wandb,
-}

@@ -15,7 +15,7 @@ from slm_toolkit.cli.main import main
 from slm_toolkit.record.files import write_record
 from slm_toolkit.report.rows import Row, ranked, row_of
 from slm_toolkit.report.tables import fitted
-from slm_toolkit.report.tables.export import markdown_text, svg_text
+from slm_toolkit.report.tables.export import markdown_text
 
 NASTY = 'a|b_c & 100% of $x,\n"quoted" [1] *# {~^\\}'
 "what CSV and Markdown each give a meaning to"
@@ -85,12 +85,6 @@ def test_markdown_shows_html_as_it_was_typed_in_both_dialects() -> None:
         assert not re.search("<(script|img|b)[ >]", page)
 
 
-def test_svg_has_heading_cells_and_notes() -> None:
-    text = html.unescape(svg_text(rows_with("a<b"))).replace("\xa0", " ")
-    for shown in ("tokens/s", "a<b", "16,384", "±5.0%", "rank: by tokens/s per process"):
-        assert shown in text
-
-
 def test_the_baseline_is_a_column_as_in_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = report(capsys, runs, "--baseline", runs, "--csv", "-")
     ddp, _ = csv.DictReader(io.StringIO(done.out))
@@ -101,7 +95,6 @@ def test_the_baseline_is_a_column_as_in_json(runs: Path, capsys: pytest.CaptureF
     ("words", "said"),
     [
         (("--csv", "-", "--json"), "--csv and --json both go to stdout"),
-        (("--csv", "-", "--svg", "-"), "--csv and --svg both go to stdout"),
         (("--parquet", "rows.parquet"), "--parquet was removed: use --csv"),
         (("--latex", "-"), "--latex was removed: use --markdown"),
         (("--csv", "not/there/rows.csv"), "there is no folder not/there"),

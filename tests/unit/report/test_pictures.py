@@ -1,16 +1,14 @@
 """Figures as files and in the terminal, and what is drawn in them."""
 
-import os
 from pathlib import Path
 
 import pytest
-from conftest import H100, ROOT, made_record, slm_here
+from conftest import H100, made_record, slm_here
 from made_records import made
 
-from slm_toolkit.record.files import find_records
 from slm_toolkit.report.charts.figures import MOST_POINTS, loss_panel, speed_panel
 from slm_toolkit.report.charts.memory import parts_panel, timeline_panel
-from slm_toolkit.report.rows import Row, labelled, row_of, rows_of, with_values
+from slm_toolkit.report.rows import Row, row_of, with_values
 from slm_toolkit.report.tables.memory import ChartRow, MemoryPicture
 
 
@@ -64,33 +62,6 @@ def test_the_optimizers_step_is_wide_enough_to_see_and_to_name(tmp_path: Path) -
     assert figure.data[0]["x"][-2:] == [19, 22]
     assert figure.layout["xaxis"]["ticktext"] == ["forward", "backward", "optimizer"]
     assert figure.layout["annotations"][0]["x"] == 20.5
-
-
-@pytest.mark.parametrize("columns", [80, 120])
-def test_plots_fit_the_terminal_and_have_every_row(columns: int) -> None:
-    from rich.console import Console
-
-    from slm_toolkit.report.charts.terminal import terminal_plots
-
-    rows = rows_of(find_records([ROOT / "results" / "cpu"])[0])
-    console = Console(width=columns, file=open(os.devnull, "w"), record=True)  # noqa: SIM115
-    console.print(terminal_plots(labelled(rows), width=columns), crop=False)
-    lines = console.export_text().splitlines()
-    assert max(map(len, lines)) <= columns
-    bars = [line for line in lines if "█" in line]
-    assert len(bars) == 12  # six rates, six peaks
-    fastest = next(line for line in bars if "4,668" in line)
-    slowest = next(line for line in bars if "3,570" in line)
-    # 3570 / 4668 = 0.765
-    assert slowest.count("█") / fastest.count("█") == pytest.approx(0.765, abs=0.03)
-    assert any("⠀" <= character <= "⣿" and character != "⠀" for line in lines for character in line)
-
-
-@pytest.mark.parametrize("flags", [["--json"], ["--csv", "-"]])
-def test_plot_with_what_has_stdout_for_itself_is_refused(flags: list[str]) -> None:
-    done = slm_here("report", "results/cpu", "--plot", *flags)
-    assert done.code == 2
-    assert f"--plot with {flags[0]}" in done.err
 
 
 def test_a_resumed_curve_begins_where_it_was_resumed_and_its_last_step_is_drawn() -> None:

@@ -182,7 +182,7 @@ def test_the_machine_is_told_though_the_first_run_did_not_come_to_name_it() -> N
         ("model.num_layers", lambda record: record["model"].update(num_layers=2**53)),
     ],
 )
-@pytest.mark.parametrize("option", ["", "--plot", "--json", "--errors"])
+@pytest.mark.parametrize("option", ["", "--json", "--errors"])
 def test_a_record_that_no_run_wrote_is_left_out_and_named(
     named: str, change: Callable[[dict], None], option: str, tmp_path: Path
 ) -> None:
@@ -196,13 +196,6 @@ def test_a_record_that_no_run_wrote_is_left_out_and_named(
     assert done.code == 1
     assert done.err.startswith(f"left out: {path}: invalid field: {named} (")
     assert done.out
-
-
-def test_a_curve_that_begins_at_a_far_step_takes_no_memory(tmp_path: Path) -> None:
-    write_record(made_record(first_step=2**53, losses=[5.0, 4.0, 3.0]), tmp_path / "far")
-    done = slm_here("report", str(tmp_path), "--plot")
-    assert (done.code, done.err) == (0, "")
-    assert f"step 1 to {2**53 + 3}" in done.out
 
 
 def test_a_record_that_a_report_can_not_compute_is_left_out(
