@@ -31,7 +31,7 @@ def add_export_flags(parser: argparse.ArgumentParser) -> None:
     ).basic = True
     group.add_argument(
         "--markdown", type=Path, metavar="FILE|-", help="write the table with all of its columns"
-    ).basic = True
+    )
 
 
 def exports_asked(args: argparse.Namespace) -> list[str]:
