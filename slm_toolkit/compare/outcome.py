@@ -78,7 +78,9 @@ def _parts(log_text: str) -> tuple[str, str]:
 
 _LAUNCHER = re.compile(r"[EW]\d{4} [\d:.]+ \d+ .*torch/distributed/elastic/")
 _LAUNCHERS_ERROR = re.compile(
-    r'^Traceback .*\n(?:  .*\n){0,8}?  File "[^"]*accelerate/commands/launch\.py"', re.MULTILINE
+    r'^Traceback .*\n(?:  .*\n){0,8}?  File "[^"]*accelerate/commands/launch\.py".*\n(?:  .*\n)*'
+    r"(?:\S+\.ChildFailedError|subprocess\.CalledProcessError): ",
+    re.MULTILINE,
 )
 _PLACE = re.compile(r'File "(.+)", line (\d+)\n(.*)')
 "place and text in which Python's parser found an error"

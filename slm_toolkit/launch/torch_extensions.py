@@ -68,7 +68,7 @@ class CompilerNews:
             self._first_seen[lock] = math.inf  # report it only once
             name = lock.parent.name
             if _is_of_this_run(holder):
-                _print(WAITING, f"compiling {name} for DeepSpeed, once on this machine: takes a few minutes")
+                _print(WAITING, f"compiling {name}, once on this machine: takes a few minutes")
             else:
                 _print(WAITING, f"another run (pid {holder.pid}) is compiling {name}; this run may need it")
 

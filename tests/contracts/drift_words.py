@@ -46,7 +46,8 @@ def _single_process() -> None:
 
     source = inspect.getsource(launch.simple_launcher)
     assert "subprocess.CalledProcessError(" in source, "accelerate reports one process in another way"
-    said = f'Traceback \n  File "{launch.__file__}"\n{subprocess.CalledProcessError(-9, ["python"])}'
+    error = subprocess.CalledProcessError(-9, ["python"])
+    said = f'Traceback \n  File "{launch.__file__}"\nsubprocess.CalledProcessError: {error}'
     assert killed_process(said, 1) == "rank 0", said
     assert _EXIT_SIGNAL.search(str(subprocess.CalledProcessError(-11, ["python"])))[1] == "11"
 

@@ -134,7 +134,7 @@ def test_a_compile_that_takes_long_is_named_once(
             news.look()
             time.sleep(0.4)
     assert capsys.readouterr().err.splitlines() == [
-        "waiting: compiling a for DeepSpeed, once on this machine: takes a few minutes"
+        "waiting: compiling a, once on this machine: takes a few minutes"
     ]
 
 

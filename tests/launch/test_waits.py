@@ -12,7 +12,7 @@ from slm_toolkit.compare import display
 from slm_toolkit.compare.display import Display, Waits
 from slm_toolkit.compare.outcome import LOG_FILE
 
-COMPILES = "compiling cpu_adam for DeepSpeed, once on this machine: takes a few minutes"
+COMPILES = "compiling cpu_adam, once on this machine: takes a few minutes"
 STEP_1 = {"step": 1, "num_steps": 8, "loss": 5.5, "tokens_per_second": 1234.0}
 
 

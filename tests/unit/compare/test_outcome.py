@@ -70,7 +70,8 @@ def ended(
             "ValueError: mine",
         ),
         (
-            "RuntimeError: EADDRINUSE: address already in use\n",
+            LAUNCHERS_ERROR.rpartition("subprocess")[0]
+            + "RuntimeError: EADDRINUSE: address already in use\n",
             ended(1),
             "failed",
             "port 29511 was taken by another program (EADDRINUSE)",
