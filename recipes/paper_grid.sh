@@ -31,6 +31,6 @@ for count in "${counts[@]}"; do
     --numerics pure_bf16 --seq_len "$SEQ_LEN" --max_steps "$STEPS" --output_dir runs/paper
 done
 
-# 3. All runs as an HTML page. In a checkout, `python studies/ashkboos/compare.py runs/paper` prints them next to
-#    the paper's figures, and answers its four questions.
+# 3. All runs as an HTML page. In a checkout, `python studies/ashkboos/compare.py runs/paper` prints them next
+#    to the paper's figures, and answers its four questions.
 slm report runs/paper --html paper.html
