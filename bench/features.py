@@ -15,11 +15,10 @@ from slm_toolkit.predict.grid import estimates
 from slm_toolkit.strategy.strategy import find_strategy
 
 MODELS = ("slm-100m", "slm-500m", "slm-1b", "slm-2b")
-FUSED = {"loss_kernel": "fused_linear", "norm_kernel": "fused", "mlp_kernel": "fused"}
+FUSED = {"loss_kernel": "fused_linear", "norm_kernel": "fused"}
 FEATURES: dict[str, dict[str, Any]] = {
     "--attn_implementation eager": {"attn_implementation": "eager"},
     "--norm_kernel fused": {"norm_kernel": "fused"},
-    "--mlp_kernel fused": {"mlp_kernel": "fused"},
     "--loss_kernel fused_linear": {"loss_kernel": "fused_linear"},
     "all three": FUSED,
     "--pad_widths": {"pad_widths": True},

@@ -50,19 +50,18 @@ _HALVES = {  # file of results/memory: what it holds
     "development": "read while the formulas were written",
     "held_out": "never read, only counted",
     "fresh": "drawn after the formulas were done; its worst row was 5.83 % and led to one last fix",
-    "fused_mlp": "with `--mlp_kernel fused`, only counted",
     "adapters": "LoRA and IA3, read while their formulas were written",
     "adapters_held_out": "LoRA and IA3; one row, 6.24 % off, was read and led to a fix",
     "adapters_today": "LoRA and IA3 of small models of today's families; read",
     "adapters_today_held_out": "the same; two rows, up to 15 % off, were read and led to fixes",
     "today": "small Qwen3, Gemma 2 and 3, SmolLM3, OLMo 2, Granite, Phi-3 and Falcon3; read",
     "today_held_out": "the same families, only counted",
-    "gradients": "gradients in fp32 or kept between steps, moments in bf16; read, and two terms corrected",
+    "gradients": "gradients in fp32 or kept between steps; read, and two terms corrected",
     "gradients_held_out": "the same; one row, 15 % off, was read and led to a fix",
     "sequences": "`--sp_size`, 2,048 to 32,768 tokens; read, and two terms corrected",
     "sequences_held_out": "the same; one row, 6.2 % off, was read and led to a fix",
-    "optimizers": "Lion, Muon, moments in bf16 and 8 bits, few tokens; read, nothing changed",
-    "optimizers_held_out": "the same; two rows, FSDP of 32 and 128 tokens, were read, nothing changed",
+    "optimizers": "Muon and AdamW, few tokens; read, nothing changed",
+    "optimizers_held_out": "the same",
 }
 _ARMS = {  # of bench/throughput.py, in results/throughput/cpu.txt
     "trainer": "Hugging Face Trainer, sdpa, fused AdamW",
@@ -76,7 +75,6 @@ FEATURE_LABELS = {  # of bench/throughput.py, in results/throughput/features-*.j
     "plain": "no flag",
     "eager_attention": "`--attn_implementation eager`",
     "fused_norm": "`--norm_kernel fused`",
-    "fused_mlp": "`--mlp_kernel fused`",
     "fused_loss": "`--loss_kernel fused_linear`",
     "all_fused": "all three",
     "compile": "`--torch_compile`",
@@ -639,7 +637,7 @@ def _features() -> str:
         rows.append((FEATURE_LABELS[row["arm"]], *cells, f"{row['peak_bytes'] / 2**20:,.0f}"))
     return (
         "## What each fast flag gives, measured on one core\n\n```bash\n"
-        "python bench/throughput.py --rounds 3 --steps 12 --arms plain eager_attention fused_norm fused_mlp"
+        "python bench/throughput.py --rounds 3 --steps 12 --arms plain eager_attention fused_norm"
         " fused_loss all_fused \\\n    compile ours_compile unfused_adamw pure_bf16 --against plain\n```\n\n"
         + _table(("bf16, malloc", "seconds per step", "times as fast (range)", "peak RSS MiB"), rows)
         + "\nThe same model, core and date as above. The other core was sometimes busy, so the ranges are"

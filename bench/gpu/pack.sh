@@ -41,7 +41,7 @@ import tomllib
 
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
-for requirement in (*project["dependencies"], *extras["liger"], *extras["fp8"]):
+for requirement in (*project["dependencies"], *extras["fp8"]):
     if not requirement.startswith("datasets"):
         print(requirement)
 PYTHON

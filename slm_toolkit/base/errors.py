@@ -115,7 +115,6 @@ PACKAGES = {
     "completion": "shtab",
     "figures": "kaleido",
     "fp8": "torchao",
-    "liger": "liger-kernel",
     "lm_eval": "lm_eval",
     "peft": "peft bitsandbytes",
 }

@@ -65,7 +65,7 @@ RIVALS = {
     )
 }
 _REFUSED = (
-    *("peft", "fp8", "tf32", "adam_dtype", "reduce_dtype", "grad_dtype", "keep_grads", "scale_lr"),
+    *("peft", "fp8", "tf32", "reduce_dtype", "grad_dtype", "keep_grads", "scale_lr"),
     "sp_size",
     *("parity_task", "rehearse", "trace_memory", "eval_dataset", "eval_steps", "num_train_epochs"),
     *("max_tokens", "until_loss", "stage_ends"),
@@ -73,7 +73,7 @@ _REFUSED = (
 )
 "flags with which our run does other work than another trainer's would: an error, unless at their default"
 _OURS_ALONE = (
-    *("loss_kernel", "loss_chunk_tokens", "norm_kernel", "mlp_kernel", "use_liger_kernel", "pad_widths"),
+    *("loss_kernel", "loss_chunk_tokens", "norm_kernel", "pad_widths"),
     *("torch_compile_mode", "fsdp_prefetch", "dataloader_num_workers", "profile", "fp32_steps"),
     *("report_to", "save_final_model", "triton_loss"),
 )
