@@ -102,6 +102,7 @@ class RunConfig:
         "chunks of tokens, so that the logits of many tokens never exist as a whole",
         group="model",
         choices=("hf", "fused_linear"),
+        instead={"fused_logits": "--loss_kernel fused_linear"},
         grid=True,
         excludes=(
             Excludes(

@@ -212,9 +212,6 @@ def after_head(config: Mapping[str, Any], model_type: str) -> str:
     return "softcap" if model_type.startswith("gemma") and cap is not None else "nothing"
 
 
-_SILU = ("silu", "swish")
-
-
 def kernel_problems(spec: ModelSpec, config: RunConfig) -> list[str]:
     """Return a sentence for each kernel of the flags that would compute another model's function."""
     return [sentence for sentence, _ in _replaced_kernels(spec, config)]

@@ -65,14 +65,14 @@ def _loss_memory(setup: Setup) -> LossMemory:
         weight_gradient, output = 0, (2 if compute == BF16 else 4) * h
         if keeps_inputs(setup.strategy) and config.loss_kernel != "fused_linear":
             kept, output = kept + output, 0
-    stores_fp32_probabilities = e == 2 and not (config.torch_compile or config.triton_loss)
     if config.loss_kernel == "fused_linear":
         chunk = config.loss_chunks.of_logits(T, vocab_size=V, hidden_size=h)
-        wide = config.loss_chunks.of_probabilities(chunk, vocab_size=V) * V
+        stores_fp32_probabilities = e == 2 and not (config.torch_compile or config.triton_loss)
+        wide = config.loss_chunks.of_probabilities(chunk, vocab_size=V) * V * stores_fp32_probabilities
         gradients = e * h * T + weight_gradient
         # under autocast the norm's output in fp32 lives beside its bf16 copy
         cast = (2 if is_frozen else 4) * h * (compute == AUTOCAST)
-        buffers = chunk * V * e + (wide * 4 if stores_fp32_probabilities else 0)
+        buffers = chunk * V * e + 4 * wide
         in_forward = (kept + output + cast) * T + gradients + buffers
         after = kept * T + gradients
         return LossMemory(kept * T, in_forward, after, after, norm_backward * T)

@@ -30,17 +30,13 @@ def token_losses(
 
     By PyTorch's operations, with an fp32 copy of a chunk: only several datasets without LossHead need it.
     """
-    losses = torch.empty(labels.numel(), device=logits.device, dtype=torch.float32)
     targets, flat = _next_tokens(labels, shift_labels).to(logits.device), logits.flatten(0, -2)
-    num_items = torch.ones((), device=logits.device)
-    _sum_of_losses_(
-        *(flat, targets, num_items),
-        chunks=_BY_RULE,
-        arithmetic="pytorch",
-        with_gradient=False,
-        token_losses=losses,
-    )
-    return losses.view(labels.shape)
+    rows = _BY_RULE.of_probabilities(len(flat), vocab_size=flat.shape[1])
+    losses = [
+        _chunk_losses_(part, target, None, torch.empty_like(part, dtype=torch.float32), with_gradient=False)
+        for part, target in zip(flat.split(rows), targets.split(rows), strict=True)
+    ]
+    return torch.cat(losses).view(labels.shape)
 
 
 class LossHead(torch.nn.Linear):
@@ -192,22 +188,18 @@ def _sum_of_losses_(
     chunks: LossChunks,
     arithmetic: Arithmetic,
     with_gradient: bool,
-    wide: torch.Tensor | None = None,
-    token_losses: torch.Tensor | None = None,
+    wide: torch.Tensor | None,
+    token_losses: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the fp32 cross-entropy summed over valid rows of logits [rows, V]; `wide`: see `_chunk_losses_`.
 
-    With `with_gradient`, overwrites the logits with the gradient of that sum divided by `num_items`. Writes
-    each row's loss to `token_losses`, if given.
+    Overwrites the logits: `with_gradient`, by the gradient of that sum divided by `num_items`. Writes each
+    row's loss to `token_losses`, if given.
     """
     kernel = _chunk_kernel(arithmetic)
     rows = chunks.of_probabilities(len(logits), vocab_size=logits.shape[1])
     if arithmetic in ("triton", "nothing"):
         rows = len(logits)  # one launch: no probabilities are kept, so nothing need be small
-    if wide is None and not with_gradient and arithmetic == "pytorch":
-        wide = torch.empty_like(logits[:rows], dtype=torch.float32)  # the logits must stay unchanged
-    elif wide is None:
-        wide = _fp32_buffer(logits[:rows], chunks, arithmetic)
     total = torch.zeros((), device=logits.device, dtype=torch.float32)
     for start in range(0, len(logits), rows):
         part = logits[start : start + rows]
@@ -235,7 +227,7 @@ def _fp32_buffer(logits: torch.Tensor, chunks: LossChunks, arithmetic: Arithmeti
 def _chunk_losses_(
     logits: torch.Tensor,
     targets: torch.Tensor,
-    num_items: torch.Tensor,
+    num_items: torch.Tensor | None,
     wide: torch.Tensor | None,
     *,
     with_gradient: bool,
