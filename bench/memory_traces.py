@@ -15,7 +15,7 @@
     python bench/memory_traces.py --half adapters_today_held_out
     python bench/memory_traces.py --half sequences       # long sequences that ranks share; looked at
     python bench/memory_traces.py --half sequences_held_out
-    python bench/memory_traces.py --half optimizers      # Lion, Muon, narrow moments; looked at
+    python bench/memory_traces.py --half optimizers      # Muon, few tokens; looked at
     python bench/memory_traces.py --half optimizers_held_out
 
 Each configuration is a real run of `slm_toolkit.train --rehearse N` in a process of its own, forked from one
@@ -282,10 +282,7 @@ def main() -> None:
         help="trace only rows with this value again, such as loss_kernel=fused_linear; keep the others",
     )
     args = parser.parse_args()
-    configurations = [
-        {**found, "mlp_kernel": found.get("mlp_kernel", "hf")}
-        for found in halves(sample(args.num))[args.half]
-    ]
+    configurations = halves(sample(args.num))[args.half]
     for module in _TAKE_SECONDS_TO_IMPORT:
         importlib.import_module(module)
 
@@ -296,7 +293,7 @@ def main() -> None:
     if args.again is not None:
         name, _, value = args.again.partition("=")
         with path.open(newline="") as file:
-            kept = [{"mlp_kernel": "hf", **row} for row in csv.DictReader(file) if row[name] != value]
+            kept = [row for row in csv.DictReader(file) if row[name] != value]
         configurations = [found for found in configurations if str(found[name]) == value]
     context = multiprocessing.get_context("fork")
     with path.open("w", newline="") as file, context.Pool(args.processes, maxtasksperchild=1) as pool:

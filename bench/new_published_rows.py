@@ -48,15 +48,9 @@ def main() -> None:
         print(f"  {count:3} {source}: {reason}")
 
 
-def _is_implausible(line: dict[str, str]) -> bool:
-    return line["remark"].startswith("implausible")
-
-
 _GROUPS = {
     "all": lambda line: True,
-    "all, implausible sources left out": lambda line: not _is_implausible(line),
     "speed": lambda line: line["metric"] == SPEED,
-    "speed, implausible sources left out": lambda line: line["metric"] == SPEED and not _is_implausible(line),
     "memory": lambda line: line["metric"] != SPEED,
 }
 
@@ -79,8 +73,7 @@ def estimate_of(line: dict[str, str]) -> float:
 def _shown(line: dict[str, str], error: float) -> str:
     place = f"{line['num_gpus']}x {line['gpu']} {line['strategy']} b{line['batch']} s{line['seq_len']}"
     figures = f"{float(line['published']):9.2f} ours {(1 + error) * float(line['published']):9.2f}"
-    implausible = "  (implausible source)" if _is_implausible(line) else ""
-    return f"{line['model']:26} {place:42} {line['metric'][:9]:9} {figures} {error:+7.1%}{implausible}"
+    return f"{line['model']:26} {place:42} {line['metric'][:9]:9} {figures} {error:+7.1%}"
 
 
 def _print_errors(name: str, errors: list[float]) -> None:

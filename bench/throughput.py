@@ -53,7 +53,7 @@ FEATURES = {  # ours, one thing at a time
     "eager_attention": ("--attn_implementation", "eager"),
     "fused_norm": ("--norm_kernel", "fused"),
     "fused_loss": ("--loss_kernel", "fused_linear"),
-    "all_fused": ("--loss_kernel", "fused_linear", "--norm_kernel", "fused", "--mlp_kernel", "fused"),
+    "all_fused": ("--loss_kernel", "fused_linear", "--norm_kernel", "fused"),
     "compile": ("--torch_compile",),
     "unfused_adamw": ("--optim", "adamw_torch"),
     "pure_bf16": ("--numerics", "pure_bf16"),
