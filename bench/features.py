@@ -15,13 +15,12 @@ from slm_toolkit.predict.grid import estimates
 from slm_toolkit.strategy.strategy import find_strategy
 
 MODELS = ("slm-100m", "slm-500m", "slm-1b", "slm-2b")
-FUSED = {"loss_kernel": "fused_linear", "norm_kernel": "fused", "mlp_kernel": "fused"}
+FUSED = {"loss_kernel": "fused_linear", "norm_kernel": "fused"}
 FEATURES: dict[str, dict[str, Any]] = {
     "--attn_implementation eager": {"attn_implementation": "eager"},
     "--norm_kernel fused": {"norm_kernel": "fused"},
-    "--mlp_kernel fused": {"mlp_kernel": "fused"},
     "--loss_kernel fused_linear": {"loss_kernel": "fused_linear"},
-    "all three": FUSED,
+    "both kernels": FUSED,
     "--pad_widths": {"pad_widths": True},
     "--torch_compile": {"torch_compile": True},
     "--torch_compile --loss_kernel fused_linear": {"torch_compile": True, "loss_kernel": "fused_linear"},
@@ -52,7 +51,7 @@ def main() -> None:
     print(f"| no flag | {' | '.join(in_figures(plain[model]) for model in MODELS)} |")
     for words, flags in FEATURES.items():
         cells = [against(of(model, flags), plain[model]) for model in MODELS]
-        print(f"| {words if words == 'all three' else f'`{words}`'} | {' | '.join(cells)} |")
+        print(f"| {words if words == 'both kernels' else f'`{words}`'} | {' | '.join(cells)} |")
 
 
 def in_figures(row: Estimate) -> str:

@@ -50,19 +50,18 @@ _HALVES = {  # file of results/memory: what it holds
     "development": "read while the formulas were written",
     "held_out": "never read, only counted",
     "fresh": "drawn after the formulas were done; its worst row was 5.83 % and led to one last fix",
-    "fused_mlp": "with `--mlp_kernel fused`, only counted",
     "adapters": "LoRA, read while their formulas were written",
     "adapters_held_out": "LoRA; one row, 6.24 % off, was read and led to a fix",
     "adapters_today": "LoRA of small models of today's families; read",
     "adapters_today_held_out": "the same; two rows, up to 15 % off, were read and led to fixes",
     "today": "small Qwen3, Gemma 2 and 3, SmolLM3, OLMo 2, Granite, Phi-3 and Falcon3; read",
     "today_held_out": "the same families, only counted",
-    "gradients": "gradients in fp32 or kept between steps, moments in bf16; read, and two terms corrected",
+    "gradients": "gradients in fp32 or kept between steps; read, and two terms corrected",
     "gradients_held_out": "the same; one row, 15 % off, was read and led to a fix",
     "sequences": "`--sp_size`, 2,048 to 32,768 tokens; read, and two terms corrected",
     "sequences_held_out": "the same; one row, 6.2 % off, was read and led to a fix",
-    "optimizers": "Lion, Muon, moments in bf16 and 8 bits, few tokens; read, nothing changed",
-    "optimizers_held_out": "the same; two rows, FSDP of 32 and 128 tokens, were read, nothing changed",
+    "optimizers": "Muon and AdamW, few tokens; read, nothing changed",
+    "optimizers_held_out": "the same",
 }
 _ARMS = {  # of bench/throughput.py, in results/throughput/cpu.txt
     "trainer": "Hugging Face Trainer, sdpa, fused AdamW",
@@ -76,9 +75,8 @@ FEATURE_LABELS = {  # of bench/throughput.py, in results/throughput/features-*.j
     "plain": "no flag",
     "eager_attention": "`--attn_implementation eager`",
     "fused_norm": "`--norm_kernel fused`",
-    "fused_mlp": "`--mlp_kernel fused`",
     "fused_loss": "`--loss_kernel fused_linear`",
-    "all_fused": "all three",
+    "all_fused": "both kernels",
     "compile": "`--torch_compile`",
     "ours_compile": "`--torch_compile --loss_kernel fused_linear`",
     "unfused_adamw": "`--optim adamw_torch`",
@@ -309,7 +307,8 @@ def _memory() -> str:
         " checkpointing, loss and norm kernels, numerics, optimizers and accumulation. `python"
         " bench/memory_accuracy.py` prints the errors by strategy, too. The traces of `fused_linear` are of"
         " 2026-11-22, those of adapters with `selective_layer` of 2026-11-25. Outside of this grid, a sliding"
-        " window and unusual DeepSpeed keys were off by up to 5 %.\n"
+        " window and unusual DeepSpeed keys were off by up to 5 %. Rows of kernels and optimizers that were"
+        " removed since are left out.\n"
     )
 
 
@@ -386,7 +385,7 @@ def _optimizers() -> str:
         data = "synthetic tokens" if row["dataset"] == "synthetic" else "the text of docs/*.md"
         by_rate = ", ".join(f"{float(r):g}: {loss:.3f}" for r, loss in row["loss_by_learning_rate"].items())
         rate = f"{row['learning_rate']:g}"
-        cells = (f"{mean:.4f}", f"{spread:.4f}", by_rate or "AdamW's rate", row["date"])
+        cells = (f"{mean:.4f}", f"{spread:.4f}", by_rate, row["date"])
         losses.append((data, row["optimizer"], rate, *cells))
     peaks = {(row["strategy"], row["optimizer"]): row for row in found["memory"]}
     names = list(dict.fromkeys(name for _, name in peaks))
@@ -400,8 +399,7 @@ def _optimizers() -> str:
         memory.append(tuple(cells))
     head = ("data", "optimizer", "learning rate", "loss", "standard deviation", "one seed at", "date")
     return (
-        "## Optimizers\n\n"
-        "```bash\npython bench/optimizers.py --out results/optimizers\n```\n\n"
+        "## Optimizers\n\nMeasured by a script of that day; `results/optimizers` has the figures.\n\n"
         + _table(head, losses)
         + f"\nslm-3m, {found['steps']} steps of 512 tokens, three seeds at the best learning rate; a loss is"
         f" the mean of the last {found['last']} steps. The text is seen once.\n\n"
@@ -457,11 +455,9 @@ def _new_published_rows() -> str:
         "## Published runs that nothing was set by\n\n```bash\npython bench/new_published_rows.py\n```\n\n"
         "```text\n" + lines[0] + "\n" + "\n".join(kept) + "\n```\n\n"
         "bench/data/new_published_rows.csv has the sources and what we assumed of each run. A seed split the"
-        " comparable figures before the first comparison. We looked at one half, and then changed one"
-        " assumption, in both halves: Soup's LoRA runs have fp32 weights under autocast, for bf16 weights"
-        " would need 39 GiB and its runs took 71. Otherwise the blind half is only counted: its median was"
-        " 7.1 % before, without the implausible source, which reports 1,800 tokens/s on an RTX 4090 (the"
-        " README of the same repository has 17,000).\n"
+        " comparable figures before the first comparison. We looked at one half; the blind half is only"
+        " counted. 20 more figures were comparable until two kernels left: a fused MLP, and a loss that wrote"
+        " its gradient over the logits.\n"
     )
 
 
@@ -645,8 +641,8 @@ def _features() -> str:
         rows.append((FEATURE_LABELS[row["arm"]], *cells, f"{row['peak_bytes'] / 2**20:,.0f}"))
     return (
         "## What each fast flag gives, measured on one core\n\n```bash\n"
-        "python bench/throughput.py --rounds 3 --steps 12 --arms plain eager_attention fused_norm fused_mlp"
-        " fused_loss all_fused \\\n    compile ours_compile unfused_adamw pure_bf16 --against plain\n```\n\n"
+        "python bench/throughput.py --rounds 3 --steps 12 --arms plain eager_attention fused_norm"
+        " fused_loss \\\n    compile ours_compile unfused_adamw pure_bf16 --against plain\n```\n\n"
         + _table(("bf16, malloc", "seconds per step", "times as fast (range)", "peak RSS MiB"), rows)
         + "\nThe same model, core and date as above. The other core was sometimes busy, so the ranges are"
         " wide; differences within a range mean nothing. No step's loss is farther than 0.0001 from the run"

@@ -28,7 +28,7 @@ FOLDER = Path(__file__).parent.parent / "results" / "memory"
 MODELS = Path(__file__).parent / "data" / "models"
 "small models that are no presets: a folder with config.json each"
 HALVES = (
-    *("development", "held_out", "fresh", "fused_mlp", "adapters", "adapters_held_out"),
+    *("development", "held_out", "fresh", "adapters", "adapters_held_out"),
     *("adapters_today", "adapters_today_held_out"),
     *("today", "today_held_out", "gradients", "gradients_held_out"),
     *("sequences", "sequences_held_out", "optimizers", "optimizers_held_out"),
@@ -41,7 +41,7 @@ READ = (
 "those whose worst rows may be looked at"
 _NUMBERS = ("per_device_train_batch_size", "seq_len", "gradient_accumulation_steps", "lora_r", "sp_size")
 _FRACTIONS = ("lora_dropout",)
-FLAGS_OF_GRADIENTS = ("grad_dtype", "keep_grads", "adam_dtype")
+FLAGS_OF_GRADIENTS = ("grad_dtype", "keep_grads")
 _FOUND = ("status", "reason", "peak_bytes", "reserved_bytes", "peak_phase", "peak_module", "parts")
 _ESTIMATED = ("estimated_bytes", "error")
 _NOT_FLAGS = ("strategy", "num_gpus", *_FOUND, *_ESTIMATED)

@@ -3,7 +3,6 @@
     python bench/memory_traces.py --half development   # some 10 minutes on two cores
     python bench/memory_traces.py --half held_out      # formulas are never changed after a look at these
     python bench/memory_traces.py --half fresh         # another draw, when formulas were done
-    python bench/memory_traces.py --half fused_mlp     # a draw with --mlp_kernel fused, which came later
     python bench/memory_traces.py --half adapters      # of --peft lora; looked at, as development
     python bench/memory_traces.py --half adapters_held_out
     python bench/memory_traces.py --half small_zero    # ZeRO-1 and ZeRO-2 of small models; looked at
@@ -16,7 +15,7 @@
     python bench/memory_traces.py --half adapters_today_held_out
     python bench/memory_traces.py --half sequences       # long sequences that ranks share; looked at
     python bench/memory_traces.py --half sequences_held_out
-    python bench/memory_traces.py --half optimizers      # Lion, Muon, narrow moments; looked at
+    python bench/memory_traces.py --half optimizers      # Muon, few tokens; looked at
     python bench/memory_traces.py --half optimizers_held_out
 
 Each configuration is a real run of `slm_toolkit.train --rehearse N` in a process of its own, forked from one
@@ -48,12 +47,12 @@ from slm_toolkit.strategy.strategy import Strategy, contradictions, find_strateg
 
 SEED = 20261120
 HALVES = (
-    *("development", "held_out", "fresh", "fused_mlp", "adapters", "adapters_held_out"),
+    *("development", "held_out", "fresh", "adapters", "adapters_held_out"),
     *("small_zero", "small_zero_held_out", "today", "today_held_out", "gradients", "gradients_held_out"),
     *("adapters_today", "adapters_today_held_out", "sequences", "sequences_held_out"),
     *("optimizers", "optimizers_held_out"),
 )
-NUM, FRESH, FUSED_MLP, ADAPTERS, SMALL_ZERO, SMALL_ZERO_HELD_OUT = 280, 110, 60, 140, 240, 60
+NUM, FRESH, ADAPTERS, SMALL_ZERO, SMALL_ZERO_HELD_OUT = 280, 110, 140, 240, 60
 GRADIENTS, GRADIENTS_HELD_OUT = 40, 30
 SMALL_ZERO_SEED = 1
 TODAY, ADAPTERS_TODAY, SEQUENCES, OPTIMIZERS = 96, 96, 80, 100
@@ -71,7 +70,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "seq_len": (512, 1024, 2048),
     "attn_implementation": ("sdpa", "eager"),
     "gradient_checkpointing": ("none", "none", "full", "selective_layer", "selective_op"),
-    "loss_kernel": ("hf", "hf", "fused_logits", "fused_linear"),
+    "loss_kernel": ("hf", "hf", "fused_linear"),
     "norm_kernel": ("hf", "hf", "fused"),
     "numerics": ("aligned", "aligned", "stock", "stock", "pure_bf16", "fp32"),
     "optim": ("adamw_torch_fused", "adamw_torch"),
@@ -87,9 +86,8 @@ OF_ADAPTERS: dict[str, tuple[Any, ...]] = {
     "seq_len": (256, 512, 1024, 2048),
     "attn_implementation": ("sdpa", "sdpa", "eager"),
     "gradient_checkpointing": ("none", "none", "full", "full", "selective_layer", "selective_op"),
-    "loss_kernel": ("hf", "fused_logits", "fused_linear", "fused_linear"),
+    "loss_kernel": ("hf", "fused_linear", "fused_linear"),
     "numerics": ("aligned", "aligned", "aligned", "stock", "pure_bf16", "fp32"),
-    "mlp_kernel": ("hf", "hf", "fused"),
     "peft": ("lora",),
     "lora_r": (8, 16, 64),
     "lora_dropout": (0.0, 0.0, 0.0, 0.05),
@@ -123,9 +121,8 @@ OF_TODAY: dict[str, tuple[Any, ...]] = {
     "seq_len": (256, 512, 1024),
     "attn_implementation": ("sdpa", "sdpa", "eager"),
     "gradient_checkpointing": ("none", "none", "full", "selective_layer", "selective_op"),
-    "loss_kernel": ("hf", "fused_logits", "fused_linear"),
+    "loss_kernel": ("hf", "fused_linear"),
     "norm_kernel": ("hf", "hf", "fused"),
-    "mlp_kernel": ("hf", "hf", "fused"),
     "numerics": ("aligned", "aligned", "stock", "pure_bf16", "fp32"),
     "optim": ("adamw_torch_fused",),
     "gradient_accumulation_steps": (1, 4),
@@ -163,7 +160,6 @@ OF_GRADIENTS: dict[str, tuple[Any, ...]] = {
     "reduce_dtype": (LEFT_OUT, "fp32"),
     "grad_dtype": (LEFT_OUT, "fp32", "fp32"),
     "keep_grads": (LEFT_OUT, "true"),
-    "adam_dtype": (LEFT_OUT, "bf16"),
 }
 "what is refused together is left out"
 OF_SEQUENCES: dict[str, tuple[Any, ...]] = {
@@ -174,9 +170,8 @@ OF_SEQUENCES: dict[str, tuple[Any, ...]] = {
     "per_device_train_batch_size": (1, 1, 2),
     "seq_len": (2048, 8192, 16384, 32768),
     "gradient_checkpointing": ("none", "none", "full", "selective_layer", "selective_op"),
-    "loss_kernel": ("hf", "fused_logits", "fused_linear", "fused_linear"),
+    "loss_kernel": ("hf", "fused_linear", "fused_linear"),
     "norm_kernel": ("hf", "fused"),
-    "mlp_kernel": ("hf", "hf", "fused"),
     "numerics": ("aligned", "aligned", "stock", "pure_bf16", "fp32"),
     "optim": ("adamw_torch_fused",),
     "gradient_accumulation_steps": (1, 1, 4),
@@ -191,10 +186,9 @@ OF_OPTIMIZERS: dict[str, tuple[Any, ...]] = {
     "gradient_checkpointing": ("none", "full", "full"),
     "loss_kernel": ("hf", "fused_linear"),
     "numerics": ("aligned", "aligned", "pure_bf16"),
-    "optim": ("adamw_torch_fused", "adamw_torch", "lion", "lion", "muon"),
+    "optim": ("adamw_torch_fused", "adamw_torch", "muon", "muon"),
     "gradient_accumulation_steps": (1, 2),
     "reduce_dtype": (LEFT_OUT, LEFT_OUT, "fp32"),
-    "adam_dtype": (LEFT_OUT, "bf16", "int8", "int8"),
 }
 "few tokens, so that many peaks are in the optimizer's step"
 
@@ -225,21 +219,21 @@ def sample(num: int, seed: int = SEED, axes: dict[str, tuple[Any, ...]] = AXES) 
             "ddp",
         ):
             continue
-        if "adam_dtype" in drawn and is_refused(drawn):
+        if "reduce_dtype" in drawn and axes is not OF_SMALL_ZERO and is_refused(drawn):
             continue
         found[str(drawn)] = drawn
     return list(found.values())
 
 
 def _kernels_of(drawn: dict[str, Any]) -> dict[str, Any]:
-    names = ("attn_implementation", "loss_kernel", "norm_kernel", "mlp_kernel")
+    names = ("attn_implementation", "loss_kernel", "norm_kernel")
     return {name: drawn[name] for name in names if name in drawn}
 
 
 def is_refused(configuration: dict[str, Any]) -> bool:
     """Whether flags exclude each other or the strategy, or change nothing that this half is for."""
     config, strategy = config_of(configuration), find_strategy(configuration["strategy"])
-    changes = configuration["optim"] in ("lion", "muon") or any(
+    changes = configuration["optim"] == "muon" or any(
         configuration.get(name, LEFT_OUT) != LEFT_OUT for name in ("reduce_dtype", *FLAGS_OF_GRADIENTS)
     )
     return bool(config.problems() or contradictions(strategy, config)) or not changes
@@ -249,9 +243,8 @@ def halves(configurations: list[dict[str, Any]], seed: int = SEED) -> dict[str, 
     """A random half to look at while formulas are changed, one that is only counted, and two fresh draws."""
     shuffled = random.Random(seed).sample(configurations, len(configurations))
     fresh = [found for found in sample(FRESH, seed + 1) if found not in configurations]
-    fused = [{**found, "mlp_kernel": "fused"} for found in sample(FUSED_MLP, seed + 2)]
     adapters = sample(ADAPTERS, seed + 3, OF_ADAPTERS)
-    drawn = {"development": shuffled[::2], "held_out": shuffled[1::2], "fresh": fresh, "fused_mlp": fused}
+    drawn = {"development": shuffled[::2], "held_out": shuffled[1::2], "fresh": fresh}
     small = {
         "small_zero": sample(SMALL_ZERO, SMALL_ZERO_SEED, OF_SMALL_ZERO),
         "small_zero_held_out": sample(SMALL_ZERO_HELD_OUT, SMALL_ZERO_SEED + 1, OF_SMALL_ZERO),
@@ -287,10 +280,7 @@ def main() -> None:
         help="trace only rows with this value again, such as loss_kernel=fused_linear; keep the others",
     )
     args = parser.parse_args()
-    configurations = [
-        {**found, "mlp_kernel": found.get("mlp_kernel", "hf")}
-        for found in halves(sample(args.num))[args.half]
-    ]
+    configurations = halves(sample(args.num))[args.half]
     for module in _TAKE_SECONDS_TO_IMPORT:
         importlib.import_module(module)
 
@@ -301,7 +291,7 @@ def main() -> None:
     if args.again is not None:
         name, _, value = args.again.partition("=")
         with path.open(newline="") as file:
-            kept = [{"mlp_kernel": "hf", **row} for row in csv.DictReader(file) if row[name] != value]
+            kept = [row for row in csv.DictReader(file) if row[name] != value]
         configurations = [found for found in configurations if str(found[name]) == value]
     context = multiprocessing.get_context("fork")
     with path.open("w", newline="") as file, context.Pool(args.processes, maxtasksperchild=1) as pool:

@@ -20,7 +20,6 @@ from statistics import median
 from published_memory import estimated_bytes
 from speed_rows import predicted_tokens_per_second_per_gpu, row_of, setup_of
 
-from slm_toolkit.config.loss_chunks import tokens_of_ligers_chunk
 from slm_toolkit.predict.speed.software import TODAY
 
 TABLE = Path(__file__).parent / "data" / "new_published_rows.csv"
@@ -49,15 +48,9 @@ def main() -> None:
         print(f"  {count:3} {source}: {reason}")
 
 
-def _is_implausible(line: dict[str, str]) -> bool:
-    return line["remark"].startswith("implausible")
-
-
 _GROUPS = {
     "all": lambda line: True,
-    "all, implausible sources left out": lambda line: not _is_implausible(line),
     "speed": lambda line: line["metric"] == SPEED,
-    "speed, implausible sources left out": lambda line: line["metric"] == SPEED and not _is_implausible(line),
     "memory": lambda line: line["metric"] != SPEED,
 }
 
@@ -67,16 +60,10 @@ def estimate_of(line: dict[str, str]) -> float:
     row = row_of({**line, SPEED: line["published"]})
     config = dataclasses.replace(
         row.config,
-        mlp_kernel=line["mlp_kernel"],
         optim=line["optim"],
         peft=line["peft"],
         lora_target_modules=line["lora_target_modules"] or row.config.lora_target_modules,
     )
-    if line["loss_kernel"] == "fused_linear":  # all of these runs used Liger's
-        shape = {"vocab_size": row.spec.vocab_size, "hidden_size": row.spec.hidden_size}
-        num_tokens = config.per_device_train_batch_size * config.seq_len
-        chunk = tokens_of_ligers_chunk(num_tokens, **shape)
-        config = dataclasses.replace(config, loss_chunk_tokens=chunk)
     if line["metric"] == SPEED:
         return predicted_tokens_per_second_per_gpu(dataclasses.replace(row, config=config), TODAY)
     config = dataclasses.replace(config, loss_kernel=line["loss_kernel"])
@@ -86,8 +73,7 @@ def estimate_of(line: dict[str, str]) -> float:
 def _shown(line: dict[str, str], error: float) -> str:
     place = f"{line['num_gpus']}x {line['gpu']} {line['strategy']} b{line['batch']} s{line['seq_len']}"
     figures = f"{float(line['published']):9.2f} ours {(1 + error) * float(line['published']):9.2f}"
-    implausible = "  (implausible source)" if _is_implausible(line) else ""
-    return f"{line['model']:26} {place:42} {line['metric'][:9]:9} {figures} {error:+7.1%}{implausible}"
+    return f"{line['model']:26} {place:42} {line['metric'][:9]:9} {figures} {error:+7.1%}"
 
 
 def _print_errors(name: str, errors: list[float]) -> None:

@@ -10,7 +10,6 @@ A row for each model and set of flags, by the closed forms of `slm estimate`: no
 import argparse
 from typing import Any
 
-from slm_toolkit.config.loss_chunks import tokens_of_ligers_chunk
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import gpu_of_name
 from slm_toolkit.model.names import find_model
@@ -38,12 +37,8 @@ def main() -> None:
     print("| model | flags | kernels | optimizer, bytes | host, ms | GPU, ms | predicted MFU |")
     print("|---|---|---|---|---|---|---|")
     for model in args.models:
-        spec = find_model(model)
-        shape = {"vocab_size": spec.vocab_size, "hidden_size": spec.hidden_size}
-        small = {"loss_chunk_tokens": tokens_of_ligers_chunk(1024 * args.batch_size, **shape)}
         for words, flags in (
             ("plain", {}),
-            ("fused kernels, Liger's chunks", {**FAST, **small}),
             ("fused kernels", FAST),
             ("and padded", {**FAST, "pad_widths": True}),
             ("compiled", COMPILED),

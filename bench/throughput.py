@@ -3,7 +3,7 @@
     python bench/throughput.py                                  # two cores will do: one is used
     python bench/throughput.py --numerics fp32 --allocator tcmalloc --rounds 7
     python bench/throughput.py --models slm-100m slm-500m slm-1b slm-2b    # on a GPU
-    python bench/throughput.py --arms plain fused_norm fused_mlp fused_loss compile --against plain
+    python bench/throughput.py --arms plain fused_norm fused_loss compile --against plain
 
 Each round runs every arm once, a process each: A B C, A B C, ...; ratios are taken within a round, and their
 median and range printed. Losses that differ end it with exit code 1; times never do. LitGPT and torchtitan
@@ -51,9 +51,8 @@ FEATURES = {  # ours, one thing at a time
     "plain": (),
     "eager_attention": ("--attn_implementation", "eager"),
     "fused_norm": ("--norm_kernel", "fused"),
-    "fused_mlp": ("--mlp_kernel", "fused"),
     "fused_loss": ("--loss_kernel", "fused_linear"),
-    "all_fused": ("--loss_kernel", "fused_linear", "--norm_kernel", "fused", "--mlp_kernel", "fused"),
+    "all_fused": ("--loss_kernel", "fused_linear", "--norm_kernel", "fused"),
     "compile": ("--torch_compile",),
     "unfused_adamw": ("--optim", "adamw_torch"),
     "pure_bf16": ("--numerics", "pure_bf16"),
@@ -62,8 +61,6 @@ OURS = {**BEST, **ON_GPU, **FEATURES}
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {  # the trainer of rivals/training.py, and its options
     "trainer": ("trainer", {}),
     "trainer_compile": ("trainer", {"torch_compile": True}),
-    "trainer_liger": ("trainer", {"liger": True}),
-    "trainer_compile_liger": ("trainer", {"torch_compile": True, "liger": True}),
     "bare": ("bare", {}),
     "bare_compile": ("bare", {"torch_compile": True}),
     "litgpt_compile": ("litgpt", {"torch_compile": True}),

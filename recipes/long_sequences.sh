@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # How do I train a 1B model on 128k tokens per sequence?
 # hardware: 8 x a100-40gb
-# memory: 23.5 of 39.4 GiB per GPU, 35 GiB of host RAM per node
+# memory: 26.4 of 39.4 GiB per GPU, 35 GiB of host RAM per node
 # time: 8.7 h
 # cost: $165
-# estimated on 2026-11-27 by the first command below
+# estimated on 2026-11-28 by the first command below
 set -euo pipefail
 
 # 1. The training state is as large as ever: activations are what does not fit. Either
@@ -12,11 +12,11 @@ set -euo pipefail
 #    Sharing costs two exchanges per layer and pass; computing again costs a forward. Compare all of them.
 slm recommend --model slm-1b-hw --tokens 1B --seq_len 131072 --gpu a100-40gb:8 --strategy fsdp_full_shard \
   --sp_size 1 2 4 8 --gradient_checkpointing none selective_op full \
-  --loss_kernel fused_linear --norm_kernel fused --mlp_kernel fused
+  --loss_kernel fused_linear --norm_kernel fused
 # What fits, and how fast each is:
 slm estimate --model slm-1b-hw --seq_len 131072 --gpu a100-40gb --num_gpus 8 --strategy fsdp_full_shard \
   --sp_size 1 2 4 8 --gradient_checkpointing none selective_op full --per_device_train_batch_size 1 \
-  --loss_kernel fused_linear --norm_kernel fused --mlp_kernel fused
+  --loss_kernel fused_linear --norm_kernel fused
 
 if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with GPUs: the real thing
   : "${MODEL:=slm-1b-hw}" "${SEQ_LEN:=131072}" "${SHARED_BY:=8}" "${RANKS:=8}"
@@ -30,7 +30,7 @@ fi
 : "${CHECKPOINTING:=none}" # if it does not fit: selective_op, full
 flags=(--model "$MODEL" --seq_len "$SEQ_LEN" --per_device_train_batch_size 1 --sp_size "$SHARED_BY"
   --gradient_accumulation_steps "$ACCUMULATE" --gradient_checkpointing "$CHECKPOINTING"
-  --loss_kernel fused_linear --norm_kernel fused --mlp_kernel fused)
+  --loss_kernel fused_linear --norm_kernel fused)
 
 # 2. Measure four steps, then train. A rehearsal shows the memory first, on any computer:
 #    slm train --rehearse 8 --strategy fsdp_full_shard --sp_size 8 ...

@@ -15,24 +15,20 @@ slm recommend --model slm-2b-hw --tokens 1B --torch_compile --gpu rtx-4090:1 --s
 # Or offload: master weights and AdamW move to the host. Only step 2 measures how fast that is.
 slm estimate --model slm-2b-hw --gpu rtx-4090 --num_gpus 1 --strategy single ds_zero2_offload \
   --gradient_checkpointing full --loss_kernel fused_linear --per_device_train_batch_size 16
-# Or moments in 8 bits: master weights stay fp32, and nothing moves to the host. It is near the card's limit.
-slm estimate --model slm-2b-hw --gpu rtx-4090 --num_gpus 1 --strategy single --adam_dtype int8 \
-  --gradient_checkpointing full --loss_kernel fused_linear --per_device_train_batch_size 4
 
 if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with a GPU: the real thing
   : "${MODEL:=slm-2b-hw}" "${SEQ_LEN:=1024}" "${BATCH:=16}" "${ACCUMULATE:=32}" "${STEPS:=1908}"
   data=(--dataset HuggingFaceFW/fineweb-edu --dataset_config_name sample-10BT
     --tokenizer_name TinyLlama/TinyLlama_v1.1)
-  compile=(--torch_compile) measured=(bf16 offload int8)
+  compile=(--torch_compile) measured=(bf16 offload)
 else # without a GPU, or with TRY=1: two steps of a tiny model
   : "${MODEL:=slm-1m}" "${SEQ_LEN:=64}" "${BATCH:=2}" "${ACCUMULATE:=2}" "${STEPS:=2}"
   data=(--dataset synthetic)
-  compile=() measured=(offload int8)
+  compile=() measured=(offload)
 fi
 declare -A ways=([bf16]="--strategy single --numerics pure_bf16"
-  [offload]="--strategy ds_zero2_offload"
-  [int8]="--strategy single --adam_dtype int8 --find_batch_size true") # by estimate, 16 do not fit
-# With offload and with int8 small weight updates are not lost to rounding. Both are slower.
+  [offload]="--strategy ds_zero2_offload")
+# With offload small weight updates are not lost to rounding. It is slower.
 : "${WAY:=bf16}"
 flags=(--model "$MODEL" --seq_len "$SEQ_LEN" --per_device_train_batch_size "$BATCH"
   --gradient_accumulation_steps "$ACCUMULATE" --gradient_checkpointing full

@@ -258,9 +258,7 @@ OF_FLAGS = (
         case={"gpu_names": ("a100-80gb",)},
     ),
     Planted("fp8-emulated", DDP, flags={"fp8": "rowwise"}, case={"gpu_names": ("a100-80gb",)}),
-    Planted(
-        "package-absent", DDP, flags={"use_liger_kernel": True}, host={"versions": {"liger-kernel": None}}
-    ),
+    Planted("package-absent", DDP, flags={"fp8": "rowwise"}, host={"versions": {"torchao": None}}),
     Planted("qlora-under-zero3", ZERO3, flags={"peft": "qlora"}, also=("adapter-of-random-weights",)),
     Planted("adapter-of-random-weights", DDP, flags={"peft": "lora"}),
     Planted("micro-batch-differs", ZERO2, json={"train_micro_batch_size_per_gpu": 2}),

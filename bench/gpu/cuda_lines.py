@@ -39,14 +39,11 @@ RUNS = (  # words of Python, GPUs, GiB of each
         (f"-m slm_toolkit.train {TINY} {flags}", 1, 1.0)
         for flags in (
             "--torch_compile --torch_compile_mode reduce-overhead --eval_steps 2",
-            "--attn_implementation sdpa_cudnn --loss_kernel fused_linear --norm_kernel fused "
-            "--mlp_kernel fused",
+            "--attn_implementation sdpa_cudnn --loss_kernel fused_linear --norm_kernel fused",
             "--numerics fp32 --tf32 --gradient_checkpointing full",
             "--numerics stock --optim adamw_torch_fused --save_final_model true",
             "--fp8 tensorwise --torch_compile",
-            "--loss_kernel fused_logits --attn_implementation sdpa_flash",
             "--dataset README.md --packing multipack --attn_implementation sdpa_flash",
-            "--use_liger_kernel",
         )
     ),
     (f"{SLM} compare --strategy ddp fsdp_full_shard --num_processes 2 {TINY}", 2, 1.0),

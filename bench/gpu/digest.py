@@ -80,6 +80,11 @@ LEAST_EFFECT = 0.02
 LEAST_MODELS = 2
 "whose steps a term must change: one model's widths may be what is wrong with its steps"
 COMPUTED = ("matmul_share", "misaligned_share", "attention_forward_share", "attention_backward_share")
+REMOVED = {
+    *(("optim", "lion"), ("adam_dtype", "int8"), ("adam_dtype", "bf16")),
+    *(("use_liger_kernel", True), ("mlp_kernel", "fused"), ("loss_kernel", "fused_logits")),
+}
+"of measured arms, but of no flag of this version: such arms have no closed form"
 MOST = 1.1
 "of the data sheet's peak: beyond it a time or its shape is wrong"
 GEMM_ROWS, GEMM_INNER = 16_384, 1536
@@ -424,6 +429,8 @@ def steps_of(archive: Archive, gpu: Gpu) -> list[Step]:
 
 def _setup_of(result: dict[str, Any], gpu: Gpu) -> Setup | None:
     """None: without a closed form."""
+    if has_removed_flags(result):
+        return None
     known = {each.name for each in dataclasses.fields(RunConfig) if each.init}
     asked = {name: value for name, value in result["asked"].items() if name in known}
     config = RunConfig(**asked).with_defaults(has_gpu=True)
@@ -431,6 +438,10 @@ def _setup_of(result: dict[str, Any], gpu: Gpu) -> Setup | None:
     if unknown_to_estimates(config, gpu=gpu, spec=spec):
         return None
     return Setup(spec, find_strategy(result["strategy"]), config, num_gpus=1, gpu=gpu).launched
+
+
+def has_removed_flags(result: dict[str, Any]) -> bool:
+    return any(result["asked"].get(name) == value for name, value in REMOVED)
 
 
 def _predictor(setup: Setup) -> Callable[[Calibration], float]:
@@ -670,6 +681,9 @@ def page(archive: Archive, gpu: Gpu, terms: list[Term], missing: list[str]) -> s
     lines += ["", archive.notes.strip()] if archive.notes else []
     lines += memory_table(archive)
     lines += step_table(steps_of(archive, gpu), calibration)
+    results = {arm["name"]: arm["result"] for arm in archive.of(*STEP_PARTS)}
+    if gone := [name for name, r in results.items() if "asked" in r and has_removed_flags(r)]:
+        lines += ["", f"Their flags were removed since, and with them their closed forms: {', '.join(gone)}."]
     lines += ladder_table(archive) + trainer_table(archive) + flash_table(archive)
     lines += gemm_table(archive) + launch_lines(archive) + term_table(terms, missing) + ended_badly(archive)
     return "\n".join(lines) + "\n"

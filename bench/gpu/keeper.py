@@ -36,7 +36,7 @@ import psutil
 MODULES = ("torch", "transformers", "accelerate", "deepspeed", "slm_toolkit.train", "torch.distributed.run")
 ALSO = ("accelerate.commands.launch", "transformers.models.llama.modeling_llama", "torch._dynamo")
 VERSIONS = ("torch", "triton", "transformers", "accelerate", "deepspeed", "numpy", "nvidia-ml-py", "msgspec")
-OPTIONAL = ("liger_kernel", "torchao", "flash_attn", "litgpt")
+OPTIONAL = ("torchao", "flash_attn", "litgpt")
 TRAIN, LAUNCHER = "slm_toolkit.train", "slm_toolkit.launch.launcher"
 NO_FORK = 97
 "exit code of a fork that could not become the arm: measure.py starts a fresh process instead"

@@ -50,7 +50,6 @@ LADDER: dict[str, tuple[str, ...]] = {  # each with all above it, but for the fi
 }
 TOP = tuple(word for flags in list(LADDER.values())[1:] for word in flags)
 TRITON = ("--triton_loss", "--optim", "adamw_triton")
-LIGER = ("--use_liger_kernel",)
 STRATEGIES = ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "ds_zero1", "ds_zero2", "ds_zero3")
 CANARY_LOSSES = (6.0200, 5.8682, 5.7580, 5.7373, 5.6258, 5.6094)
 """of `python -m slm_toolkit.train --model slm-1m --seq_len 128 --per_device_train_batch_size 4 --max_steps 6`
@@ -135,9 +134,8 @@ def canary(smoke: bool) -> Iterator[Arm]:
     }.items():
         if not (smoke and name in ("CUDA graphs", "Triton")):  # no CPU has either
             yield small(name, *flags)
-    for name, flags, needs in (("fp8", ("--fp8", "tensorwise"), "torchao"), ("Liger", LIGER, "liger_kernel")):
-        if not smoke:  # both are for GPUs
-            yield small(name, *flags, needs=needs)
+    if not smoke:  # float8 is for GPUs
+        yield small("fp8", "--fp8", "tensorwise", needs="torchao")
     profiled = (*size("slm-100m", 64, smoke), *(() if smoke else TOP), "--profile", "--max_steps", "12")
     yield Arm("canary", "profile", profiled, timed_seconds=0.0)
 
@@ -182,8 +180,7 @@ def trainer(smoke: bool) -> Iterator[Arm]:
     shape = ("--seq_len", "32", "--batch_size", "2", "--steps", "4", "--warmup", "2")
     for model in ("slm-1m",) if smoke else ("slm-100m", "slm-1b"):
         arms = ["trainer", "ours"] if smoke else ["trainer_compile", "bare_compile", "ours_compile"]
-        turns = [("", arms, None), (" liger", [*arms[:1], "trainer_compile_liger"], "liger_kernel")]
-        turns += [(" litgpt", [*arms[:1], "litgpt_compile"], "litgpt")]
+        turns = [("", arms, None), (" litgpt", [*arms[:1], "litgpt_compile"], "litgpt")]
         for suffix, turn, needs in turns:
             sized = shape if smoke else ("--batch_size", str(MODELS[model]), "--steps", "24", "--warmup", "8")
             against = ("--against", turn[0])
@@ -206,30 +203,25 @@ def flash(smoke: bool) -> Iterator[Arm]:
 
 
 def extras(smoke: bool) -> Iterator[Arm]:
-    """On top of the ladder: float8 where widths allow, CUDA graphs where launches bind, Liger, no cuDNN.
+    """On top of the ladder: float8 where widths allow, CUDA graphs where launches bind, no cuDNN.
 
-    And not compiled: the optimizers beside AdamW with fp32 moments, at the rung of the fused norm, and fp16.
+    And not compiled: Muon, at the rung of the fused norm, and fp16.
     """
     graphs = ("--torch_compile_mode", "reduce-overhead")
     wanted = [(f"{model}-hw", "fp8", (*TOP, "--fp8", "tensorwise"), "torchao") for model in MODELS]
     wanted += [(model, "CUDA graphs", (*TOP, *graphs), None) for model in ("slm-100m", "slm-500m")]
-    wanted += [("slm-500m", "Liger", (*LADDER["fused loss"], *LIGER), "liger_kernel")]
     # sdpa itself takes cuDNN's kernel where there is one
     wanted += [("slm-1b", "sdpa_flash", (*TOP, "--attn_implementation", "sdpa_flash"), None)]
     for model, name, flags, needs in wanted:
         batch = MODELS[model.removesuffix("-hw")]
-        if not smoke or name == "Liger":  # a CPU compiles each of the others for half a minute
+        if not smoke:  # a CPU compiles each for half a minute
             yield Arm("extras", f"{model} {name}", (*size(model, batch, smoke), *flags), needs=needs)
     uncompiled = [word for name in ("fused loss", "fused norm") for word in LADDER[name]]
     for name, flags in {
-        "8-bit moments": ("--adam_dtype", "int8"),
-        "8-bit moments Triton": ("--adam_dtype", "int8", "--optim", "adamw_triton"),
-        "bf16 moments": ("--adam_dtype", "bf16"),
-        "Lion": ("--optim", "lion"),
         "Muon": ("--optim", "muon"),
         "fp16": ("--numerics", "fp16"),
     }.items():
-        if not smoke or name == "8-bit moments":
+        if not smoke or name == "Muon":
             kernels = () if name == "fp16" else uncompiled  # refuses the fused loss
             words = (*size("slm-500m", RUNG_BATCHES["slm-500m"], smoke), *kernels, *flags)
             yield Arm("extras", f"slm-500m {name}", words, timed_seconds=3.0)

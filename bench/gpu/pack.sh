@@ -5,7 +5,7 @@
 #     bench/gpu/pack.sh --python_version 3.11 --out DIR
 #
 # What is carried follows from pyproject.toml: pip resolves its dependencies (without datasets, which synthetic
-# tokens don't need, with Liger and torchao). Of these all that is reached without torch, transformers and
+# tokens don't need, with torchao). Of these all that is reached without torch, transformers and
 # accelerate is carried, but for what these three name themselves: the machine has that. torch and triton are empty
 # wheels while pip resolves, or it would look for CUDA. DeepSpeed is built here from its sdist, without its CUDA
 # operators: ZeRO steps torch's AdamW, so nothing is compiled there. Needs PyPI and a Python 3.11 with pip 23 or
@@ -41,7 +41,7 @@ import tomllib
 
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
-for requirement in (*project["dependencies"], *extras["liger"], *extras["fp8"]):
+for requirement in (*project["dependencies"], *extras["fp8"]):
     if not requirement.startswith("datasets"):
         print(requirement)
 PYTHON

@@ -10,7 +10,7 @@ clocks are the CPU's, so times and dollars mean nothing.
 
 Not pretended: kernels in a profile (`--profile` finds no step breakdown), CUDA graphs, and the insides of
 compiled code, which sees CPU tensors and whose memory is not counted; libraries with CUDA code of their own
-(bitsandbytes, flash-attn, Liger, TransformerEngine).
+(bitsandbytes, flash-attn, TransformerEngine).
 """
 
 import argparse

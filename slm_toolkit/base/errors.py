@@ -127,7 +127,6 @@ OUT_OF_MEMORY = re.compile(
 PACKAGES = {
     "figures": "kaleido",
     "fp8": "torchao",
-    "liger": "liger-kernel",
     "peft": "peft bitsandbytes",
 }
 

@@ -16,8 +16,8 @@ from slm_toolkit.record.run_record import RECORD_FILE
 from slm_toolkit.record.saved_files import delete
 from slm_toolkit.run.checkpoint.foreign import ForeignReader
 from slm_toolkit.run.checkpoint.resume import Checkpoint, opened
+from slm_toolkit.run.engine.optimizer import MOMENTS
 from slm_toolkit.run.engine.training_state import WEIGHTS
-from slm_toolkit.run.kernels.moments import MOMENTS
 from slm_toolkit.run.model.model import hf_config
 
 
@@ -131,7 +131,7 @@ def _group(source: Checkpoint, learning_rate: float | None) -> dict[str, Any]:
 
 
 def _with_moments(checkpoint: Path) -> Checkpoint:
-    """Open a checkpoint that has AdamW's moments. Raises ValueError if Muon or Lion trained it."""
+    """Open a checkpoint that has AdamW's moments. Raises ValueError if Muon trained it."""
     source = opened(checkpoint)
     if (rule := rule_of(source.manifest.run.get("optim", "adamw"))) != "adamw":
         raise ValueError(

@@ -1,4 +1,4 @@
-"""LossChunks: tokens per chunk of the fused losses, for the kernels and for the closed forms."""
+"""LossChunks: tokens per chunk of the fused loss, for the kernels and for the closed forms."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ class LossChunks:
     "computed on a CPU. A rehearsal has a GPU's chunks"
 
     def of_logits(self, num_tokens: int, *, vocab_size: int, hidden_size: int) -> int:
-        """Return the tokens per chunk of `fused_linear`.
+        """Return the tokens per chunk of logits.
 
         Liger's chunks take little memory. But their matrix products may be too small for a GPU, and every
         chunk reads and writes matrices of V x h. So a chunk has at least _FULL_WAVES tokens, or fewer if
@@ -39,7 +39,7 @@ class LossChunks:
         return min(num_tokens, max(as_in_liger, 1 << (at_least.bit_length() - 1)))
 
     def of_probabilities(self, num_tokens: int, *, vocab_size: int) -> int:
-        """Return the tokens per chunk of `fused_logits`, whose fp32 probabilities exist at the same time."""
+        """Return the tokens whose fp32 probabilities exist at the same time."""
         return min(num_tokens, self.num_tokens_asked or max(1, _ELEMENTS // vocab_size))
 
 

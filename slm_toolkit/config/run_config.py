@@ -51,9 +51,12 @@ _NO_CHECKPOINTS = (
     ),
 )
 _RECORD_GRAPHS = ("reduce-overhead", "max-autotune")
-_OWN_KERNELS = (Excludes("use_liger_kernel", "it has its own"),)
 
-_NO_PAGES = "--adam_dtype int8, or a strategy that offloads, such as ds_zero2_offload"
+_SMALLER_OPTIMIZERS = (
+    *("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "paged_adamw", "paged_adamw_8bit", "adafactor"),
+    *("paged_adamw_32bit", "lion", "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"),
+)
+_SMALLER_STATE = "--optim muon (4 bytes less per parameter), or --strategy ds_zero2_offload (none on the GPU)"
 
 
 @dataclass_of_flags
@@ -94,18 +97,18 @@ class RunConfig:
     )
     loss_kernel: str = Flag(
         "hf",
-        "hf: transformers' own loss, with fp32 copies of all logits. fused_logits: works in chunks and "
-        "writes the gradient over the logits. fused_linear: computes head and loss in chunks of tokens, "
-        "so that the logits of many tokens never exist as a whole",
+        "hf: transformers' own loss, with fp32 copies of all logits. fused_linear: computes head and loss in "
+        "chunks of tokens, so that the logits of many tokens never exist as a whole",
         group="model",
-        choices=("hf", "fused_logits", "fused_linear"),
+        choices=("hf", "fused_linear"),
+        instead={"fused_logits": "--loss_kernel fused_linear"},
         grid=True,
         excludes=(
             Excludes(
                 "numerics",
                 "its gradients are rounded before the loss scale multiplies them",
                 values=("fp16",),
-                own=("fused_logits", "fused_linear"),
+                own=("fused_linear",),
             ),
         ),
         losses="rounded",
@@ -115,9 +118,8 @@ class RunConfig:
     )
     loss_chunk_tokens: int | None = Flag(
         None,
-        "tokens per chunk of a fused --loss_kernel. Fewer tokens take less memory and more time on a GPU "
-        "(default: of fused_linear 4096 or more, but 512 MiB of bf16 logits at most, and on a CPU 16 MiB or "
-        "more; of fused_logits 64 MiB in fp32)",
+        "tokens per chunk of --loss_kernel fused_linear. Fewer take less memory and more time on a GPU "
+        "(default: 4096 or more, but 512 MiB of bf16 logits at most, and on a CPU 16 MiB or more)",
         group="model",
         grid=True,
         least=1,
@@ -130,8 +132,8 @@ class RunConfig:
     )
     triton_loss: bool = Flag(
         False,
-        "compute a fused --loss_kernel between its matrix products by one Triton kernel, which moves 6 bytes "
-        "per logit instead of 26, or 8 with --torch_compile; on a CPU as without it",
+        "compute --loss_kernel fused_linear between its matrix products by one Triton kernel, which moves 6 "
+        "bytes per logit instead of 26, or 8 with --torch_compile; on a CPU as without it",
         group="model",
         grid=True,
         excludes=(Excludes("loss_kernel", "it has no kernel between products", values=("hf",)),),
@@ -147,36 +149,10 @@ class RunConfig:
         group="model",
         choices=("hf", "fused"),
         grid=True,
-        excludes=_OWN_KERNELS,
         losses="rounded",
         estimate="counts",
         label="norm",
         heading="norm {}",
-    )
-    mlp_kernel: str = Flag(
-        "hf",
-        "hf: transformers' own SwiGLU. fused: a kernel that does not keep the gate's SiLU for backward",
-        group="model",
-        choices=("hf", "fused"),
-        grid=True,
-        excludes=_OWN_KERNELS,
-        losses="rounded",
-        estimate="counts",
-        column="MLP kernel",
-        label="mlp",
-        heading="MLP {}",
-    )
-    use_liger_kernel: bool = Flag(
-        False,
-        "use Liger's Triton kernels for RMSNorm, RoPE and SwiGLU; --loss_kernel chooses the loss. Needs a "
-        f"GPU and `{pip_install('liger')}`",
-        group="model",
-        grid=True,
-        extra="liger",
-        losses="rounded",
-        estimate="counts",
-        column="Liger",
-        heading="Liger",
     )
     pad_widths: bool = Flag(
         False,
@@ -757,17 +733,12 @@ class RunConfig:
         "adamw_torch_fused: one kernel for all parameters. adamw_torch: takes a temporary as large as the "
         "parameters. adamw_triton: a Triton kernel that also clips gradients and rounds weights, and so "
         "moves 30 instead of 50 bytes per parameter; on a CPU the same as adamw_torch_fused. muon: Muon for "
-        "the matrices of the layers (4 bytes less per parameter), fused AdamW for the rest. lion: has one "
-        "moment (4 bytes less per parameter); give it a third to a tenth of AdamW's learning rate",
+        "the matrices of the layers (4 bytes less per parameter), fused AdamW for the rest",
         group="optimizer",
-        choices=("adamw_torch", "adamw_torch_fused", "adamw_triton", "lion", "muon"),
+        choices=("adamw_torch", "adamw_torch_fused", "adamw_triton", "muon"),
         instead={
-            **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit"), "--adam_dtype int8"),
-            **dict.fromkeys(("lion_32bit", "paged_lion_32bit"), "--optim lion"),
-            **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), "--optim lion --adam_dtype int8"),
-            **dict.fromkeys(("paged_adamw_8bit", "paged_adamw_32bit", "paged_adamw"), _NO_PAGES),
+            **dict.fromkeys(_SMALLER_OPTIMIZERS, _SMALLER_STATE),
             **dict.fromkeys(("adamw_apex_fused", "adamw_hf"), "--optim adamw_torch_fused"),
-            "adafactor": "--adam_dtype int8, which saves 6 bytes per parameter; Adafactor would save 8",
         },
         other_names=("optimizer",),
         grid=True,
@@ -778,13 +749,7 @@ class RunConfig:
                 values=("stock", "pure_bf16"),
                 own=("adamw_triton",),
             ),
-            Excludes(
-                "adam_dtype",
-                "that optimizer keeps its moments in the dtype of the weights that it updates",
-                values=("bf16", "int8"),
-                own=("muon",),
-            ),
-            Excludes("numerics", "it has its own master weights", values=("stock",), own=("lion", "muon")),
+            Excludes("numerics", "it has its own master weights", values=("stock",), own=("muon",)),
             Excludes("numerics", "Muon's matrix products are in bf16", values=("fp16",), own=("muon",)),
             Excludes("peft", "Muon is for whole matrices, not for adapters", own=("muon",)),
             Excludes("pad_widths", "Muon's updates grow with the padded widths", own=("muon",)),
@@ -798,7 +763,7 @@ class RunConfig:
             ExcludesStrategy(
                 "offloads",
                 "{flag} with offload, whose optimizer runs on the CPU",
-                own=("adamw_triton", "lion", "muon"),
+                own=("adamw_triton", "muon"),
             ),
             ExcludesStrategy(
                 "is_fsdp1",
@@ -812,34 +777,6 @@ class RunConfig:
         estimate="counts",
         column="optimizer",
         heading="{}",
-    )
-    adam_dtype: str | None = Flag(
-        None,
-        "dtype of the moments of AdamW or Lion (default: that of the weights they update). Per moment and "
-        "parameter, bf16 takes 2 bytes less; with --adam_beta2 0.999 the second moment is rounded where it "
-        "was. int8 takes 3 bytes less: 8 bits, with a scale per 256 elements, as in bitsandbytes' adamw_8bit",
-        group="optimizer",
-        choices=("int8", "bf16", "fp32"),
-        grid=True,
-        excludes=(
-            Excludes(
-                "numerics",
-                "its moments have the dtype of its weights",
-                values=("stock", "fp32", "pure_bf16"),
-            ),
-        ),
-        excludes_strategies=(
-            ExcludesStrategy(
-                "offloads_under_deepspeed",
-                "{flag} under DeepSpeed with offload, whose CPU Adam has fp32 moments: leave it out",
-                own=("bf16", "int8"),
-            ),
-        ),
-        may_change_on_resume=False,
-        losses="rounded",
-        estimate="counts",
-        column="moments in",
-        heading="moments in {}",
     )
     learning_rate: float = Flag(
         3e-4,
@@ -1177,16 +1114,6 @@ class RunConfig:
         return self.learning_rate * (sequences_per_step / base) ** power
 
     @property
-    def fuses_norms(self) -> bool:
-        """Whether a kernel of ours, or of Liger, computes a whole norm."""
-        return self.norm_kernel == "fused" or self.use_liger_kernel
-
-    @property
-    def fuses_mlp(self) -> bool:
-        """Whether backward computes silu(gate) again instead of keeping it."""
-        return self.mlp_kernel == "fused" or self.use_liger_kernel
-
-    @property
     def loss_chunks(self) -> LossChunks:
         """How the fused losses cut a micro-step's tokens."""
         return LossChunks(self.loss_chunk_tokens)
@@ -1198,18 +1125,8 @@ class RunConfig:
 
     @property
     def optimizer_rule(self) -> str:
-        """What `--optim` updates the weights by: adamw, lion or muon."""
+        """What `--optim` updates the weights by: adamw or muon."""
         return rule_of(self.optim)
-
-    @property
-    def num_moments(self) -> int:
-        """Moments of a parameter that Muon does not update."""
-        return 1 if self.optimizer_rule == "lion" else 2
-
-    @property
-    def has_narrow_moments(self) -> bool:
-        """Whether moments between steps are narrower than the weights that they update."""
-        return self.adam_dtype in ("bf16", "int8")
 
     @property
     def reduces_in_fp32(self) -> bool:
@@ -1330,7 +1247,7 @@ def _step_problems(config: RunConfig) -> list[str]:
 
 
 def rule_of(optim: str) -> str:
-    """Return what a value of `--optim` updates the weights by: adamw, lion or muon."""
+    """Return what a value of `--optim` updates the weights by: adamw or muon."""
     return optim.split("_")[0]
 
 

@@ -23,7 +23,7 @@ from slm_toolkit.strategy.strategy import settings_of, yaml_around
 
 PACKAGES = (
     *("torch", "accelerate", "deepspeed", "transformers", "peft", "bitsandbytes", "torchao"),
-    *("liger-kernel", "flash-attn", "flash-attn-3", "flash-attn-4", "kernels"),
+    *("flash-attn", "flash-attn-3", "flash-attn-4", "kernels"),
 )
 _INCLUDE, _LIBRARIES = ("/usr/include", "/usr/local/include"), ("/usr/lib", "/usr/lib64", "/usr/local/lib")
 

@@ -148,9 +148,6 @@ def after_head(config: Mapping[str, Any], model_type: str) -> str:
     return "softcap" if model_type.startswith("gemma") and cap is not None else "nothing"
 
 
-_SILU = ("silu", "swish")
-
-
 def kernel_problems(spec: ModelSpec, config: RunConfig) -> list[str]:
     """Return a sentence for each kernel of the flags that would compute another model's function."""
     return [sentence for sentence, _ in _replaced_kernels(spec, config)]
@@ -180,22 +177,15 @@ def _replaced_kernels(spec: ModelSpec, config: RunConfig) -> list[tuple[str, dic
     if spec.after_head != "nothing" and config.loss_kernel == "fused_linear":
         sentence = (
             f"--loss_kernel fused_linear: {spec.name} changes the head's logits before the loss "
-            f"({spec.after_head}), and this kernel never has them; use --loss_kernel fused_logits"
+            f"({spec.after_head}), and this kernel never has them; use --loss_kernel hf"
         )
-        found.append((sentence, {"loss_kernel": "fused_logits"}))
+        found.append((sentence, {"loss_kernel": "hf"}))
     if spec.norm_scales_in_fp32 and config.norm_kernel == "fused":
         sentence = (
             f"--norm_kernel fused: {spec.name} multiplies by a norm's weight before it rounds, and this "
             "kernel after it; use --norm_kernel hf"
         )
         found.append((sentence, {"norm_kernel": "hf"}))
-    if config.mlp_kernel == "fused" and (spec.fused_projections or spec.hidden_act not in _SILU):
-        reason = "gate and up are one matrix" if spec.fused_projections else f"it is {spec.hidden_act}"
-        sentence = (
-            f"--mlp_kernel fused: it computes down(silu(gate) * up), and {spec.name} does not: {reason}; "
-            "use --mlp_kernel hf"
-        )
-        found.append((sentence, {"mlp_kernel": "hf"}))
     if config.pad_widths and (reason := _why_not_padded(spec)) is not None:
         found.append((f"--pad_widths: {spec.name} {reason}; leave it out", {"pad_widths": False}))
     return found

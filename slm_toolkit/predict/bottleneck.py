@@ -63,9 +63,9 @@ def _changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
         yield words, dataclasses.replace(setup, spec=aligned)
     if config.attn_implementation == "eager":
         yield changed(attn_implementation="sdpa")
-    if not config.torch_compile and trains_all and not config.use_liger_kernel:
+    if not config.torch_compile and trains_all:
         yield changed(torch_compile=True)
-    if not config.fuses_norms and not config.torch_compile:
+    if config.norm_kernel == "hf" and not config.torch_compile:
         yield changed(norm_kernel="fused")
     if config.loss_kernel == "hf":
         yield changed(loss_kernel="fused_linear")

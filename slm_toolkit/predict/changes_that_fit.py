@@ -105,7 +105,7 @@ def _has_estimate(setup: Setup) -> bool:
 def _described(before: Setup, after: Setup) -> str:
     """Return what differs: `batch 4 instead of 8 with --gradient_accumulation_steps 2`."""
     names = (
-        *("gradient_accumulation_steps", "loss_kernel", "norm_kernel", "mlp_kernel"),
+        *("gradient_accumulation_steps", "loss_kernel", "norm_kernel"),
         *("gradient_checkpointing", "sp_size"),
     )
     flags = [
@@ -128,8 +128,7 @@ def _described(before: Setup, after: Setup) -> str:
 def _kernels(setup: Setup) -> Iterator[_Option]:
     """Yield kernels that keep less for backward; each option includes those before it."""
     changes: dict[str, str] = {}
-    of_layers = () if setup.config.use_liger_kernel else (("norm_kernel", "fused"), ("mlp_kernel", "fused"))
-    for name, value in (("loss_kernel", "fused_linear"), *of_layers):
+    for name, value in (("loss_kernel", "fused_linear"), ("norm_kernel", "fused")):
         if getattr(setup.config, name) == getattr(RunConfig, name):
             changes = {**changes, name: value}
             yield _with_flags(**changes)

@@ -75,13 +75,10 @@ class Estimate:
     loss_chunk_tokens: int | None
     triton_loss: bool
     norm_kernel: str
-    mlp_kernel: str
-    use_liger_kernel: bool
     torch_compile: bool
     fp8: str
     pad_widths: bool
     optim: str
-    adam_dtype: str | None
     peft: str
     lora_r: int | None
     "None without LoRA"
@@ -216,13 +213,10 @@ def estimate(
         loss_chunk_tokens=config.loss_chunk_tokens,
         triton_loss=config.triton_loss,
         norm_kernel=config.norm_kernel,
-        mlp_kernel=config.mlp_kernel,
-        use_liger_kernel=config.use_liger_kernel,
         torch_compile=config.torch_compile,
         fp8=config.fp8,
         pad_widths=config.pad_widths,
         optim=config.optim,
-        adam_dtype=config.adam_dtype,
         peft=config.peft,
         lora_r=adapters.rank if adapters else None,
         lora_dropout=config.lora_dropout if adapters else None,

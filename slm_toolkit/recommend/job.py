@@ -26,13 +26,11 @@ GRID: dict[str, list[Any]] = {
     "per_device_train_batch_size": [1, 2, 4, 8, 16, 32, 64, 128],
     "torch_compile": [False, True],
     "gradient_checkpointing": ["none", "selective_op", "full"],
-    "loss_kernel": ["fused_logits", "fused_linear"],
+    "loss_kernel": ["fused_linear"],
     "norm_kernel": ["fused"],
-    "mlp_kernel": ["hf", "fused"],
 }
 """values to try for flags that are not given; they change results only by rounding. transformers' own loss
 and norm take more memory and time than the fused kernels, so they are left out"""
-_REPLACED_BY_LIGER = ("norm_kernel", "mlp_kernel")
 _DEFAULT_MODEL = "slm-100m"
 _DEFAULT_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -143,7 +141,7 @@ def workloads_of(given: dict[str, Any], length: Length) -> tuple[list[Workload],
     return found, [*notes, *(f"left out: {problem.splitlines()[0]}" for problem in unreached)]
 
 
-_KERNELS = ("attn_implementation", "loss_kernel", "norm_kernel", "mlp_kernel", "sp_size")
+_KERNELS = ("attn_implementation", "loss_kernel", "norm_kernel", "sp_size")
 
 
 def _given_problems(spec: ModelSpec, given: dict[str, Any]) -> list[str]:
@@ -228,30 +226,21 @@ def _tokens_of_dataset(name: str, starts_from: str | None, given: dict[str, Any]
 def configs_of(given: dict[str, Any], *, gpus_per_node: int) -> list[RunConfig]:
     """Return the grid of the given flags, and of GRID for the rest.
 
-    Of GRID's own combinations those without a closed form are left out, and compiled layers with a fused MLP,
-    which Inductor fuses anyway.
+    Of GRID's own combinations those without a closed form are left out.
     """
     several = {
         name: list(dict.fromkeys(value)) if isinstance(value, list) else [value]
         for name, value in {**GRID, **given}.items()
     }
     first_of_grid = {name: values[0] for name, values in GRID.items()}
-    if True in several.get("use_liger_kernel", []):
-        for name in _REPLACED_BY_LIGER:
-            del first_of_grid[name]
     check_grid({**first_of_grid, **given}, num_gpus=[1], gpus_per_node=gpus_per_node)
     several.setdefault("model", [_DEFAULT_MODEL])
     combinations = [
         dict(zip(several, values, strict=True)) for values in itertools.product(*several.values())
     ]
-    for flags in combinations:
-        if flags.get("use_liger_kernel"):
-            flags |= {name: "hf" for name in _REPLACED_BY_LIGER if name not in given}
     found = list(dict.fromkeys(RunConfig(**flags).with_defaults(has_gpu=True) for flags in combinations))
     if "torch_compile" not in given:
         found = [config for config in found if not config.torch_compile or not unknown_to_estimates(config)]
-    if "mlp_kernel" not in given:
-        found = [config for config in found if not (config.torch_compile and config.mlp_kernel == "fused")]
     return found
 
 

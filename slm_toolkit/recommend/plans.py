@@ -239,14 +239,11 @@ class Candidate:
     with_any_batch: int
     "equal for candidates that differ only in their batch, and that either all accumulate or all don't"
     with_any_saving: int
-    "equal for candidates that differ only in the settings of `savings`"
-    savings: tuple[str, str]
-    "settings that save memory and cost time: gradient_checkpointing and mlp_kernel"
+    "equal for candidates that differ only in gradient_checkpointing"
 
-    def saves_no_less_than(self, others: list[tuple[str, str]]) -> bool:
-        """Return whether one of `others` has each saving either like this candidate or not at all."""
-        checkpointing, mlp = self.savings
-        return any(one in ("none", checkpointing) and two in ("hf", mlp) for one, two in others)
+    def saves_no_less_than(self, others: list[str]) -> bool:
+        """Return whether one of these modes of gradient_checkpointing is this candidate's, or none."""
+        return any(mode in ("none", self.config.gradient_checkpointing) for mode in others)
 
 
 def _candidates(workload: Workload, configs: list[RunConfig], num_gpus: int) -> list[Candidate]:
@@ -258,19 +255,18 @@ def _candidates(workload: Workload, configs: list[RunConfig], num_gpus: int) -> 
         if steps is None:
             continue
         without_batch = dataclasses.replace(config, per_device_train_batch_size=1)
-        without_savings = dataclasses.replace(config, gradient_checkpointing="none", mlp_kernel="hf")
+        without_savings = dataclasses.replace(config, gradient_checkpointing="none")
         found.append(
             Candidate(
                 dataclasses.replace(config, gradient_accumulation_steps=steps),
                 numbers.setdefault((without_batch, steps > 1), len(numbers)),
                 numbers.setdefault((without_savings, steps > 1), len(numbers)),
-                (config.gradient_checkpointing, config.mlp_kernel),
             )
         )
 
     def order(candidate: Candidate) -> tuple[int, int]:
-        checkpointing, mlp = candidate.savings
-        return -candidate.config.per_device_train_batch_size, (checkpointing != "none") + (mlp != "hf")
+        config = candidate.config
+        return -config.per_device_train_batch_size, config.gradient_checkpointing != "none"
 
     return sorted(found, key=order)
 
@@ -297,7 +293,7 @@ def _search_strategy(
         return
     setup = dataclasses.replace(setup, strategy=strategy)
     num_fitting: Counter[int] = Counter()
-    savings_that_fit: dict[tuple[int, int], list[tuple[str, str]]] = {}
+    modes_that_fit: dict[tuple[int, int], list[str]] = {}
     for number, candidate in enumerate(candidates):
         config = candidate.config
         same_batch = (candidate.with_any_saving, config.per_device_train_batch_size)
@@ -306,10 +302,10 @@ def _search_strategy(
         launched = launched.launched
         fits_for_sure = num_fitting[
             candidate.with_any_batch
-        ] >= _ENOUGH_BATCHES or candidate.saves_no_less_than(savings_that_fit.get(same_batch, []))
+        ] >= _ENOUGH_BATCHES or candidate.saves_no_less_than(modes_that_fit.get(same_batch, []))
         if observed is None and fits_for_sure:
             num_fitting[candidate.with_any_batch] += 1
-            savings_that_fit.setdefault(same_batch, []).append(candidate.savings)
+            modes_that_fit.setdefault(same_batch, []).append(config.gradient_checkpointing)
             continue
         if problems := [
             *contradictions(strategy, config),
@@ -328,7 +324,7 @@ def _search_strategy(
             continue
         if observed is None and row.verdict == "fits":
             num_fitting[candidate.with_any_batch] += 1
-            savings_that_fit.setdefault(same_batch, []).append(candidate.savings)
+            modes_that_fit.setdefault(same_batch, []).append(config.gradient_checkpointing)
         plan = _plan(workload, row, config, strategy, offer, observed)
         if plan is not None:
             result.plans.append(_limited(plan))

@@ -177,7 +177,7 @@ class Numerics:
         "attention kernel that ran", settings=("attn_implementation", "torch_compile", "seq_len")
     )
     optimizer_kernel: str | None = _probed(
-        "fused, triton, foreach, for-loop, lion or muon, as run", settings=("optim",)
+        "fused, triton, foreach, for-loop or muon, as run", settings=("optim",)
     )
     compiled: bool | None = _probed("whether a graph of torch.compile ran", settings=("torch_compile",))
     recomputed: bool | None = _probed(
@@ -206,7 +206,7 @@ class Numerics:
         "p of the dropout modules and of attention's weights", settings=("peft", "lora_dropout")
     )
     rope: str | None = _probed("dtype and first, last and sum of RoPE's frequencies", settings=("model",))
-    norm_eps: str | None = _probed("eps of the norms", settings=("model", "norm_kernel", "use_liger_kernel"))
+    norm_eps: str | None = _probed("eps of the norms", settings=("model", "norm_kernel"))
     tied: str | None = _probed("whether the head is the embedding", settings=("model", "loss_kernel"))
     frozen: str | None = _probed("parameters that are not trained", settings=("peft", "model"))
     without_gradient: str | None = _probed(

@@ -69,19 +69,21 @@ def _wrong_optimizer_settings(record: RunRecord, numerics: Numerics) -> list[str
             number = r"(lr|eps|decay|momentum) ([-+.\de]+)"
             ran = {name: float(value) for name, value in re.findall(number, group)}
             expected = {"lr": rate}
-            if "momentum" not in ran:  # AdamW's group or Lion's, not Muon's
+            if "momentum" not in ran:  # AdamW's group, not Muon's
                 beta1, beta2 = re.findall(r"betas (\S+) (\S+),", group)[0]
                 ran |= {"beta1": float(beta1), "beta2": float(beta2)}
-                if "eps" in ran:
-                    expected["eps"] = config.adam_epsilon
-                expected |= {"beta1": config.adam_beta1, "beta2": config.adam_beta2}
+                expected |= {
+                    "beta1": config.adam_beta1,
+                    "beta2": config.adam_beta2,
+                    "eps": config.adam_epsilon,
+                }
             expected["decay"] = config.weight_decay if ran["decay"] else 0.0
             problems += [
                 f"{name} {ran[name]:g} {when}, not {value:g}"
                 for name, value in expected.items()
                 if not _is_close(ran[name], value)
             ]
-        rule = "muon" if line and "momentum" in line else "adamw" if line and "eps" in line else "lion"
+        rule = "muon" if line and "momentum" in line else "adamw"
         if line and rule != config.optimizer_rule:
             problems.append(f"the optimizer is {rule} {when}, not {config.optimizer_rule}")
         decays = re.findall(r"decay ([-+.\de]+)", line or "")

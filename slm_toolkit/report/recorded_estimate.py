@@ -145,7 +145,6 @@ def _config_of_script(record: RunRecord) -> RunConfig:
         max_grad_norm=seen.clipping or 0.0,
         loss_kernel="hf",
         norm_kernel="hf",
-        mlp_kernel="hf",
     )
 
 

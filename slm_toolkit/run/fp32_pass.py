@@ -70,7 +70,6 @@ def _in_fp32(config: RunConfig, folder: Path) -> RunConfig:
         numerics="fp32",
         reduce_dtype=None,
         grad_dtype=None,
-        adam_dtype=None,
         max_grad_norm=config.max_grad_norm if config.max_grad_norm is not None else _clipping_of(config),
         fp8="none",
         tf32=False,

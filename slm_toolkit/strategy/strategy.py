@@ -199,11 +199,6 @@ class Strategy:
         return self.fsdp is not None and self.fsdp.offloads_params
 
     @property
-    def offloads_under_deepspeed(self) -> bool:
-        """Whether DeepSpeed's own optimizer updates weights on the host."""
-        return self.is_deepspeed and self.offloads
-
-    @property
     def simplicity(self) -> int:
         """The place of this strategy if strategies are sorted from the simplest to the most complex.
 

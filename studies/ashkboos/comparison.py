@@ -223,7 +223,7 @@ PAPER_NUMERICS = "pure_bf16"
 "numerics that explain the paper's fits and OOMs"
 _SAME_FLAGS = (  # numerics may differ and are printed; clipping and Adam's kernels take almost no time
     *("seq_len", "gradient_accumulation_steps", "gradient_checkpointing", "torch_compile"),
-    *("loss_kernel", "norm_kernel", "mlp_kernel", "pad_widths", "use_liger_kernel", "torch_compile_mode"),
+    *("loss_kernel", "norm_kernel", "pad_widths", "torch_compile_mode"),
     *("triton_loss", "fp8"),
 )
 

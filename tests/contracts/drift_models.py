@@ -42,23 +42,22 @@ def _model_parts() -> None:
 def _layer_classes() -> None:
     import importlib
 
-    from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-    from slm_toolkit.run.kernels.layer_kernels import FusedMLP, FusedRMSNorm, computes_like
+    from slm_toolkit.run.kernels.layer_kernels import FusedRMSNorm, computes_like
 
     copies = {"Qwen2": "qwen2", "Mistral": "mistral", "Qwen3": "qwen3", "SmolLM3": "smollm3"}
     copies |= {"Granite": "granite"}
-    for model_class, ours in ((LlamaRMSNorm, FusedRMSNorm), (LlamaMLP, FusedMLP)):
-        for prefix, family in copies.items():
-            module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-            theirs = getattr(module, model_class.__name__.replace("Llama", prefix))
-            assert computes_like(theirs.__new__(theirs), model_class), f"{theirs.__name__} computes otherwise"
-            wanted, found = (list(inspect.signature(kind.forward).parameters) for kind in (ours, theirs))
-            assert len(found) == len(wanted) == 2, f"{theirs.__name__}.forward takes {found}"
-    layer = small_llama().model.layers[0]
-    assert isinstance(layer.input_layernorm.variance_epsilon, float)
-    assert tuple(layer.input_layernorm.weight.shape) == (16,)
-    assert set(dict(layer.mlp.named_children())) - {"act_fn"} == {"gate_proj", "up_proj", "down_proj"}
+    for prefix, family in copies.items():
+        module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        theirs = getattr(module, f"{prefix}RMSNorm")
+        assert computes_like(theirs.__new__(theirs), LlamaRMSNorm), f"{theirs.__name__} computes otherwise"
+        kinds = (FusedRMSNorm, theirs)
+        wanted, found = (list(inspect.signature(kind.forward).parameters) for kind in kinds)
+        assert len(found) == len(wanted) == 2, f"{theirs.__name__}.forward takes {found}"
+    norm = small_llama().model.layers[0].input_layernorm
+    assert isinstance(norm.variance_epsilon, float)
+    assert tuple(norm.weight.shape) == (16,)
 
 
 class _HeadOfOneNumber(torch.nn.Linear):
@@ -206,9 +205,9 @@ MODELS = (
         _model_parts,
     ),
     Leaning(
-        "transformers: classes of norms and MLPs",
-        ("LlamaRMSNorm", "LlamaMLP", "variance_epsilon"),
-        "put fused kernels in place of modules whose forward is Llama's",
+        "transformers: classes of norms",
+        ("LlamaRMSNorm", "variance_epsilon"),
+        "put the fused norm in place of modules whose forward is Llama's",
         "run/kernels/layer_kernels.py: computes_like, and the modules' attributes",
         _layer_classes,
     ),
@@ -216,8 +215,7 @@ MODELS = (
         "transformers: how the loss is called",
         ("loss_function",),
         "replace it, keep its value, and let the head compute it",
-        "run/model/loss_recorder.py, run/kernels/loss_kernels.py: arguments of fused_logits_loss "
-        "and loss_of_head",
+        "run/model/loss_recorder.py, run/kernels/loss_kernels.py: arguments of loss_of_head",
         _loss_function,
     ),
     Leaning(

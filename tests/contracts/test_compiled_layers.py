@@ -121,7 +121,7 @@ def test_a_compiled_layer_in_float8_saves_less(recipe: str) -> None:
         if address not in known
         and tensor.numel() >= BATCH * SEQ_LEN  # smaller: scales of tensors and columns
     )
-    kernels = {"fused_norm": False, "fused_mlp": False, "compiled": True, "float8": True}
+    kernels = {"fused_norm": False, "compiled": True, "float8": True}
     shape = {"seq_len": SEQ_LEN, "compute": BF16, "eager": False}
     assert (
         num_bytes / (BATCH * SEQ_LEN) == layer_memory(SHAPE, **shape, **kernels, checkpointing="none").saved
@@ -133,9 +133,9 @@ def closed_form(
 ) -> float:
     shape = {"seq_len": SEQ_LEN, "compute": compute, "eager": False}
     if not targets:
-        kernels = {"fused_norm": False, "fused_mlp": False, "compiled": True}
+        kernels = {"fused_norm": False, "compiled": True}
         return layer_memory(SHAPE, **shape, **kernels, checkpointing="none").saved
-    kernels = Kernels(**shape, fused_norm=True, fused_mlp=True, keeps_inputs=False, compiled=True)
+    kernels = Kernels(**shape, fused_norm=True, keeps_inputs=False, compiled=True)
     adapters = Adapters(targets, rank, drops=dropout > 0, is_quantized=False)
     return frozen_layer_memory(
         SHAPE, adapters, kernels, checkpointing="none", has_input_gradient=has_input_gradient

@@ -253,6 +253,18 @@ def test_a_pretended_archive_is_refused_unless_it_goes_elsewhere(digest: ModuleT
 
 
 @pytest.mark.quick
+def test_arms_with_removed_flags_are_named_and_not_predicted(digest: ModuleType) -> None:
+    archive, gpu = digest.Archive(), gpu_of_name("h100-80gb")
+    archive.add(ROOT / "results" / gpu.name)
+    gone = ["slm-500m 8-bit moments", "slm-500m Liger", "slm-500m Lion", "slm-500m bf16 moments"]
+    page = digest.page(archive, gpu, [], [])
+    assert f"with them their closed forms: {', '.join(gone)}.\n" in page
+    steps = {step.arm.removeprefix("extras ") for step in digest.steps_of(archive, gpu)}
+    assert not steps & set(gone)
+    assert "slm-500m Muon" in steps
+
+
+@pytest.mark.quick
 def test_broken_lines_and_missing_parts_are_named(digest: ModuleType, tmp_path: Path) -> None:
     micro = [*micro_lines()[:4], '{"kind": "mat', {"kind": "matmul", "rows": 4, "seconds": 1.0}]
     micro.append({"kind": "copy", "bytes": 2**28, "seconds": 0})

@@ -1,7 +1,6 @@
 """Flags of the fast path: each does what it says where it can, and is refused with a reason elsewhere."""
 
 import csv
-import json
 from pathlib import Path
 
 import pytest
@@ -133,10 +132,6 @@ def test_a_compile_mode_runs_where_parameters_stay(tmp_path: Path) -> None:
             {"fp8": "rowwise", "numerics": "fp32"},
             "--fp8 rowwise with --numerics fp32: it has no low precision",
         ),
-        (
-            {"use_liger_kernel": True, "mlp_kernel": "fused"},
-            "--mlp_kernel fused with --use_liger_kernel: it has its own",
-        ),
     ],
     ids=str,
 )
@@ -156,16 +151,16 @@ def test_what_needs_a_gpu_says_so_before_anything_starts(tmp_path: Path) -> None
         pytest.skip("there is one")
     with pytest.raises(ValueError, match="--tf32 needs a GPU\nhint: "):
         check_optional(RunConfig(tf32=True, numerics="fp32"))
-    done = slm("compare", "--strategy", "ddp", "--use_liger_kernel", "--output_dir", str(tmp_path / "runs"))
+    flags = ("--tf32", "--numerics", "fp32", "--output_dir", str(tmp_path / "runs"))
+    done = slm("compare", "--strategy", "ddp", *flags)
     assert done.code == 2
-    assert done.err.startswith("error: --use_liger_kernel needs a GPU, because Liger uses Triton\nhint: ")
+    assert done.err.startswith("error: --tf32 needs a GPU\nhint: ")
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--use_liger_kernel", "--torch_compile"),
         ("--fp8", "tensorwise", "--numerics", "stock"),
         ("--tf32", "--numerics", "fp32"),
         ("--torch_compile", "--torch_compile_mode", "reduce-overhead", "--strategy", "ddp"),
@@ -178,17 +173,6 @@ def test_estimates_say_what_they_know_nothing_of(flags: tuple[str, ...]) -> None
     assert done.code == 2
     assert "no closed form for it" in done.err
     assert done.err.count("error:") == 1
-
-
-def test_estimates_of_a_fused_mlp_keep_an_ffn_width_less_per_token() -> None:
-    peaks = {}
-    for kernel in ("hf", "fused"):
-        flags = ("--model", "slm-1b", "--strategy", "ddp", "--loss_kernel", "fused_linear")
-        done = slm("estimate", "--json", *flags, "--mlp_kernel", kernel)
-        (peaks[kernel],) = json.loads(done.out)
-    spec = PRESETS["slm-1b"]
-    less = 2 * spec.ffn_size * 4 * 1024 * spec.num_layers  # bf16, batch 4, sequence 1024
-    assert peaks["hf"]["parts"]["activations"] - peaks["fused"]["parts"]["activations"] == less
 
 
 def test_prefetching_finds_layers_in_the_wrapper_of_fsdps_own_checkpointing(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ SHARDED = ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "ds_zero1", "ds_zero2
 MARKS = {"ds_zero3": pytest.mark.quick}
 MARKS |= dict.fromkeys(("fsdp_shard_grad_op", "ds_zero1", "ds_zero2"), pytest.mark.slow)
 OPTIONS = {
-    "ddp": ("--loss_kernel", "fused_logits"),
     "fsdp_full_shard": ("--gradient_checkpointing", "selective_op"),
     "ds_zero2": ("--optim", "adamw_torch"),
     "ds_zero3": ("--loss_kernel", "fused_linear", "--gradient_checkpointing", "full"),

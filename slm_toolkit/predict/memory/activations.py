@@ -79,10 +79,8 @@ def layer_memory(
     compute: str,
     eager: bool,
     fused_norm: bool,
-    fused_mlp: bool,
     checkpointing: str,
     compiled: bool,
-    in_place: bool = False,
     float8: bool = False,
     sp_size: int = 1,
 ) -> LayerMemory:
@@ -95,7 +93,7 @@ def layer_memory(
     (`bench/published_memory.py`).
     """
     fused = fused_norm or compiled
-    kernels = _LayerKernels(seq_len, compute, eager, fused, fused_mlp, compiled, in_place, float8, sp_size)
+    kernels = _LayerKernels(seq_len, compute, eager, fused, compiled, float8, sp_size)
     saved = _saved_by_layer(spec, kernels)
     moments, arrivals = _moments(spec, kernels, saved), _named_as_in(spec, _arrivals(spec, kernels, saved))
     h, residual = spec.hidden_size, 2 if compute == BF16 else 4
@@ -129,10 +127,7 @@ class _LayerKernels:
     eager: bool
     fused_norm: bool
     "also if compiled"
-    fused_mlp: bool
     compiled: bool
-    in_place: bool
-    "Liger's: backward writes gradients over what forward saved"
     float8: bool
     "torchao's matrix products, where widths fit them"
     sp_size: int
@@ -185,12 +180,9 @@ def _saved_by_layer(spec: ModelSpec, kernels: _LayerKernels) -> _SavedByLayer:
         # in fp32 only the layer's input; the FFN's is the sum of that and of attention's output in bf16. One
         # bf16 copy of each norm's output: (4 + 2) h for two norms, and 2 h twice
         norm, attention_inputs, ffn_inputs = 3 * h + 4, 2 * h, 2 * h
-    # The FFN saves gate, silu(gate) (a fused MLP recomputes it), up, and their product. Without a gate it
+    # The FFN saves gate, silu(gate) (recomputed if compiled), up, and their product. Without a gate it
     # saves up and its GELU (an assumption, never traced).
-    if spec.gated_ffn:
-        ffn = (3 if kernels.fused_mlp or kernels.compiled else 4) * e * i
-    else:
-        ffn = (1 if kernels.compiled else 2) * e * i
+    ffn = ((4 if spec.gated_ffn else 2) - kernels.compiled) * e * i
     attention = _saved_by_attention(spec, kernels) + norms.of_queries
     if kernels.float8 and kernels.compiled:
         # backward computes the inputs of float8 products again, where it casts them; only attention's output
@@ -260,16 +252,9 @@ def _saved_by_flash(spec: ModelSpec, element_bytes: int) -> int:
 def _norm_backward(spec: ModelSpec, kernels: _LayerKernels) -> int:
     """Return what a norm's backward uses: transformers' RMSNorm has six fp32 tensors at once."""
     h = spec.hidden_size
-    if kernels.in_place:  # the saved input, and its gradient in place of the output's
-        return 2 * kernels.element_bytes * h + 4
     if kernels.compute != BF16:
         return 20 * h + (8 if kernels.fused_norm else 4)
     return 16 * h + 8 if kernels.fused_norm else 24 * h
-
-
-def _in_ffn(spec: ModelSpec, kernels: _LayerKernels) -> int:
-    """Return the tensors of width i in use at up's gradient; a fused MLP has freed gate."""
-    return 2 if kernels.fused_mlp and spec.gated_ffn and not kernels.compiled else 3
 
 
 def _moments(spec: ModelSpec, kernels: _LayerKernels, saved: _SavedByLayer) -> list[Moment]:
@@ -288,9 +273,7 @@ def _moments(spec: ModelSpec, kernels: _LayerKernels, saved: _SavedByLayer) -> l
             # behind an exchange, the gradients of query, key and value are parts of one tensor
             joined = e * (q + 2 * v) * heads_per_head(spec, kernels.sp_size) * (kernels.sp_size > 1)
             softmax += (12 * q + 4 * v + joined,)
-    # the product's gradient and that of one factor; Liger's is written over the factor, so that its largest
-    # moment is in down_proj, beside the output's gradient, which autocast rounds to bf16
-    at_product = e * i + (2 * h if kernels.compute == AUTOCAST else 0) if kernels.in_place else 2 * e * i
+    at_product = 2 * e * i  # the product's gradient and that of one factor
     projections = e * (3 * h + q) if kernels.compute != AUTOCAST else 8 * h + 2 * q
     above = saved.norm + saved.attention_inputs  # saved by the first norm
     at_second_norm = norm + saved.norm_behind + saved.attention_inputs + saved.attention + norm_backward
@@ -300,7 +283,7 @@ def _moments(spec: ModelSpec, kernels: _LayerKernels, saved: _SavedByLayer) -> l
     return [
         *([Moment("mlp", below_ffn + ffn_inputs + saved.ffn + in_cast, 0, 0, 0)] if casts else []),
         Moment("mlp", below_ffn + ffn_inputs + saved.ffn + at_product, 1, 0, 0),
-        Moment("mlp", below_ffn + ffn_inputs + e * (h + _in_ffn(spec, kernels) * i), 2, 0, 0),
+        Moment("mlp", below_ffn + ffn_inputs + e * (h + 3 * i), 2, 0, 0),
         Moment("mlp", below_ffn + ffn_inputs * 2 + e * (2 * h + i), 3, 0, 0),
         Moment("post_attention_layernorm", at_second_norm, 3, 0, 0),
         *(Moment("self_attn", above + form, 3, 0, 1) for form in softmax),
@@ -313,7 +296,7 @@ def _arrivals(spec: ModelSpec, kernels: _LayerKernels, saved: _SavedByLayer) -> 
     """Return the instants at which a layer's gradients are made, without recomputation."""
     h, i, _, q, v, e = _sizes(spec, kernels)
     below_ffn, ffn_inputs, norm = saved.below_ffn, saved.ffn_inputs, saved.norm
-    at_up = below_ffn + ffn_inputs + e * (h + _in_ffn(spec, kernels) * i)
+    at_up = below_ffn + ffn_inputs + e * (h + 3 * i)
     at_gate = below_ffn + ffn_inputs * 2 + e * (2 * h + i)
     of_norm = (2 if kernels.fused_norm else 6) * h + 4  # the weight's gradient comes before the fp32 tensors
     at_second_norm, at_output = norm + saved.attention + of_norm, norm + saved.attention + e * q
@@ -398,7 +381,6 @@ class Kernels:
     compute: str
     eager: bool
     fused_norm: bool
-    fused_mlp: bool
     keeps_inputs: bool
     "ZeRO-3's linear layers save their input even if their weight is frozen"
     compiled: bool = False
@@ -486,8 +468,8 @@ def frozen_layer_memory(
     second_norm = (2 * w.h + 4 if adds_again else norms.before) * below
     second_inputs = _inputs(spec, adapters, FFN_INPUTS, kernels, has_gradient=below)
     gate, up = (below or name in adapters or "gate_up_proj" in adapters for name in FFN_INPUTS[:2])
-    # gate's gradient needs gate and up; up's gradient needs silu(gate), which a fused MLP recomputes
-    ffn = (2 * (gate or up) if kernels.fused_mlp else 2 * gate + up) * e * w.i
+    # gate's gradient needs gate and up; up's gradient needs silu(gate), which a compiled layer recomputes
+    ffn = (2 * (gate or up) if kernels.compiled else 2 * gate + up) * e * w.i
     product = _product(w, adapters, kernels, has_gradient=gate or up)
     ranks = e * adapters.rank
     of_attention = ranks * sum(name in adapters for name in (*ATTENTION_INPUTS, "o_proj"))
@@ -664,20 +646,18 @@ def layers_of(setup: Setup) -> list[LayerMemory]:
         "seq_len": config.seq_len,
         "compute": setup.compute,
         "eager": config.attn_implementation == "eager",
-        "fused_norm": config.fuses_norms,
-        "fused_mlp": config.fuses_mlp,
+        "fused_norm": config.norm_kernel == "fused",
     }
     if adapters is None:
         rest = {
             "compiled": config.torch_compile,
-            "in_place": config.use_liger_kernel,
             "float8": config.fp8 != "none",
             "sp_size": config.sp_size,
         }
         pair = [layer_memory(spec, **shape, **rest, checkpointing=mode) for mode in modes]
         return [pair[number % 2] for number in range(spec.num_layers)]
     if config.torch_compile:
-        shape |= {"fused_norm": True, "fused_mlp": True, "compiled": True}
+        shape |= {"fused_norm": True, "compiled": True}
     kernels = Kernels(**shape, keeps_inputs=keeps_inputs(setup.strategy))
     return [
         frozen_layer_memory(

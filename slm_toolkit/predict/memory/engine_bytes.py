@@ -81,8 +81,6 @@ class Copies:
     "whether each layer is checkpointed: its copies are then not saved for backward"
     head_waits: bool = True
     "True if the head's copy is saved for backward"
-    loss_is_outside: bool = False
-    "True if the loss is computed outside autocast, which has freed its cache"
 
     def waiting(self, num_layers: int) -> float:
         """Return the bytes of copies that the first `num_layers` layers save for backward."""
@@ -96,8 +94,6 @@ class Copies:
     @property
     def in_forward(self) -> float:
         """Bytes of the copies of all layers at the end of forward."""
-        if self.loss_is_outside:
-            return self.waiting(len(self.recomputed))
         return self.waiting(len(self.recomputed)) + self.trained_of_layer * sum(self.recomputed)
 
 
@@ -536,20 +532,13 @@ def zero_3(
 CHUNK_ELEMENTS = 2**25
 "gradient elements that `run/engine/optimizer.py` casts at a time; a test compares the two constants"
 
-INT8_CHUNK_ELEMENTS = 2**23
-"the same with `--adam_dtype int8`"
-INT8_TABLE_BYTES = 2**18 + 4 * 256
-"of a moment in 8 bits: the byte of each share of a scale, and the value of each byte"
-
 
 def optimizer_temporary(setup: Setup) -> float:
     """Return the temporary bytes of the optimizer's step on one rank.
 
-    foreach AdamW and Lion make a temporary tensor for each parameter that they update, fused AdamW and the
-    Triton kernel make none. The toolkit's own optimizer (not PyTorch's AdamW, as with `stock` and under
-    DeepSpeed) updates the parameters in chunks, and widens the moments of a chunk if they are narrower than
-    the weights. To make a tensor of moments 8 bits again takes 4 bytes per element. Muon updates as many
-    matrices together as there are ranks.
+    foreach AdamW makes a temporary tensor for each parameter that it updates, fused AdamW and the Triton
+    kernel make none. The toolkit's own optimizer (not PyTorch's AdamW, as with `stock` and under DeepSpeed)
+    updates the parameters in chunks. Muon updates as many matrices together as there are ranks.
     """
     dtypes, weights, strategy, config = setup.dtypes, setup.weights, setup.strategy, setup.config
     num_shards = 1 if strategy.is_replicated else setup.gpu_state_ranks
@@ -559,26 +548,17 @@ def optimizer_temporary(setup: Setup) -> float:
         return muon_temporary(setup)
     if config.optim == "adamw_triton":
         return 0
-    foreach = config.optim in ("adamw_torch", "lion")
-    cuts = config.optim == "lion" or config.has_narrow_moments
+    foreach = config.optim == "adamw_torch"
     elements = weights.trained / num_shards  # of one flat tensor
     if strategy.is_zero_3:
         zero = strategy.deepspeed.zero_optimization.of_width(setup.spec.hidden_size)
         elements = min(elements, zero.sub_group_size)
-    if config.numerics == "stock" or setup.like is not None or (strategy.is_deepspeed and not cuts):
+    if config.numerics == "stock" or setup.like is not None or strategy.is_deepspeed:
         return elements * updated * foreach
-    largest, kept = elements, 0
-    chunk = CHUNK_ELEMENTS if config.adam_dtype != "int8" else INT8_CHUNK_ELEMENTS
-    if not strategy.is_deepspeed:
-        shares = tensor_shares(setup.spec, num_shards, weights.adapter_shapes, without_layers=is_muon)
-        elements, largest = largest_chunk(shares, chunk), max(shares)
-        kept = updated if updated != dtypes.kept_gradient else 0
-    if cuts:
-        elements, largest = min(elements, chunk), min(largest, chunk)
-    kept += config.num_moments * updated if config.has_narrow_moments else 0
-    is_int8 = config.adam_dtype == "int8"
-    packing = 4 * largest * is_int8  # shares of the scale
-    temporary = kept * elements + max(updated * foreach * elements, packing)
+    elements = largest_chunk(
+        tensor_shares(setup.spec, num_shards, weights.adapter_shapes, without_layers=is_muon)
+    )
+    temporary = elements * (updated * (updated != dtypes.kept_gradient) + updated * foreach)
     return max(temporary, muon_temporary(setup) if is_muon else 0)
 
 
@@ -611,7 +591,7 @@ def tensor_shares(
     *,
     without_layers: bool = False,
 ) -> tuple[int, ...]:
-    """Return a rank's elements of the matrices that AdamW or Lion updates, in the model's order.
+    """Return a rank's elements of the matrices that AdamW updates, in the model's order.
 
     `without_layers`: Muon updates those of the layers.
     """
@@ -625,15 +605,15 @@ def tensor_shares(
 
 
 @lru_cache(maxsize=4096)
-def largest_chunk(shares: tuple[int, ...], chunk_elements: int = CHUNK_ELEMENTS) -> int:
+def largest_chunk(shares: tuple[int, ...]) -> int:
     """Return the elements of the optimizer's largest chunk.
 
-    A chunk is a run of parameters, in the model's order, with at most `chunk_elements`, or one larger
+    A chunk is a run of parameters, in the model's order, with at most CHUNK_ELEMENTS, or one larger
     parameter.
     """
     largest = run = 0
     for share in shares:
-        if run and run + share > chunk_elements:
+        if run and run + share > CHUNK_ELEMENTS:
             largest, run = max(largest, run), 0
         run += share
     return max(largest, run)

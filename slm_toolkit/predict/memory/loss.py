@@ -47,7 +47,7 @@ def _loss_memory(setup: Setup) -> LossMemory:
     config, compute, is_frozen = setup.config, setup.compute, setup.weights.is_frozen
     h, V, T = setup.spec.hidden_size, setup.spec.vocab_size, setup.num_tokens
     e = 4 if compute == FP32 else 2
-    fused_norm = config.fuses_norms
+    fused_norm = config.norm_kernel == "fused"
     # saved by the final norm; includes the residual stream's gradient, which is as wide as the norm's input
     if compute == BF16:
         kept = (4 if fused_norm else 10 if setup.spec.norm_scales_in_fp32 else 8) * h + 4
@@ -64,24 +64,17 @@ def _loss_memory(setup: Setup) -> LossMemory:
         weight_gradient, output = 0, (2 if compute == BF16 else 4) * h
         if keeps_inputs(setup.strategy) and config.loss_kernel != "fused_linear":
             kept, output = kept + output, 0
-    stores_fp32_probabilities = e == 2 and not (config.torch_compile or config.triton_loss)
     if config.loss_kernel == "fused_linear":
         chunk = config.loss_chunks.of_logits(T, vocab_size=V, hidden_size=h)
-        wide = config.loss_chunks.of_probabilities(chunk, vocab_size=V) * V
+        stores_fp32_probabilities = e == 2 and not (config.torch_compile or config.triton_loss)
+        wide = config.loss_chunks.of_probabilities(chunk, vocab_size=V) * V * stores_fp32_probabilities
         gradients = e * h * T + weight_gradient
         # under autocast the norm's output in fp32 lives beside its bf16 copy
         cast = (2 if is_frozen else 4) * h * (compute == AUTOCAST)
-        buffers = chunk * V * e + (wide * 4 if stores_fp32_probabilities else 0)
+        buffers = chunk * V * e + 4 * wide
         in_forward = (kept + output + cast) * T + gradients + buffers
         after = kept * T + gradients
         return LossMemory(kept * T, in_forward, after, after, norm_backward * T)
-    if config.loss_kernel == "fused_logits":
-        rows = config.loss_chunks.of_probabilities(T, vocab_size=V)
-        in_forward = (kept + output) * T + e * V * T + (rows * V * 4 if stores_fp32_probabilities else 0)
-        if compute == AUTOCAST:  # accelerate returns an fp32 copy of the logits
-            in_forward = kept * T + (e + 4) * V * T
-        after = kept * T + e * V * T
-        return LossMemory(kept * T, in_forward, after, after + e * h * T, norm_backward * T)
     if (own := setup.own_loss) is not None:
         forward, backward = (kept + output) * T + own.forward * V * T, kept * T + own.backward * V * T
         return LossMemory(kept * T, forward, backward, kept * T + e * (V + h) * T, norm_backward * T)

@@ -18,7 +18,6 @@ from slm_toolkit.predict.memory.activations import (
     layers_of,
 )
 from slm_toolkit.predict.memory.engine_bytes import (
-    INT8_TABLE_BYTES,
     At,
     Copies,
     Step,
@@ -104,7 +103,7 @@ def peak(setup: Setup) -> MemoryEstimate:
         consider("forward: the last layer", step.at_last_layer, saved + _not_saved(setup) + fixed, 0)
     if step.at_final_norm is not None:
         # the last layer's two summands; the norm's input and result in fp32, the result in bf16, the output
-        in_norm = loss.final_norm if config.fuses_norms else 16 * spec.hidden_size * num_tokens
+        in_norm = loss.final_norm if config.norm_kernel == "fused" else 16 * spec.hidden_size * num_tokens
         consider("forward: the final norm", step.at_final_norm, saved + fixed + in_norm, 0)
     if step.at_gather is not None:
         consider("forward: gathering the head", step.at_gather, saved + fixed + loss.final_norm, 0)
@@ -147,12 +146,11 @@ def peak(setup: Setup) -> MemoryEstimate:
     consider("optimizer step", step.at_optimizer, of_input, 0)
 
     state = step.state
-    of_tables = setup.config.num_moments * INT8_TABLE_BYTES * (setup.config.adam_dtype == "int8")
     always = {
         "parameters": _parameters_here(setup, round(state.parameters + weights.scales_bytes)),
         "master_weights": state.master_weights,
         "gradients": state.gradients,
-        "optimizer": state.optimizer + of_tables,
+        "optimizer": state.optimizer,
         "communication": state.communication,
     }
 
@@ -314,6 +312,5 @@ def _autocast_copies(setup: Setup) -> Copies:
         2 * trained,
         2 * spec.embedding_params,
         setup.recomputed,
-        loss_is_outside=weights.is_frozen and config.loss_kernel == "fused_logits",
         head_waits=not (weights.is_frozen and config.loss_kernel == "fused_linear"),
     )

@@ -86,9 +86,9 @@ def _loss_text(loss: LossBytes) -> str:
     return f"{forward} bytes per logit in forward, {backward} in backward{alive}"
 
 
-_HF_KERNELS = (("norm_kernel", "hf"), ("mlp_kernel", "hf"), ("loss_kernel", "hf"))
+_HF_KERNELS = (("norm_kernel", "hf"), ("loss_kernel", "hf"))
 "eager norms in fp32 and SwiGLU, and a loss that no other kernel of ours replaces"
-_FUSED_NORM = (("norm_kernel", "fused"), ("mlp_kernel", "hf"), ("loss_kernel", "hf"))
+_FUSED_NORM = (("norm_kernel", "fused"), ("loss_kernel", "hf"))
 
 TRAINERS = (
     OtherTrainer(

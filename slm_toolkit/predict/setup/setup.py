@@ -46,10 +46,6 @@ class Dtypes:
     "gradients that the optimizer reads"
 
 
-MOMENT_BYTES = {"bf16": 2.0, "int8": 1 + 4 / 256}  # a scale per block: run/kernels/moments.py
-"of one moment per parameter with `--adam_dtype`; others have the dtype of the weights they update"
-
-
 def dtypes_of(strategy: Strategy, config: RunConfig) -> Dtypes:
     """Return the dtypes that flags and the DeepSpeed JSON set. Raise ValueError without a closed form."""
     fp32_reduction = config.reduces_in_fp32 or (
@@ -63,8 +59,7 @@ def dtypes_of(strategy: Strategy, config: RunConfig) -> Dtypes:
     dtypes = engine_dtypes(strategy, config.numerics, fp32_reduction=fp32_reduction)
     if config.grad_dtype == "fp32" and strategy.is_replicated:
         dtypes = dataclasses.replace(dtypes, kept_gradient=4)
-    of_one = MOMENT_BYTES.get(config.adam_dtype, dtypes.moments / 2)
-    return dataclasses.replace(dtypes, moments=of_one * config.num_moments)
+    return dtypes
 
 
 def engine_dtypes(strategy: Strategy, numerics: str, *, fp32_reduction: bool) -> Dtypes:
@@ -292,7 +287,7 @@ def unknown_to_estimates(
         )
     if config.sp_size > 1 and config.peft != "none":
         problems.append(f"--sp_size {config.sp_size} with --peft {config.peft}: no closed form for it")
-    problems += [_float8_problem(config, gpu, spec), _liger_problem(config, spec), unknown_targets(config)]
+    problems += [_float8_problem(config, gpu, spec), unknown_targets(config)]
     return list(filter(None, problems))
 
 
@@ -310,23 +305,8 @@ def _float8_problem(config: RunConfig, gpu: Gpu | None, spec: ModelSpec | None) 
     return None
 
 
-def _liger_problem(config: RunConfig, spec: ModelSpec | None) -> str | None:
-    """Return why --use_liger_kernel has no closed form; None if it has one."""
-    if not config.use_liger_kernel:
-        return None
-    if config.torch_compile or config.peft != "none":
-        beside = "--torch_compile" if config.torch_compile else f"--peft {config.peft}"
-        return (
-            f"--use_liger_kernel with {beside}: no closed form for it; "
-            "--norm_kernel fused --mlp_kernel fused keep about as much"
-        )
-    if spec is not None and not _is_like_llama(spec):
-        return f"--use_liger_kernel with {spec.name}: no closed form; there is one for layers like Llama's"
-    return None
-
-
 def _is_like_llama(spec: ModelSpec) -> bool:
-    """Return whether the layers have Llama's parts, like those with which Liger and torchao were traced."""
+    """Return whether the layers have Llama's parts, like those with which torchao was traced."""
     return spec.gated_ffn and spec.norms == "before" and spec.qk_norm == "none" and not spec.fused_projections
 
 
@@ -343,10 +323,6 @@ def known_to_estimates(config: RunConfig, *, gpu: Gpu | None, spec: ModelSpec) -
     changes = {name: getattr(RunConfig, name) for name in _uncovered(config)}
     if _float8_problem(config, gpu, spec):
         changes |= {"fp8": "none"}
-    if _liger_problem(config, spec):
-        changes |= {"use_liger_kernel": False}
-        if _is_like_llama(spec):  # these keep about as much
-            changes |= {"norm_kernel": "fused", "mlp_kernel": "fused"}
     return dataclasses.replace(config, **changes), unknown_to_estimates(config, gpu=gpu, spec=spec)
 
 

@@ -47,9 +47,6 @@ _TWO_EAGER_RMS_NORMS = 180
 _TWO_FUSED_NORMS = 20  # each reads and writes 2 + 2 in forward, 2 + 2 + 2 in backward
 _ROPE_AND_RESIDUAL = 188  # rotate, cos, sin, add on query and key: 132; transposed copies: 32; two adds: 24
 _EAGER_SWIGLU = 28  # x f: silu 4, product 6; their backward 10 + 8
-_RECOMPUTING_SWIGLU = 32  # silu 4, product 6; backward: silu again 4, then products of two: 6 each
-_LIGERS_ROPE_AND_RESIDUAL = 72  # query and key in place: 8, backward 8; transposed copies and adds as above
-_LIGERS_SWIGLU = 16  # x f: 6; backward reads three and writes two: 10
 _COMPILED_LLAMA = (84, 16)  # x h, x f: counted by Inductor itself, in bench/compiled_traffic.py
 _GPT = (86, 12)  # x h, x f: two fused LayerNorms 20, two adds 24, copies 32, biases' gradients 10; GELU 12
 _COMPILED_GPT = (66, 12)  # x h, x f: the same
@@ -59,7 +56,6 @@ _EAGER_GPT_KERNELS = (
     30  # two norms, projections 4 with biases, copies 8, attention, GELU, adds; casts of weights 8
 )
 _FUSED_NORM_SAVES = 10
-_LIGERS_ROPE_AND_SWIGLU_SAVE = 12  # 12 and 2 become one each
 _EAGER_NORM_KERNELS = 6
 
 
@@ -68,8 +64,6 @@ def layer_traffic(
     *,
     compiled: bool,
     fused_norm: bool,
-    fused_mlp: bool = False,
-    of_liger: bool = False,
 ) -> LayerTraffic:
     """Return the work of one decoder layer; compiling fuses its norms and its MLP in any case."""
     h, f = spec.hidden_size, spec.ffn_size
@@ -79,16 +73,11 @@ def layer_traffic(
     if not spec.gated_ffn:
         return LayerTraffic(_GPT[0] * h + _GPT[1] * f, _EAGER_GPT_KERNELS, is_compiled=False)
     norms = _TWO_FUSED_NORMS if fused_norm else _TWO_EAGER_RMS_NORMS
-    swiglu = _LIGERS_SWIGLU if of_liger else _RECOMPUTING_SWIGLU if fused_mlp else _EAGER_SWIGLU
-    rest = _LIGERS_ROPE_AND_RESIDUAL if of_liger else _ROPE_AND_RESIDUAL
     more_norms = 2 * (spec.norms == "both") + 2 * (spec.qk_norm != "none")
     kernels_of_norms = (1 if fused_norm else _EAGER_NORM_KERNELS) * more_norms
     return LayerTraffic(
-        norms * _norm_width(spec) + rest * h + swiglu * f,
-        _EAGER_LLAMA_KERNELS
-        - _FUSED_NORM_SAVES * fused_norm
-        - _LIGERS_ROPE_AND_SWIGLU_SAVE * of_liger
-        + kernels_of_norms,
+        norms * _norm_width(spec) + _ROPE_AND_RESIDUAL * h + _EAGER_SWIGLU * f,
+        _EAGER_LLAMA_KERNELS - _FUSED_NORM_SAVES * fused_norm + kernels_of_norms,
         is_compiled=False,
     )
 
@@ -270,16 +259,14 @@ def micro_step_work(setup: Setup, rates: Rates, software: Software, loss_kernel:
     traffic = layer_traffic(
         spec,
         compiled=compiled,
-        fused_norm=config.fuses_norms,
-        fused_mlp=config.fuses_mlp,
-        of_liger=config.use_liger_kernel,
+        fused_norm=config.norm_kernel == "fused",
     )
     slowdown = software.compiled_slowdown if traffic.is_compiled else software.eager_slowdown
     slowdown *= _slowdown_of(compute, compiled)
     per_token = traffic.bytes_per_token + of_adapters.bytes_per_token + _exchange_copies(spec, config)
     elementwise = spec.num_layers * (slowdown * per_token * tokens + float8_casts) / rates.memory_bytes
     arithmetic = loss_kernel
-    if loss_kernel.startswith("fused_l"):  # ours
+    if loss_kernel == "fused_linear":  # ours
         arithmetic = "triton" if config.triton_loss else "compiled" if compiled else "fused"
     logits = tokens * spec.vocab_size * LOGIT_BYTES[arithmetic] / rates.loss_bytes(arithmetic)
     num_cast = (setup.weights.total + setup.weights.trained) * (compute == AUTOCAST)
@@ -426,9 +413,6 @@ accumulation and copies around collectives; unpacking of 4-bit weights; recomput
 the optimizer; offload; exposed communication, with the wait for the slowest rank; waiting for the host to
 launch kernels; host time between two steps"""
 
-# of a moment in `run/kernels/moments.py`: index 5, value 8, scale 8; norm 4, share 8, bits 8 and 8, byte 5
-_INT8_BYTES = 54
-_INT8_KERNELS = 8
 _MUON_KERNELS = 3
 "of a matrix, in `run/engine/muon.py`: two casts and an addition. Newton-Schulz's take longer than a launch"
 # x: time of norm, casts, clipping and copies over that of as many bytes of AdamW's kernel, on an H100
@@ -608,18 +592,12 @@ def optimizer_bytes(
     norm = gradient
     if strategy.is_deepspeed and not on_host:  # in fp64; ZeRO-1 and -2 look for infinities, too, and join all
         norm += 8 + 8 + (0 if strategy.is_zero_3 else 2 * gradient + 2 * gradient)
-    if config.optim == "adamw_triton":  # run/kernels/adamw_kernel.py: 2 + 28 = 30, moments in 8 bits 18
+    if config.optim == "adamw_triton":  # run/kernels/adamw_kernel.py: 2 + 28 = 30
         return norm + gradient + 2 * (updated + dtypes.moments) + (dtypes.parameter if dtypes.master else 0)
     cast = gradient + updated if gradient != updated else 0
     clip = 2 * updated if config.max_grad_norm or config.numerics == "stock" else 0  # stock multiplies by 1
     adamw = 7 * updated  # gradient read; master and moments read and written
     adamw *= 1.0 if config.optim == "adamw_torch_fused" else _UNFUSED_ADAM
-    if config.optim == "lion":  # averages 3 each, sign 2, decay 2, the move 3; no kernel joins them
-        adamw = slowdown * 13 * updated
-    if config.adam_dtype == "bf16":  # cast before and after
-        adamw += 2 * (dtypes.moments + config.num_moments * updated)
-    elif config.adam_dtype == "int8":
-        adamw += slowdown * config.num_moments * _INT8_BYTES
     copy_back = updated + dtypes.parameter if dtypes.master else 0
     if (
         by_muon
@@ -705,8 +683,6 @@ def _optimizer_kernels(setup: Setup) -> int:
     per_param = int(config.numerics in ("aligned", "fp16") and config.optim != "adamw_triton")
     if config.optim == "muon":
         per_param += _MUON_KERNELS
-    if config.adam_dtype == "int8" and config.optim != "adamw_triton":
-        per_param += _INT8_KERNELS * config.num_moments
     if strategy.is_zero_3:
         per_param += _ZERO_3_NORM_KERNELS
     elif strategy.is_deepspeed:  # of the tensors in its partition

@@ -50,7 +50,7 @@ NETWORK_SOURCES = {
 }
 _DECIDES_BATCH = (
     *("seq_len", "gradient_checkpointing", "gradient_accumulation_steps", "loss_kernel", "norm_kernel"),
-    *("mlp_kernel", "use_liger_kernel", "torch_compile", "pad_widths"),
+    *("torch_compile", "pad_widths"),
 )
 _OTHERS = ("communication", "temporary", "workspace")
 _MOST_RANGES = 3
@@ -247,8 +247,6 @@ def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> lis
 def _assumed(rows: list[Estimate]) -> str:
     """Return the flags, equal in all rows, that decide how many sequences fit."""
     values = {name: getattr(rows[0], name) for name in _DECIDES_BATCH if not _differs(rows, name)}
-    if not values.get("use_liger_kernel"):
-        values.pop("use_liger_kernel", None)
     return " ".join(f"--{name} {str(value).lower()}" for name, value in values.items())
 
 
@@ -259,8 +257,6 @@ def untimed_notes(rows: list[Estimate]) -> list[str]:
         notes.append(
             "fp8: its speed is counted from torchao's code; four runs on an H100 and an H200 were within 4 %"
         )
-    if any(row.use_liger_kernel for row in rows):
-        notes.append("Liger: its speed is counted from its code; a step on an H100 was within 1 %")
     return notes
 
 

@@ -141,8 +141,8 @@ def run_description(config: RunConfig, sequences_per_step: int) -> dict[str, Any
 
 
 def is_of(manifest: Manifest, run: dict[str, Any]) -> bool:
-    """Return True if a run with this description wrote the checkpoint. Ignores the data."""
-    return {**manifest.run, DATA: None} == {**plain(run), DATA: None}
+    """Return True if a run with this description wrote the checkpoint. Ignores the data and removed flags."""
+    return all(manifest.run.get(name) == value for name, value in plain(run).items() if name != DATA)
 
 
 def launch_description(config: RunConfig, strategy: Strategy, num_processes: int) -> dict[str, Any]:

@@ -30,14 +30,11 @@ from slm_toolkit.launch.torch_extensions import remove_stale_locks, use_extensio
 from slm_toolkit.run.engine.fp32_gradients import Fp32Gradients
 from slm_toolkit.run.engine.loss_scale import INITIAL_SCALE, LossScale
 from slm_toolkit.run.engine.muon import MUON_MOMENTUM, Muon, ZeroMuonAndAdamW
-from slm_toolkit.run.engine.optimizer import AdamWWithMasterWeights, LionWithMasterWeights
+from slm_toolkit.run.engine.optimizer import AdamWWithMasterWeights
 from slm_toolkit.run.kernels.layer_kernels import decoder_layers
 from slm_toolkit.run.peers.launch_info import Launch
 from slm_toolkit.run.peers.machines import process_group_timeout
 from slm_toolkit.strategy.strategy import Strategy, check_passed_on, micro_steps, precision_note
-
-_MOMENT_DTYPES = {"bf16": torch.bfloat16, "int8": torch.uint8}
-"of `--adam_dtype`"
 
 
 def check_tracker(name: str) -> None:
@@ -301,21 +298,16 @@ def build_optimizer(model: PreTrainedModel, config: RunConfig, strategy: Strateg
         groups.insert(0, {**groups[0], "params": of_muon, "momentum": MUON_MOMENTUM})
     if strategy.is_deepspeed and muon is not None:
         return ZeroMuonAndAdamW(groups, muon=muon, **options)
-    is_torchs = config.optim != "lion" and config.adam_dtype in (None, "fp32")
-    if config.numerics == "stock" or (strategy.is_deepspeed and is_torchs):
+    if config.numerics == "stock" or strategy.is_deepspeed:
         return torch.optim.AdamW(groups, **options)
-    master_dtype = torch.bfloat16 if config.numerics == "pure_bf16" else torch.float32
-    kind = LionWithMasterWeights if config.optim == "lion" else AdamWWithMasterWeights
-    return kind(
+    return AdamWWithMasterWeights(
         groups,
-        master_dtype=master_dtype,
-        moment_dtype=_MOMENT_DTYPES.get(config.adam_dtype, master_dtype),
+        master_dtype=torch.bfloat16 if config.numerics == "pure_bf16" else torch.float32,
         max_grad_norm=config.max_grad_norm,
         holds_flat_shards=strategy.is_fsdp1,
         in_pieces=not torch.cuda.is_available() and config.rehearse is None,  # a rehearsal imitates a GPU
         kernel=_kernel_of(config),
         muon=muon,
-        under_deepspeed=strategy.is_deepspeed,
         **options,
     )
 

@@ -1,4 +1,4 @@
-"""AdamW, Lion and Muon with master weights for a module in 16 bits, or for DeepSpeed's master weights."""
+"""AdamW and Muon with master weights for a module in 16 bits."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,20 +11,10 @@ from torch.optim.adamw import adamw
 from slm_toolkit.run.engine.fp32_gradients import Fp32Gradients, gradient_of
 from slm_toolkit.run.engine.loss_scale import LossScale
 from slm_toolkit.run.engine.muon import MOMENTUM, LocalMatrix, Muon, is_muon, of_parameter
-from slm_toolkit.run.kernels.moments import (
-    FIRST,
-    MOMENTS,
-    SCALES,
-    create_moment,
-    local_part,
-    read_moment,
-    write_moment,
-)
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 CHUNK_ELEMENTS = 2**25
 "gradients cast to fp32 together: 128 MiB; casting all would add 4 bytes per parameter to the peak memory"
-INT8_CHUNK_ELEMENTS = 2**23
-"the same with moments in 8 bits, which take 14 bytes per element besides"
 ADAMW_KERNEL = "slm_toolkit::adamw_kernel"
 "name under which a profile shows a call of `kernel`"
 CPU_CHUNK_ELEMENTS = 2**20
@@ -39,49 +29,31 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
     Groups with a `momentum` are Muon's: `master` and `momentum_buffer`, 8 bytes per parameter.
     """
 
-    kinds_of_moments = MOMENTS
-    has_temporaries = False
-    "whether an update takes memory that grows with the parameter, so that a large one is cut"
-
     def __init__(
         self,
         params: Any,
         *,
         max_grad_norm: float,
         master_dtype: torch.dtype = torch.float32,
-        moment_dtype: torch.dtype | None = None,
         holds_flat_shards: bool = False,
         in_pieces: bool = False,
         kernel: Callable[..., None] | None = None,
         muon: Muon | None = None,
-        under_deepspeed: bool = False,
         **options: Any,
     ) -> None:
         """`max_grad_norm` 0 means no clipping; `options` are AdamW's; `muon` updates the groups of Muon.
 
-        moment_dtype: of the moments between steps (default: master_dtype). A step casts a chunk's moments.
-        uint8: 8 bits, with a scale for each block (`moments.py`).
-
         in_pieces: for a CPU, work in chunks of CPU_CHUNK_ELEMENTS and cut larger parameters.
         holds_flat_shards: each parameter is a plain tensor with this rank's shard, as under FSDP1.
         kernel: updates the parameters of a group in place of PyTorch's operations (`AdamWKernel`).
-        under_deepspeed: parameters are ZeRO's flat master weights; DeepSpeed reduces, clips and casts.
         """
         super().__init__(params, **options)
         self.master_dtype = master_dtype
-        self.moment_dtype = moment_dtype or master_dtype
         self.max_grad_norm = max_grad_norm
         self.holds_flat_shards = holds_flat_shards
         self.in_pieces = in_pieces
         self.kernel = kernel
         self.muon = muon
-        self.under_deepspeed = under_deepspeed
-        widens = self.moment_dtype != master_dtype
-        self.cuts = in_pieces or under_deepspeed or widens or self.has_temporaries
-        "whether a parameter larger than a chunk is cut"
-        self.chunk_elements = CPU_CHUNK_ELEMENTS if in_pieces else CHUNK_ELEMENTS
-        if self.moment_dtype == torch.uint8:
-            self.chunk_elements = min(self.chunk_elements, INT8_CHUNK_ELEMENTS)
         self.fp32_gradients: Fp32Gradients | None = None
         "with `--grad_dtype fp32`, under DDP or in one process"
         self.loss_scale: LossScale | None = None
@@ -102,14 +74,10 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             for group in self.param_groups
             for pieces in _chunks(
                 [param for param in group["params"] if gradient_of(param) is not None],
-                self.chunk_elements,
-                cuts=self.cuts,
+                CPU_CHUNK_ELEMENTS if self.in_pieces else CHUNK_ELEMENTS,
+                cuts=self.in_pieces,
             )
         ]
-        if self.under_deepspeed:
-            for group, pieces in chunks:
-                self._update(group, pieces, None, None, None)
-            return
         scratch = self._scratch()
         norms = [norm for _, pieces in chunks for norm in _norms(pieces, scratch)]
         a_gradient = gradient_of(chunks[0][1][0].param)
@@ -164,42 +132,16 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             piece.of(state.get("master", piece.param)) for state, piece in zip(states, pieces, strict=True)
         ]
         moments = [
-            [
-                read_moment(state, kind, piece.stretch, self.master_dtype)
-                for state, piece in zip(states, pieces, strict=True)
-            ]
-            for kind in self.kinds_of_moments
+            [piece.of(state[kind]) for state, piece in zip(states, pieces, strict=True)] for kind in MOMENTS
         ]
         # an update increments the count for each piece, so all pieces but the last get a copy
         steps = [
             state["step"] if piece.is_last else state["step"].clone()
             for state, piece in zip(states, pieces, strict=True)
         ]
-        self._update_tensors(group, masters, gradients, moments, steps, found_inf)
-        if self.moment_dtype != self.master_dtype:
-            for kind, changed in zip(self.kinds_of_moments, moments, strict=True):
-                for state, piece, moment in zip(states, pieces, changed, strict=True):
-                    write_moment(state, kind, piece.stretch, moment)
-        followers = [index for index, state in enumerate(states) if "master" in state]
-        if followers:
-            torch._foreach_copy_(
-                [pieces[index].of(pieces[index].param) for index in followers],
-                [masters[index] for index in followers],
-            )
-
-    def _update_tensors(
-        self,
-        group: dict[str, Any],
-        weights: list[torch.Tensor],
-        gradients: list[torch.Tensor],
-        moments: list[list[torch.Tensor]],
-        steps: list[torch.Tensor],
-        found_inf: torch.Tensor | None,
-    ) -> None:
-        """Do one step of AdamW on weights and moments, all of one dtype; may overwrite the gradients."""
         beta1, beta2 = group["betas"]
         adamw(
-            weights,
+            masters,
             gradients,
             *moments,
             max_exp_avg_sqs=[],
@@ -215,6 +157,12 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             eps=group["eps"],
             maximize=False,
         )
+        followers = [index for index, state in enumerate(states) if "master" in state]
+        if followers:
+            torch._foreach_copy_(
+                [pieces[index].of(pieces[index].param) for index in followers],
+                [masters[index] for index in followers],
+            )
 
     def _update_by_kernel(self, factor: torch.Tensor | None, found_inf: torch.Tensor) -> None:
         """Do one step of AdamW on all parameters with a gradient, one call of the kernel per group."""
@@ -231,16 +179,13 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             torch._foreach_add_(steps, 1)
             masters = [state.get("master", param) for state, param in zip(states, params, strict=True)]
             moments, squares = ([state[kind] for state in states] for kind in MOMENTS)
-            scales = None
-            if self.moment_dtype == torch.uint8:
-                scales = [[state[kind + SCALES] for state in states] for kind in MOMENTS]
             gradients = [gradient_of(param) for param in params]
             lists = (gradients, masters, moments, squares, params)
             with torch.profiler.record_function(ADAMW_KERNEL):
                 self.kernel(
                     *([local_part(tensor) for tensor in tensors] for tensors in lists),
                     **{name: group[name] for name in ("lr", "betas", "eps", "weight_decay")},
-                    **{"scales": scales, "steps": steps, "clip": factor, "found_inf": found_inf},
+                    **{"steps": steps, "clip": factor, "found_inf": found_inf},
                 )
             torch._foreach_sub_(steps, [found_inf] * len(steps))
 
@@ -271,46 +216,12 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             ):
                 state[MOMENTUM] = torch.zeros_like(param, dtype=self.master_dtype)
                 return state
-            for kind in self.kinds_of_moments:
-                create_moment(state, kind, param, self.moment_dtype)
+            for kind in MOMENTS:
+                state[kind] = torch.zeros_like(param, dtype=self.master_dtype)
             state["step"] = torch.zeros(
                 (), dtype=torch.float32, device=param.device if self.defaults["fused"] else "cpu"
             )
         return state
-
-
-class LionWithMasterWeights(AdamWWithMasterWeights):
-    """The same with Lion (arXiv 2302.06675), which has one moment, and so 4 bytes per parameter less.
-
-    A weight moves by the learning rate towards the sign of an average of gradient and moment. So all moves
-    are as large as AdamW's largest: its learning rate is 3 to 10 times smaller, its weight decay larger.
-    """
-
-    kinds_of_moments = (FIRST,)
-    has_temporaries = True
-
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, **{**options, "fused": False, "foreach": True})
-        for group in self.param_groups:
-            del group["eps"]
-
-    def _update_tensors(
-        self,
-        group: dict[str, Any],
-        weights: list[torch.Tensor],
-        gradients: list[torch.Tensor],
-        moments: list[list[torch.Tensor]],
-        steps: list[torch.Tensor],
-        found_inf: torch.Tensor | None,
-    ) -> None:
-        beta1, beta2 = group["betas"]
-        (moments,) = moments
-        updates = torch._foreach_lerp(moments, gradients, 1 - beta1)
-        torch._foreach_lerp_(moments, gradients, 1 - beta2)
-        torch._foreach_sign_(updates)
-        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(weights, updates, alpha=-group["lr"])
-        torch._foreach_add_(steps, 1)
 
 
 @dataclass(frozen=True)
@@ -385,3 +296,8 @@ def _global_norm(
             if placement.is_shard():
                 torch.distributed.all_reduce(square, group=a_gradient.device_mesh.get_group(dimension))
     return square.sqrt()
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a DTensor as a view; return any other tensor unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

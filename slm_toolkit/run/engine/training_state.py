@@ -7,7 +7,7 @@ stretches and read into stretches, so every strategy can read the checkpoints of
 
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from slm_toolkit.run.engine.muon import MOMENTUM, is_muon
-from slm_toolkit.run.engine.optimizer import AdamWWithMasterWeights
-from slm_toolkit.run.kernels.moments import MOMENTS, local_part, unpacked
+from slm_toolkit.run.engine.optimizer import MOMENTS, AdamWWithMasterWeights, local_part
 
 WEIGHTS = "weights"
 """kind of a trained parameter's tensors that the optimizer updates: master weights, if any. The other kinds
-are MOMENTS: AdamW's two, or Lion's first; a parameter that Muon updates has MOMENTUM instead"""
+are MOMENTS; a parameter that Muon updates has MOMENTUM instead"""
 
 
 @dataclass(frozen=True)
@@ -81,17 +80,12 @@ def stretches(model: torch.nn.Module, optimizer: Any, *, rank: int, world_size: 
     if any(hasattr(param, "ds_id") for _, param in trained(model)):
         yield from _zero3_stretches(model)
         return
-    with ExitStack() as until_all_are_read:
-        for group in inner.param_groups if hasattr(model, "zero_optimization_stage") else ():
-            for flat in group["params"]:
-                state = _state_of(inner, flat, by_muon=is_muon(group))
-                until_all_are_read.enter_context(unpacked(state))
-        for number, (name, param) in enumerate(trained(model)):
-            writes_copy = number % world_size == rank  # all ranks have this tensor: spread the writing
-            if hasattr(param, "_hp_mapping"):
-                yield from _flat_partition_stretches(name, param, inner)
-            else:
-                yield from _parameter_stretches(name, param, inner, writes_copy)
+    for number, (name, param) in enumerate(trained(model)):
+        writes_copy = number % world_size == rank  # all ranks have this tensor: spread the writing
+        if hasattr(param, "_hp_mapping"):
+            yield from _flat_partition_stretches(name, param, inner)
+        else:
+            yield from _parameter_stretches(name, param, inner, writes_copy)
 
 
 def initial_weights(model: torch.nn.Module) -> Iterator[Stretch]:
@@ -121,9 +115,8 @@ def _parameter_stretches(
     start, is_mine = 0, writes_copy
     if isinstance(param, DTensor):
         start, is_mine = _rows(param)
-    with unpacked(state):
-        for kind, tensor in {WEIGHTS: state.get("master", param), **_moments(state)}.items():
-            yield _stretch(kind, name, start, local_part(tensor).detach().view(-1), is_mine)
+    for kind, tensor in {WEIGHTS: state.get("master", param), **_moments(state)}.items():
+        yield _stretch(kind, name, start, local_part(tensor).detach().view(-1), is_mine)
 
 
 def _rows(param: DTensor) -> tuple[int, bool]:
@@ -167,11 +160,10 @@ def _zero3_stretches(model: torch.nn.Module) -> Iterator[Stretch]:
             flat = zero.fp32_partitioned_groups_flat[group]
             by_muon = is_muon(zero.optimizer.param_groups[zero.sub_group_to_group_id[group]])
             state = _state_of(zero.optimizer, flat, by_muon=by_muon)
-            with unpacked(state):
-                for name, param in params:
-                    _, offset, _ = zero.grad_position[zero.get_param_id(param)]
-                    start, size = _zero3_shard(param)
-                    yield from _buffer_stretches(name, start, flat, state, offset, size)
+            for name, param in params:
+                _, offset, _ = zero.grad_position[zero.get_param_id(param)]
+                start, size = _zero3_shard(param)
+                yield from _buffer_stretches(name, start, flat, state, offset, size)
 
 
 def _zero3_shard(param: torch.nn.Parameter) -> tuple[int, int]:

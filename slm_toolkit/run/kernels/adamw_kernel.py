@@ -11,13 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from slm_toolkit.run.kernels.moments import BLOCK_ELEMENTS, DROPPED_BITS, MOMENTS, tables_of
-
 BLOCK = 4096
-"elements that one program updates: whole blocks of one scale, if moments have 8 bits"
-_NUM_POINTERS = tl.constexpr(7)
-_PER_SCALE = tl.constexpr(BLOCK_ELEMENTS)
-_DROPPED_BITS = tl.constexpr(DROPPED_BITS)
+"elements that one program updates"
+_NUM_POINTERS = tl.constexpr(5)
 
 
 class AdamWKernel:
@@ -37,7 +33,6 @@ class AdamWKernel:
         squares: list[torch.Tensor],
         weights: list[torch.Tensor],
         *,
-        scales: list[list[torch.Tensor]] | None,
         steps: list[torch.Tensor],
         lr: float,
         betas: tuple[float, float],
@@ -48,37 +43,30 @@ class AdamWKernel:
     ) -> None:
         """Do one step. Each list has a tensor per parameter; those of a parameter have the same elements.
 
-        Gradients and weights are bf16, fp16 or fp32, alike in all parameters; masters are fp32; moments are
-        fp32, bf16, or uint8 with `scales` of both kinds. `weights` get the rounded masters, and are the
-        masters themselves where weights are fp32. On the device, too, are the scalars: `steps`, the number
-        of this step; `clip`, a factor of the gradients; `found_inf`, not 0 where nothing may change.
+        Gradients and weights are bf16, fp16 or fp32, alike in all parameters; masters and moments are fp32.
+        `weights` get the rounded masters, and are the masters themselves where weights are fp32. On the
+        device, too, are the scalars: `steps`, the number of this step; `clip`, a factor of the gradients;
+        `found_inf`, not 0 where nothing may change.
         """
         gradients = [gradient.contiguous() for gradient in gradients]
-        lists = (gradients, masters, moments, squares, weights, *(scales or ()))
+        lists = (gradients, masters, moments, squares, weights)
         assert all(tensor.is_contiguous() for tensors in lists for tensor in tensors)
         assert all(len({tensor.dtype for tensor in tensors}) == 1 for tensors in lists)
-        assert masters[0].dtype == torch.float32
-        assert moments[0].dtype == squares[0].dtype
-        assert (scales is None) == (moments[0].dtype != torch.uint8)
+        assert all(tensors[0].dtype == torch.float32 for tensors in (masters, moments, squares))
         addresses = [[tensor.data_ptr() for tensor in row] for row in zip(*lists, strict=True)]
-        rows = [row + [0] * (_NUM_POINTERS.value - len(row)) for row in addresses]
         device, sizes = masters[0].device, tuple(master.numel() for master in masters)
         if sizes not in self._tables:
             self._tables[sizes] = tuple(_on(device, table) for table in _tables(sizes))
         of_block, first_blocks, sizes_there = self._tables[sizes]
         steps = torch.stack(steps).double()
         corrections = torch.stack([1 - betas[0] ** steps, (1 - betas[1] ** steps).sqrt()], dim=1).float()
-        addresses_there = _on(device, torch.tensor(rows, device="cpu"))
-        of_kinds = [(found_inf, found_inf)] * 2 if scales is None else [tables_of(k, device) for k in MOMENTS]
+        addresses_there = _on(device, torch.tensor(addresses, device="cpu"))
         _update[(len(of_block),)](
             *(addresses_there, of_block, first_blocks, sizes_there, corrections),
-            *(table for tables in of_kinds for table in tables),
             *(found_inf if clip is None else clip, found_inf),
             *(1 - betas[0], betas[1], 1 - betas[1], lr, 1 - lr * weight_decay, eps),  # rounded as by torch
             GRADIENT=_TYPES[gradients[0].dtype],
             WEIGHT=_TYPES[weights[0].dtype],
-            MOMENT=_TYPES[moments[0].dtype],
-            IN_BYTES=scales is not None,
             CLIPS=clip is not None,
             ROUNDS=weights[0].dtype != masters[0].dtype,
             ALIGNED=not any(number % 16 for row in (sizes, *addresses) for number in row),
@@ -104,7 +92,6 @@ _TYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
     torch.float32: tl.float32,
-    torch.uint8: tl.uint8,
 }
 
 
@@ -115,10 +102,6 @@ def _update(
     first_blocks,
     sizes,
     corrections,
-    moment_values,
-    moment_bytes,
-    square_values,
-    square_bytes,
     clip,
     found_inf,
     one_minus_beta1,
@@ -129,8 +112,6 @@ def _update(
     eps,
     GRADIENT: tl.constexpr,
     WEIGHT: tl.constexpr,
-    MOMENT: tl.constexpr,
-    IN_BYTES: tl.constexpr,
     CLIPS: tl.constexpr,
     ROUNDS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -145,11 +126,9 @@ def _update(
     row = addresses + tensor * _NUM_POINTERS
     gradients = tl.load(row).to(tl.pointer_type(GRADIENT))
     masters = tl.load(row + 1).to(tl.pointer_type(tl.float32))
-    moments = tl.load(row + 2).to(tl.pointer_type(MOMENT))
-    squares = tl.load(row + 3).to(tl.pointer_type(MOMENT))
+    moments = tl.load(row + 2).to(tl.pointer_type(tl.float32))
+    squares = tl.load(row + 3).to(tl.pointer_type(tl.float32))
     weights = tl.load(row + 4).to(tl.pointer_type(WEIGHT))
-    moment_scales = tl.load(row + 5).to(tl.pointer_type(tl.float32))
-    square_scales = tl.load(row + 6).to(tl.pointer_type(tl.float32))
     if ALIGNED:  # so that a thread reads and writes several numbers at once
         size = tl.multiple_of(size, 16)
         gradients, masters = tl.multiple_of(gradients, 16), tl.multiple_of(masters, 16)
@@ -164,8 +143,8 @@ def _update(
     if CLIPS:
         gradient = gradient * tl.load(clip)
     master = tl.load(masters, mask=mask, other=0.0)
-    moment = _widened(moments, moment_scales, moment_values, index, mask, IN_BYTES)
-    square = _widened(squares, square_scales, square_values, index, mask, IN_BYTES)
+    moment = tl.load(moments, mask=mask, other=0.0)
+    square = tl.load(squares, mask=mask, other=0.0)
     moment = moment + one_minus_beta1 * (gradient - moment)
     square = square * beta2 + one_minus_beta2 * (gradient * gradient)
     correction1 = tl.load(corrections + tensor * 2)
@@ -173,43 +152,7 @@ def _update(
     master = master * decay
     master = master - lr / correction1 * (moment / (tl.sqrt(square) / correction2 + eps))
     tl.store(masters, master, mask=mask)
-    _narrow(moments, moment_scales, moment_bytes, moment, start, size, mask, MOMENT, IN_BYTES, BLOCK)
-    _narrow(squares, square_scales, square_bytes, square, start, size, mask, MOMENT, IN_BYTES, BLOCK)
+    tl.store(moments, moment, mask=mask)
+    tl.store(squares, square, mask=mask)
     if ROUNDS:
         tl.store(weights, master.to(WEIGHT), mask=mask)
-
-
-@triton.jit
-def _widened(kept, scales, values, index, mask, IN_BYTES: tl.constexpr):
-    """`read_moment` of moments.py; elements that are masked out are 0."""
-    moment = tl.load(kept, mask=mask, other=0)
-    if IN_BYTES:
-        scale = tl.load(scales + index // _PER_SCALE, mask=mask, other=0.0)
-        moment = tl.load(values + moment.to(tl.int32)) * scale
-    return moment.to(tl.float32)
-
-
-@triton.jit
-def _narrow(
-    kept,
-    scales,
-    bytes,
-    moment,
-    start,
-    size,
-    mask,
-    MOMENT: tl.constexpr,
-    IN_BYTES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """`write_moment` of moments.py."""
-    if IN_BYTES:
-        rows = tl.reshape(moment, (BLOCK // _PER_SCALE, _PER_SCALE))
-        largest = tl.max(tl.abs(rows), axis=1)
-        number = start // _PER_SCALE + tl.arange(0, BLOCK // _PER_SCALE)
-        tl.store(scales + number, largest, mask=number * _PER_SCALE < size)
-        shares = tl.reshape(tl.div_rn(rows, largest[:, None]), (BLOCK,))
-        bits = shares.to(tl.uint32, bitcast=True) >> _DROPPED_BITS
-        tl.store(kept, tl.load(bytes + bits.to(tl.int32)), mask=mask)
-    else:
-        tl.store(kept, moment.to(MOMENT), mask=mask)

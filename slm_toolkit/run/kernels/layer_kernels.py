@@ -4,7 +4,6 @@ Byte counts below use e for the bytes of an element in the compute dtype: 2 in b
 """
 
 import dataclasses
-import functools
 from importlib.util import find_spec
 from types import CodeType
 from typing import Any
@@ -18,7 +17,6 @@ from slm_toolkit.config.run_config import FP8_MULTIPLE, RunConfig, fits_float8
 from slm_toolkit.run.kernels.loss_kernels import (
     Arithmetic,
     LossHead,
-    fused_logits_loss,
     give_labels_to_head,
     loss_of_head,
 )
@@ -46,40 +44,6 @@ class FusedRMSNorm(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
-
-
-class FusedMLP(torch.nn.Module):
-    """transformers' gated MLP, but saves only gate and up for backward, not the SiLU of the gate.
-
-    With FFN width f, it saves 3 f e bytes per token, including the input of the down projection;
-    transformers' MLP saves 4 f e. Backward recomputes the SiLU, bit-identically.
-    """
-
-    gate_proj: torch.nn.Module
-    up_proj: torch.nn.Module
-    down_proj: torch.nn.Module
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(_SwiGLU.apply(self.gate_proj(hidden_states), self.up_proj(hidden_states)))
-
-
-class _SwiGLU(torch.autograd.Function):
-    """SiLU(gate) x up."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(gate, up)
-        silu = functional.silu(gate)
-        # torch 2.11's compiler loses the gradient of an in-place product in forward
-        return silu * up if torch.compiler.is_compiling() else silu.mul_(up)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        gate, up = ctx.saved_tensors
-        grad_up = functional.silu(gate).mul_(upstream)
-        grad_silu = upstream * up
-        grad_gate = torch.ops.aten.silu_backward.grad_input(grad_silu, gate, grad_input=grad_silu)
-        return grad_gate, grad_up
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -123,7 +87,7 @@ def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
 def computes_like(module: torch.nn.Module, model_class: type) -> bool:
     """Return whether a module's forward is the same code as another class's.
 
-    transformers copies the code of norms and MLPs into the file of each architecture.
+    transformers copies the code of norms into the file of each architecture.
     """
     own, other = type(module).forward.__code__, model_class.forward.__code__
     return _parts_of(own) == _parts_of(other)
@@ -137,49 +101,33 @@ def _parts_of(code: CodeType) -> tuple[Any, ...]:
 def use_kernels(model: PreTrainedModel, config: RunConfig) -> None:
     """Put the configured kernels into `model`, in place. State dict names and tied weights stay the same.
 
-    What computes a fused loss between its matrix products: see `_loss_arithmetic`.
-    Raises ValueError if a kernel does not fit the model's head, norms or MLPs.
+    What computes the fused loss between its matrix products: see `_loss_arithmetic`.
+    Raises ValueError if a kernel does not fit the model's head or norms.
     """
-    from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-    shape = model.config.to_dict()
-    activation = shape.get("hidden_act") or shape.get("hidden_activation")
-    if config.mlp_kernel == "fused" and activation not in ("silu", "swish"):
-        raise ValueError(
-            f"--mlp_kernel fused: the activation of {type(model).__name__} is {activation}, "
-            "not silu\nhint: --mlp_kernel hf"
-        )
     on_cpu = not torch.cuda.is_available() and config.rehearse is None
     chunks = dataclasses.replace(config.loss_chunks, on_cpu=on_cpu)
-    if config.loss_kernel == "fused_logits":
-        model.loss_function = functools.partial(
-            fused_logits_loss, arithmetic=_loss_arithmetic(config), chunks=chunks
-        )
-    elif config.loss_kernel == "fused_linear":
+    if config.loss_kernel == "fused_linear":
         head = model.get_output_embeddings()
         if type(head) is not torch.nn.Linear or head.bias is not None:
             raise ValueError(
                 f"--loss_kernel fused_linear: the head of {type(model).__name__} is {head}, "
-                "not a plain matrix\nhint: --loss_kernel fused_logits works with every head"
+                "not a plain matrix\nhint: --loss_kernel hf"
             )
         head.__class__ = LossHead
         head.arithmetic, head.chunks = _loss_arithmetic(config), chunks
         model.register_forward_pre_hook(give_labels_to_head, with_kwargs=True)
         model.loss_function = loss_of_head
-    for flag, kernel, model_class, fused in (
-        ("norm_kernel", config.norm_kernel, LlamaRMSNorm, FusedRMSNorm),
-        ("mlp_kernel", config.mlp_kernel, LlamaMLP, FusedMLP),
-    ):
-        if kernel != "fused":
-            continue
-        modules = [module for module in model.modules() if computes_like(module, model_class)]
-        if not modules:
+    if config.norm_kernel == "fused":
+        norms = [module for module in model.modules() if computes_like(module, LlamaRMSNorm)]
+        if not norms:
             raise ValueError(
-                f"--{flag} fused: {type(model).__name__} has no module that computes like "
-                f"{model_class.__name__}\nhint: --{flag} hf"
+                f"--norm_kernel fused: {type(model).__name__} has no norm that computes like LlamaRMSNorm\n"
+                "hint: --norm_kernel hf"
             )
-        for module in modules:
-            module.__class__ = fused
+        for norm in norms:
+            norm.__class__ = FusedRMSNorm
 
 
 def _loss_arithmetic(config: RunConfig) -> Arithmetic:
@@ -191,9 +139,6 @@ def _loss_arithmetic(config: RunConfig) -> Arithmetic:
     return "compiled" if config.torch_compile else "pytorch"
 
 
-# Kernels of optional packages: Liger's in Triton, torchao's float8 matrix products.
-
-_WITHOUT_LIGER = "hint: --norm_kernel fused, --mlp_kernel fused and --torch_compile work without Liger"
 _FP8_CAPABILITY = (8, 9)
 
 
@@ -201,11 +146,6 @@ def check_optional(config: RunConfig) -> None:
     """Raise ValueError if this machine lacks the GPU or the package that a flag of `config` needs."""
     if config.tf32 and not torch.cuda.is_available():
         raise ValueError("--tf32 needs a GPU\nhint: --numerics aligned computes in bf16, on a CPU, too")
-    if config.use_liger_kernel:
-        if not torch.cuda.is_available():
-            raise ValueError(f"--use_liger_kernel needs a GPU, because Liger uses Triton\n{_WITHOUT_LIGER}")
-        if find_spec("liger_kernel") is None:
-            raise ValueError(f"--use_liger_kernel needs Liger\nhint: {pip_install('liger')}")
     of_triton = {"--optim adamw_triton": config.optim == "adamw_triton", "--triton_loss": config.triton_loss}
     asked = [flag for flag, is_asked in of_triton.items() if is_asked]
     if asked and torch.cuda.is_available() and find_spec("triton") is None:
@@ -215,22 +155,6 @@ def check_optional(config: RunConfig) -> None:
         )
     if config.fp8 != "none" and find_spec("torchao") is None:
         raise ValueError(f"--fp8 {config.fp8} needs torchao\nhint: {pip_install('fp8')}")
-
-
-def use_liger(model: PreTrainedModel) -> None:
-    """Put Liger's RMSNorm, RoPE and SwiGLU into `model`, in place; `--loss_kernel` still chooses the loss.
-
-    Raises ValueError if Liger does not support the architecture.
-    """
-    from transformers.integrations.liger import apply_liger_kernel  # slow to import
-
-    before = {type(module).forward for module in model.modules()}
-    loss = {"cross_entropy": False, "fused_linear_cross_entropy": False}
-    apply_liger_kernel(model, {"rope": True, "rms_norm": True, "swiglu": True, **loss})
-    after = {getattr(module.forward, "__func__", None) for module in model.modules()}
-    if after <= before:
-        name = type(model).__name__
-        raise ValueError(f"--use_liger_kernel: Liger does not support {name}\n{_WITHOUT_LIGER}")
 
 
 def use_fp8(model: PreTrainedModel, config: RunConfig) -> None:

@@ -22,48 +22,21 @@ Arithmetic = Literal["pytorch", "compiled", "triton", "nothing"]
 nothing: on fake tensors, in the place of a kernel that allocates nothing"""
 
 
-def fused_logits_loss(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    vocab_size: int,
-    *,
-    shift_labels: torch.Tensor | None = None,
-    num_items_in_batch: torch.Tensor | None = None,
-    arithmetic: Arithmetic = "pytorch",
-    chunks: LossChunks = _BY_RULE,
-) -> torch.Tensor:
-    """Compute transformers' causal LM loss of logits [batch, tokens, V] with one copy of them, not three.
-
-    Peak memory: the logits, N x V x e bytes, and one chunk of fp32 probabilities, at most 64 MiB for any N
-    (none in fp32; two of them on a CPU, where torch converts dtypes in a separate step). Forward overwrites
-    the logits with their gradient, so a training step's logits can't be read afterwards. Backward allocates
-    nothing. Without gradients, as in evaluation, the logits stay unchanged. The kernels of torch.compile and
-    Triton make no fp32 copy of a chunk.
-    """
-    targets = _next_tokens(labels, shift_labels).to(logits.device)
-    num_items = _num_valid(targets) if num_items_in_batch is None else num_items_in_batch
-    return _FusedLogitsLoss.apply(logits, targets, num_items, torch.is_grad_enabled(), arithmetic, chunks)
-
-
 @torch.no_grad()
 def token_losses(
     logits: torch.Tensor, labels: torch.Tensor, *, shift_labels: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return each token's fp32 loss in the shape of `labels`, 0 without a label; reads the logits once.
 
-    By PyTorch's operations, with an fp32 copy of a chunk: only several datasets with fused_logits need it.
+    By PyTorch's operations, with an fp32 copy of a chunk: only several datasets without LossHead need it.
     """
-    losses = torch.empty(labels.numel(), device=logits.device, dtype=torch.float32)
     targets, flat = _next_tokens(labels, shift_labels).to(logits.device), logits.flatten(0, -2)
-    num_items = torch.ones((), device=logits.device)
-    _sum_of_losses_(
-        *(flat, targets, num_items),
-        chunks=_BY_RULE,
-        arithmetic="pytorch",
-        with_gradient=False,
-        token_losses=losses,
-    )
-    return losses.view(labels.shape)
+    rows = _BY_RULE.of_probabilities(len(flat), vocab_size=flat.shape[1])
+    losses = [
+        _chunk_losses_(part, target, None, torch.empty_like(part, dtype=torch.float32), with_gradient=False)
+        for part, target in zip(flat.split(rows), targets.split(rows), strict=True)
+    ]
+    return torch.cat(losses).view(labels.shape)
 
 
 class LossHead(torch.nn.Linear):
@@ -74,7 +47,7 @@ class LossHead(torch.nn.Linear):
 
     Peak memory in forward, in addition to hidden states [N, h] and weight [V, h]: their gradients, N x h x e
     and V x h x e bytes, the only tensors saved for backward; one chunk of logits, `LossChunks.of_logits` x
-    V x e bytes; and at most 64 MiB of fp32 probabilities, as in `fused_logits_loss` (none in fp32, none with
+    V x e bytes; and at most 64 MiB of fp32 probabilities (none in fp32, two of them on a CPU, none with
     kernels of torch.compile or Triton). All chunks share the two buffers of logits and probabilities.
     Backward allocates nothing: it scales both gradients in place. Under autocast, hidden states and weight
     are first copied to bf16, as for every matrix product.
@@ -119,31 +92,6 @@ class LossHead(torch.nn.Linear):
             loss = _FusedLinearLoss.apply(hidden, weight, *sums)
         self.last_loss = loss.detach()
         return loss
-
-
-class _FusedLogitsLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
-        num_items: torch.Tensor,
-        with_gradient: bool,
-        arithmetic: Arithmetic,
-        chunks: LossChunks,
-    ) -> torch.Tensor:
-        flat = logits.view(-1, logits.shape[-1])
-        total = _sum_of_losses_(
-            flat, targets, num_items, chunks=chunks, arithmetic=arithmetic, with_gradient=with_gradient
-        )
-        if with_gradient:
-            ctx.save_for_backward(logits)  # now contains their gradient
-        return total / num_items
-
-    @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (grad_logits,) = ctx.saved_tensors
-        return grad_logits.mul_(upstream), None, None, None, None, None
 
 
 class _FusedLinearLoss(torch.autograd.Function):
@@ -240,22 +188,18 @@ def _sum_of_losses_(
     chunks: LossChunks,
     arithmetic: Arithmetic,
     with_gradient: bool,
-    wide: torch.Tensor | None = None,
-    token_losses: torch.Tensor | None = None,
+    wide: torch.Tensor | None,
+    token_losses: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the fp32 cross-entropy summed over valid rows of logits [rows, V]; `wide`: see `_chunk_losses_`.
 
-    With `with_gradient`, overwrites the logits with the gradient of that sum divided by `num_items`. Writes
-    each row's loss to `token_losses`, if given.
+    Overwrites the logits: `with_gradient`, by the gradient of that sum divided by `num_items`. Writes each
+    row's loss to `token_losses`, if given.
     """
     kernel = _chunk_kernel(arithmetic)
     rows = chunks.of_probabilities(len(logits), vocab_size=logits.shape[1])
     if arithmetic in ("triton", "nothing"):
         rows = len(logits)  # one launch: no probabilities are kept, so nothing need be small
-    if wide is None and not with_gradient and arithmetic == "pytorch":
-        wide = torch.empty_like(logits[:rows], dtype=torch.float32)  # the logits must stay unchanged
-    elif wide is None:
-        wide = _fp32_buffer(logits[:rows], chunks, arithmetic)
     total = torch.zeros((), device=logits.device, dtype=torch.float32)
     for start in range(0, len(logits), rows):
         part = logits[start : start + rows]
@@ -283,7 +227,7 @@ def _fp32_buffer(logits: torch.Tensor, chunks: LossChunks, arithmetic: Arithmeti
 def _chunk_losses_(
     logits: torch.Tensor,
     targets: torch.Tensor,
-    num_items: torch.Tensor,
+    num_items: torch.Tensor | None,
     wide: torch.Tensor | None,
     *,
     with_gradient: bool,

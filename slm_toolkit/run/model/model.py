@@ -28,7 +28,7 @@ from transformers.modeling_utils import set_zero3_state
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import has_weights
-from slm_toolkit.run.kernels.layer_kernels import decoder_layers, use_fp8, use_kernels, use_liger
+from slm_toolkit.run.kernels.layer_kernels import decoder_layers, use_fp8, use_kernels
 from slm_toolkit.run.model.adapters import add_adapter, quantize
 from slm_toolkit.run.model.padding import pad_widths
 from slm_toolkit.run.model.sequence_parallel import WHOLE, SequenceGroup
@@ -96,8 +96,6 @@ def build_model(
         pad_widths(model, spec)
     enable_checkpointing(model, config.gradient_checkpointing, compiled=config.torch_compile)
     use_kernels(model, config)
-    if config.use_liger_kernel:
-        use_liger(model)
     if config.fp8 != "none":
         use_fp8(model, config)
     if config.peft == "qlora":

@@ -15,8 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from slm_toolkit.record.numerics import ROUNDED, Numerics, merged
 from slm_toolkit.run.engine.muon import MUON
-from slm_toolkit.run.engine.optimizer import ADAMW_KERNEL, AdamWWithMasterWeights
-from slm_toolkit.run.kernels.moments import local_part
+from slm_toolkit.run.engine.optimizer import ADAMW_KERNEL, AdamWWithMasterWeights, local_part
 from slm_toolkit.run.observe.measure import (
     READING_GRADIENTS,
     GradientCounter,
@@ -37,7 +36,6 @@ _ATTENTION_KERNELS = (  # (the profiler's name of an operator, our name of the k
 )
 _OPTIMIZER_KERNELS = (
     (MUON, "muon"),  # with fused AdamW for the other parameters
-    (r"aten::_foreach_sign_", "lion"),
     (ADAMW_KERNEL, "triton"),
     (r"aten::_fused_adamw?_", "fused"),
     (r"aten::_foreach_addcdiv_", "foreach"),
@@ -205,10 +203,10 @@ class NumericsProbe:
         return self.clip_grad_norm(parameters, max_norm, *args, **kwargs)
 
     def _loss_kernel(self, operators: list[_Operator]) -> str:
-        """Return the value of `--loss_kernel` whose kernel ran."""
+        """Return the value of `--loss_kernel` whose kernel ran, or "own" of a script's own loss."""
         if any(operator.name == "aten::cross_entropy_loss" for operator in operators):
             return "hf"
-        return "fused_logits" if self.seen["logits"] else "fused_linear"
+        return "own" if self.seen["logits"] else "fused_linear"
 
     def _clipping(self) -> float | None:
         """Return the clipping threshold that the optimizer's step reads."""

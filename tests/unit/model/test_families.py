@@ -11,7 +11,7 @@ from slm_toolkit.model.families import FAMILIES, kernel_problems, with_kernels_o
 from slm_toolkit.model.from_config import spec_from_config
 from slm_toolkit.model.model_spec import ModelSpec, layer_tensors
 from slm_toolkit.model.names import find_model
-from slm_toolkit.run.kernels.layer_kernels import FusedMLP, FusedRMSNorm, decoder_layers
+from slm_toolkit.run.kernels.layer_kernels import FusedRMSNorm, decoder_layers
 from slm_toolkit.run.model.model import build_model, hf_config
 
 MODELS = ROOT / "bench" / "data" / "models"
@@ -133,13 +133,12 @@ def test_windows_are_those_of_transformers(model_type: str, keys: dict, expected
 
 
 def test_a_kernel_that_computes_another_function_is_refused_or_replaced() -> None:
-    fused = RunConfig(loss_kernel="fused_linear", norm_kernel="fused", mlp_kernel="fused")
+    fused = RunConfig(loss_kernel="fused_linear", norm_kernel="fused")
     expected = {
-        "gemma2-2m": {"attn_implementation", "loss_kernel", "norm_kernel", "mlp_kernel"},
-        "gemma3-2m": {"norm_kernel", "mlp_kernel"},
+        "gemma2-2m": {"attn_implementation", "loss_kernel", "norm_kernel"},
+        "gemma3-2m": {"norm_kernel"},
         "olmo2-3m": {"norm_kernel"},
         "granite-2m": {"loss_kernel"},
-        "phi3-2m": {"mlp_kernel"},
     }
     for name in TODAY:
         spec = find_model(str(MODELS / name))
@@ -153,11 +152,10 @@ def test_fused_kernels_are_put_into_copies_of_llamas_code_and_change_no_loss(nam
     spec, tokens = find_model(str(MODELS / name)), torch.arange(64).view(2, 32)
     losses = {}
     for kernel in ("hf", "fused"):
-        config = RunConfig(seq_len=32, numerics="fp32", norm_kernel=kernel, mlp_kernel=kernel)
+        config = RunConfig(seq_len=32, numerics="fp32", norm_kernel=kernel)
         model = build_model(spec, config)
         losses[kernel] = model(input_ids=tokens, labels=tokens).loss.item()
     layer = decoder_layers(model)[0]
-    assert type(layer.mlp) is FusedMLP
     assert type(layer.input_layernorm) is FusedRMSNorm
     if name == "qwen3-2m":
         assert type(layer.self_attn.q_norm) is FusedRMSNorm
@@ -166,7 +164,7 @@ def test_fused_kernels_are_put_into_copies_of_llamas_code_and_change_no_loss(nam
 
 def test_a_norm_of_another_function_is_not_fused() -> None:
     config = RunConfig(seq_len=32, numerics="fp32", norm_kernel="fused")
-    with pytest.raises(ValueError, match="no module that computes like LlamaRMSNorm"):
+    with pytest.raises(ValueError, match="no norm that computes like LlamaRMSNorm"):
         build_model(find_model(str(MODELS / "olmo2-3m")), config)
 
 

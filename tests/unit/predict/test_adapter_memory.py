@@ -169,7 +169,7 @@ def frozen_layer(name: str, **flags: object) -> float:
     """Bytes per token that the second of four layers saves in bf16 with LoRA of rank 64, 256 tokens."""
     path = str(MODELS / name)
     config = RunConfig(model=path, peft="lora", lora_r=64, seq_len=256, **flags).with_defaults(has_gpu=True)
-    config = dataclasses.replace(config, norm_kernel="hf", mlp_kernel="hf")
+    config = dataclasses.replace(config, norm_kernel="hf")
     setup = Setup(find_model(path), find_strategy("ddp"), config, num_gpus=8)
     return layers_of(setup)[1].saved
 
@@ -202,7 +202,7 @@ def test_stored_traces_of_adapters_are_met(half: str, worst: float) -> None:
     accuracy = bench("memory_accuracy")
     found = accuracy.traces(accuracy.FOLDER / f"{half}.csv")
     errors = [abs(error) for error, _ in found]
-    assert len(found) >= (60 if half == "adapters" else 30)
+    assert len(found) >= (15 if "today" in half else 30)
     assert {row["strategy"] for _, row in found} >= set(STUDIED_STRATEGIES)
     if "today" in half:
         assert {row["model"] for _, row in found} >= {"qwen3-2m", "gemma3-2m", "olmo2-3m", "phi3-2m"}

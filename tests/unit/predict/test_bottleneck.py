@@ -65,8 +65,6 @@ def test_tritons_kernels_are_levers_where_they_can_run() -> None:
     found = {lever.change: lever.speedup for lever in levers_of("slm-500m-hw", **flags)}
     assert found["--triton_loss"] > 1.02
     assert found["--optim adamw_triton"] > 1.01
-    narrow = {lever.change: lever.speedup for lever in levers_of("slm-500m-hw", **flags, adam_dtype="int8")}
-    assert narrow["--optim adamw_triton"] > found["--optim adamw_triton"]  # one kernel for ten
     setup = dataclasses.replace(setup_of(PRESETS["slm-500m-hw"], **flags), strategy=find_strategy("ds_zero1"))
     assert not any("adamw_triton" in lever.change for lever in levers(setup))  # DeepSpeed casts and clips
 

@@ -67,14 +67,6 @@ def test_fp32_sums_need_no_copy_in_the_optimizers_step() -> None:
     assert in_fp32.parts["temporary"] == 0
 
 
-def test_bf16_moments_take_half_and_are_cast_in_chunks() -> None:
-    found = estimate("single", num_gpus=1, seq_len=2, adam_dtype="bf16")
-    assert found.peak_instant == "optimizer step"
-    assert found.parts["optimizer"] == 4 * P
-    # a chunk has all matrices: their gradients in fp32, 4, and both moments, 8
-    assert found.parts["temporary"] == 12 * (P - 5 * 8)
-
-
 def test_the_flags_of_nanotron_are_its_gradients_and_its_loss_has_no_flag() -> None:
     # at the loss of 4 x 1000 tokens: forward has fp32 logits and their softmax, 8 bytes of 40 logits a token
     found = estimate("ddp", like="nanotron")

@@ -166,18 +166,8 @@ def test_an_h200_is_never_slower_than_an_h100() -> None:
         ("ddp", {"numerics": "pure_bf16"}, 20),
         # AdamW alone takes more by its for-each kernels: 22 + 2.8 x 28 = 100.4
         ("ddp", {"optim": "adamw_torch"}, 100.4),
-        # 22, and of its 13 passes: averages 3 each, sign 2, decay 2, addition 3, at 4 bytes
-        ("ddp", {"optim": "lion"}, 22 + 52),
-        # 50, and two moments of 2 bytes are read as 4 and written back
-        ("ddp", {"adam_dtype": "bf16"}, 50 + 2 * (4 + 8)),
-        # its norm 24 more; a moment to fp32: index 5, value 8, scale 8; and back: norm 4, share 8, its bits
-        # shifted 8 and masked 8, byte 5
-        ("ds_zero2", {"adam_dtype": "int8"}, 50 + 24 + 2 * 54),
-        ("ddp", {"adam_dtype": "int8", "optim": "lion"}, 22 + 52 + 54),
         # norm 2; the kernel reads 2 + 4 + 4 + 4 and writes 4 + 4 + 4 + 2. Without masters 4 + 16 + 12
         ("ddp", {"optim": "adamw_triton"}, 30),
-        # the same with moments of 1 + 4 / 256 bytes, which it widens itself
-        ("ddp", {"optim": "adamw_triton", "adam_dtype": "int8"}, 14 + 4 * (1 + 4 / 256)),
         ("fsdp_full_shard", {"optim": "adamw_triton", "numerics": "fp32"}, 32),
     ],
 )
@@ -451,7 +441,7 @@ def test_mfu_is_between_0_and_1_wherever_one_looks(num_draws: int) -> None:
         "numerics": ["aligned", "stock", "pure_bf16", "fp32"],
         "attn_implementation": ["sdpa", "eager"],
         "torch_compile": [False, True],
-        "loss_kernel": ["hf", "fused_logits", "fused_linear"],
+        "loss_kernel": ["hf", "fused_linear"],
         "gradient_checkpointing": ["none", "full", "selective_op", "selective_layer"],
     }
     for _ in range(num_draws):

@@ -177,7 +177,7 @@ def test_aligned_widths_are_named_for_each_gpu_type() -> None:
 RECORDED = (  # the flags of conftest's made_record
     *("--model", "slm-100m", "--gpu", "h100-80gb:2@3", "--strategy", "ddp", "--tokens", "1B"),
     *("--per_device_train_batch_size", "4", "--global_batch_tokens", "8192", "--loss_kernel", "hf"),
-    *("--norm_kernel", "hf", "--mlp_kernel", "hf", "--gradient_checkpointing", "none"),
+    *("--norm_kernel", "hf", "--gradient_checkpointing", "none"),
     *("--torch_compile", "false"),
 )
 
@@ -338,8 +338,8 @@ def test_what_is_not_given_is_searched_and_what_is_given_stays() -> None:
     (compiled,) = recommended(*asked, "--torch_compile", "true")
     assert (eager["torch_compile"], compiled["torch_compile"]) == (False, True)
     assert best["usd"] == min(eager["usd"], compiled["usd"]) < max(eager["usd"], compiled["usd"])
-    (slow,) = recommended(*asked, "--loss_kernel", "hf", "--mlp_kernel", "hf", "--torch_compile", "false")
-    assert (slow["loss_kernel"], slow["mlp_kernel"]) == ("hf", "hf")
+    (slow,) = recommended(*asked, "--loss_kernel", "hf", "--torch_compile", "false")
+    assert slow["loss_kernel"] == "hf"
     assert slow["usd"] > eager["usd"]
 
 

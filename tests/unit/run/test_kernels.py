@@ -1,7 +1,6 @@
 """Fused losses, the fused norm and selective checkpointing compute what transformers does, and keep less."""
 
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.run.kernels.layer_kernels import FusedMLP, FusedRMSNorm, check_optional, use_kernels
-from slm_toolkit.run.kernels.loss_kernels import LossHead, fused_logits_loss
+from slm_toolkit.run.kernels.layer_kernels import FusedRMSNorm, check_optional, use_kernels
+from slm_toolkit.run.kernels.loss_kernels import LossHead
 from slm_toolkit.run.model.model import enable_checkpointing
 
 NUM_TOKENS, VOCAB, HIDDEN = 512, 256, 64
@@ -27,10 +26,8 @@ SMALLEST = {
 @pytest.mark.parametrize(
     "flags",
     [
-        {"loss_kernel": "fused_logits"},
         {"loss_kernel": "fused_linear"},
         {"norm_kernel": "fused"},
-        {"mlp_kernel": "fused"},
         {"gradient_checkpointing": "selective_layer"},
         ALL,
     ],
@@ -53,21 +50,21 @@ def test_in_bf16_they_are_no_farther_from_fp32_than_transformers() -> None:
 
 
 def test_a_loss_over_many_chunks_is_the_loss_over_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = torch.randn(1, 50, VOCAB, requires_grad=True)
+    hidden = torch.randn(1, 50, HIDDEN, requires_grad=True)
+    head, found = LossHead(HIDDEN, VOCAB, bias=False), []
     labels = torch.randint(0, VOCAB, (1, 50))
-    wanted = fused_logits_loss(logits * 1, labels, VOCAB)
-    monkeypatch.setattr("slm_toolkit.config.loss_chunks._ELEMENTS", 7 * VOCAB)  # 50 rows are 8 chunks
-    found = fused_logits_loss(logits * 1, labels, VOCAB)
-    torch.testing.assert_close(found, wanted)
-    grads = [torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (found, wanted)]
-    torch.testing.assert_close(*grads)
+    for elements in (50 * VOCAB, 7 * VOCAB):  # 50 rows of probabilities at once; 8 chunks
+        monkeypatch.setattr("slm_toolkit.config.loss_chunks._ELEMENTS", elements)
+        head.labels = labels
+        loss = head(hidden)
+        found.append([loss, *torch.autograd.grad(loss, [hidden, head.weight])])
+    torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize("kernel", ["fused_linear", "fused_logits"])
-def test_chunks_of_any_number_of_tokens_have_the_same_loss_and_gradients(kernel: str) -> None:
-    wanted_loss, wanted = two_micro_steps(made(loss_kernel=kernel))
+def test_chunks_of_any_number_of_tokens_have_the_same_loss_and_gradients() -> None:
+    wanted_loss, wanted = two_micro_steps(made(loss_kernel="fused_linear"))
     for num_tokens in (1, 13, 64, 1000):  # of 64 in a micro-step
-        loss, grads = two_micro_steps(made(loss_kernel=kernel, loss_chunk_tokens=num_tokens))
+        loss, grads = two_micro_steps(made(loss_kernel="fused_linear", loss_chunk_tokens=num_tokens))
         assert loss.item() == pytest.approx(wanted_loss.item(), rel=1e-6)
         assert error(grads, wanted) < 1e-6
 
@@ -80,8 +77,6 @@ def test_without_gradients_or_labels_logits_are_logits() -> None:
         torch.testing.assert_close(model(input_ids=tokens).logits, wanted.logits)
         torch.testing.assert_close(model(input_ids=tokens, labels=tokens).loss, wanted.loss)
         torch.testing.assert_close(model(input_ids=tokens).logits, wanted.logits)
-        evaluated = made(loss_kernel="fused_logits").eval()(input_ids=tokens, labels=tokens)
-        torch.testing.assert_close(evaluated.logits, wanted.logits)
     assert model.state_dict().keys() == plain.state_dict().keys()
 
 
@@ -89,9 +84,6 @@ def test_without_gradients_or_labels_logits_are_logits() -> None:
 def test_what_is_kept_for_backward_is_what_the_docstrings_say(dtype: torch.dtype, size: int) -> None:
     labels = torch.randint(0, VOCAB, (1, NUM_TOKENS))
     hidden = torch.randn(1, NUM_TOKENS, HIDDEN, dtype=dtype, requires_grad=True)
-    logits = torch.randn(1, NUM_TOKENS, VOCAB, dtype=dtype, requires_grad=True) * 1
-    assert saved_bytes(lambda: fused_logits_loss(logits, labels, VOCAB)) == [NUM_TOKENS * VOCAB * size]
-
     head = LossHead(HIDDEN, VOCAB, bias=False, dtype=dtype)
     head.labels = labels
     assert saved_bytes(lambda: head(hidden)) == [VOCAB * HIDDEN * size, NUM_TOKENS * HIDDEN * size]
@@ -104,23 +96,6 @@ def test_what_is_kept_for_backward_is_what_the_docstrings_say(dtype: torch.dtype
         4 * NUM_TOKENS,
         NUM_TOKENS * 128 * size,
     ]
-
-    mlp = made(numerics="aligned" if size == 2 else "fp32", mlp_kernel="fused").model.layers[0].mlp
-    assert isinstance(mlp, FusedMLP)
-    ffn = NUM_TOKENS * mlp.up_proj.out_features * size  # gate, up, and their product for down
-    assert saved_bytes(lambda: mlp(rows))[-3:] == [ffn, ffn, ffn]
-    assert sum(stored == ffn for stored in saved_bytes(lambda: mlp(rows))) == 3
-
-
-def test_a_fused_mlp_gives_the_same_bits_and_only_with_silu(tmp_path: Path) -> None:
-    for numerics in ("fp32", "aligned"):
-        found, wanted = (
-            two_micro_steps(made(numerics=numerics, mlp_kernel=kernel)) for kernel in ("fused", "hf")
-        )
-        assert torch.equal(found[1], wanted[1])
-    gelu = LlamaForCausalLM(LlamaConfig(**SMALLEST, hidden_act="gelu"))
-    with pytest.raises(ValueError, match="gelu, not silu\nhint: --mlp_kernel hf"):
-        use_kernels(gelu, RunConfig(mlp_kernel="fused"))
 
 
 def saved_bytes(forward: Any) -> list[int]:
@@ -183,7 +158,7 @@ def test_an_engines_hooks_of_a_layer_run_once_though_it_is_computed_again(mode: 
 def test_a_head_that_is_no_plain_matrix_is_refused() -> None:
     model = made()
     model.lm_head = torch.nn.Linear(128, 384, bias=True)
-    with pytest.raises(ValueError, match="--loss_kernel fused_logits works with every head"):
+    with pytest.raises(ValueError, match="not a plain matrix\nhint: --loss_kernel hf"):
         use_kernels(model, RunConfig(loss_kernel="fused_linear"))
 
 
