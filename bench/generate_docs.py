@@ -482,7 +482,7 @@ def _speed() -> str:
         ("the study's figures 1 to 4: 100M to 2B on 1 to 64 A100 and H100", *paper),
         ("the same, with heads of 64 in place of 32 heads", *paper_64),
         ("llm-foundry's and torchtitan's tables: 125M to 70B on 8 to 512 A100 and H100", *tables),
-        (f"{others}: as `slm estimate --loss_kernel fused_logits` answers", *fused),
+        (f"{others}: as `slm estimate --loss_kernel fused_linear` answers", *fused),
         ("the same, as it answers with the default, `--loss_kernel hf`", *default),
         ("the same, with the runs' own loss kernels", *own),
     ]
@@ -498,7 +498,7 @@ def _speed() -> str:
         " (Inductor's, flash-attn's): the last row assumes that kernel, the two rows above it the flag's. Six"
         " points of the paper that contradict its other points are left out. Its three points at zero are"
         " predicted to run out of memory, and all others to fit. The band that `slm estimate` prints holds"
-        f" {band} runs of others with `--loss_kernel fused_logits`. Two constants of host time, of a launch"
+        f" {band} runs of others with `--loss_kernel fused_linear`. Two constants of host time, of a launch"
         " and between two steps, were set with some of these runs at hand; what an H100 corrected in the"
         " forms is in them, its calibration is not.\n\n"
         "Where the paper's error bars separate two options, the predicted winner is right in:\n\n"
