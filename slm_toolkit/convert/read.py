@@ -1,6 +1,7 @@
 """Read a source in any supported form into a draft."""
 
 import dataclasses
+import math
 import shlex
 from pathlib import Path
 from typing import Any
@@ -63,9 +64,9 @@ def fsdp_settings(
                 if key not in sharding_keys
             ]
             return engine, [], rows
+    why = _FSDP2 if is_fsdp1 else ""
     for key, (value, source) in written.items():
         if key == "fsdp_version":
-            why = _FSDP2 if is_fsdp1 else ""
             settings.append(Setting("fsdp", (key,), 2, source, value, why))
         elif is_fsdp1 and key in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward"):
             continue  # see _sharding_of_fsdp1
@@ -83,25 +84,23 @@ def fsdp_settings(
             default = "FULL_STATE_DICT" if is_fsdp1 and key == "fsdp_state_dict_type" else defaults[key]
             settings.append(Setting("fsdp", (key,), default, _named(key, is_trainers=is_trainers)))
     if "fsdp_version" not in present:
-        why = _FSDP2 if is_fsdp1 else ""
-        settings.insert(
-            0,
-            Setting("fsdp", ("fsdp_version",), 2, _named("fsdp_version", is_trainers=is_trainers), None, why),
-        )
+        source = _named("fsdp_version", is_trainers=is_trainers)
+        settings.insert(0, Setting("fsdp", ("fsdp_version",), 2, source, None, why))
     return "fsdp", settings, rows
 
 
 def _setting(key: str, value: Any, source: str) -> Setting:
+    converted = value
     if key in FSDP_TRUTHS:
-        return Setting("fsdp", (key,), truth(value, source), source, value)
-    if key == "fsdp_transformer_layer_cls_to_wrap" and isinstance(value, list):
-        return Setting("fsdp", (key,), ",".join(map(str, value)), source, value)
-    if key == "fsdp_state_dict_type" and str(value).upper() == "LOCAL_STATE_DICT":
+        converted = truth(value, source)
+    elif key == "fsdp_transformer_layer_cls_to_wrap" and isinstance(value, list):
+        converted = ",".join(map(str, value))
+    elif key in ("fsdp_auto_wrap_policy", "fsdp_state_dict_type"):
+        converted = str(value).upper()
+    if converted == "LOCAL_STATE_DICT":
         why = "FSDP2 refuses LOCAL_STATE_DICT; both types write one file per rank"
         return Setting("fsdp", (key,), "SHARDED_STATE_DICT", source, value, why, "nearest")
-    if key in ("fsdp_auto_wrap_policy", "fsdp_state_dict_type"):
-        return Setting("fsdp", (key,), str(value).upper(), source, value)
-    return Setting("fsdp", (key,), value, source, value)
+    return Setting("fsdp", (key,), converted, source, value)
 
 
 def _sharding_of_fsdp1(
@@ -160,6 +159,7 @@ _NAMES |= {key.removeprefix("fsdp_"): key for key in FSDP1_ONLY if key != "fsdp_
 "transformers' name of a key in fsdp_config: accelerate's name"
 _SCRIPTS = "an argument of the script that does not depend on sharding"
 _JSON_HINT = "transformers expects JSON here"
+_OWN_ROWS = "each of its keys has its own row"
 _XLA = "sharding on TPUs, for which accelerate's YAML has no key"
 
 
@@ -215,15 +215,7 @@ def read_trainer(
     if has_fsdp:
         fsdp_config, path = _loaded(config.get("fsdp_config") or {}, "fsdp_config", folder)
         if path is not None:
-            rows.append(
-                KeyAccount(
-                    "fsdp_config",
-                    config["fsdp_config"],
-                    "default",
-                    (),
-                    "each of its keys has its own row",
-                )
-            )
+            rows.append(KeyAccount("fsdp_config", config["fsdp_config"], "default", (), _OWN_ROWS))
         settings.append(Setting("launch", ("distributed_type",), "FSDP", "fsdp", config["fsdp"]))
         keys, other_rows = _fsdp_keys(fsdp_config, config["fsdp"])
         engine, from_fsdp, key_rows = fsdp_settings(keys, ranks, is_trainers=True)
@@ -276,21 +268,11 @@ def _fsdp_keys(fsdp_config: dict[str, Any], fsdp: Any) -> tuple[dict[str, tuple[
 
 
 def _precision(config: dict[str, Any]) -> list[Setting]:
-    precisions = {key: truth(config[key], key) for key in ("bf16", "fp16") if config.get(key) is not None}
-    if all(precisions.get(key) for key in ("bf16", "fp16")):
+    on = [key for key in ("bf16", "fp16") if config.get(key) is not None and truth(config[key], key)]
+    if len(on) == 2:
         raise ValueError("bf16 and fp16 are both true\nhint: choose one of them")
-    return [
-        Setting(
-            "launch",
-            ("mixed_precision",),
-            key,
-            key,
-            config[key],
-            "the script may keep the argument, since both agree",
-        )
-        for key, is_on in precisions.items()
-        if is_on
-    ]
+    why = "the script may keep the argument, since both agree"
+    return [Setting("launch", ("mixed_precision",), key, key, config[key], why) for key in on]
 
 
 def _compilation(config: dict[str, Any]) -> list[Setting]:
@@ -429,16 +411,13 @@ def _read_accelerate(
         if config.get(name) and engine not in engines
     ]
     if engine == "deepspeed":
-        settings, json_path = _deepspeed_of_yaml(config.get("deepspeed_config") or {}, path)
+        section, key = config.get("deepspeed_config") or {}, ""
+        settings, json_path = _deepspeed_of_yaml(section, path)
         if json_path is not None:
-            key, named = (
-                "deepspeed_config.deepspeed_config_file",
-                config["deepspeed_config"]["deepspeed_config_file"],
-            )
-            rows.append(KeyAccount(key, named, "default", (), "each of its keys has its own row"))
-            draft = Draft(path.stem, engine, ranks, (*launch, *groups, *settings), tuple(rows))
-            return dataclasses.replace(draft, json_path=json_path, json_key=key)
-        return Draft(path.stem, engine, ranks, (*launch, *groups, *settings), tuple(rows))
+            named, key = section["deepspeed_config_file"], "deepspeed_config.deepspeed_config_file"
+            rows.append(KeyAccount(key, named, "default", (), _OWN_ROWS))
+        all_settings = (*launch, *groups, *settings)
+        return Draft(path.stem, engine, ranks, all_settings, tuple(rows), json_path=json_path, json_key=key)
     if engine in ("single", "ddp"):
         return Draft(path.stem, engine, ranks, (*launch, *groups), tuple(rows))
     section = (config.get("fsdp_config") or {}).items()
@@ -489,10 +468,8 @@ def _dynamo(config: dict[str, Any]) -> list[Setting]:
 
 
 def _check_groups(groups: list[Setting], ranks: Ranks, path: Path) -> None:
-    product = 1
-    for setting in groups:
-        if setting.path[0].endswith("_size"):
-            product *= int(setting.value or 1)
+    sizes = (int(setting.value or 1) for setting in groups if setting.path[0].endswith("_size"))
+    product = math.prod(sizes)
     if ranks.num is not None and product not in (1, ranks.num):
         raise ValueError(
             f"{path}: the sizes of parallelism_config need {product} ranks, num_processes is {ranks.num}\n"
