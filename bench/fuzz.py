@@ -1,14 +1,12 @@
 """Fuzz every reader of user input: each input must be accepted or refused by a ValueError with a hint.
 
-    python bench/fuzz.py --inputs 100000 --seed 1
+    python bench/fuzz.py --inputs 20000                           with a new seed, which it prints
+    python bench/fuzz.py --seconds 60 --draft                     as many inputs as a minute allows
     python bench/fuzz.py --readers record prices --inputs 5000 --seed 2
-    python bench/fuzz.py --atheris 60 --readers strategy_yaml      guided by coverage: `pip install atheris`
 
 An input is a real file or command with mutated bytes or values; the same seed makes the same inputs. Another
 exception, more than SECONDS, more than MEMORY_BYTES or the end of the process is a find. A find is minimised
 and written to tests/corpus/<reader>/, which tests/contracts/test_fuzz.py replays. Exits with 1 on a find.
-
-slm_toolkit is imported inside functions only: atheris instruments just what is imported after it.
 """
 
 import argparse
@@ -45,10 +43,12 @@ os.environ.update(
 
 ROOT = Path(__file__).parent.parent
 CORPUS = ROOT / "tests" / "corpus"
-SECONDS = 20.0
-"limit for one input: a hundred times the slowest one on an idle machine"
-MEMORY_BYTES = 2**31
-"limit for one reader, above its use after the first inputs"
+SECONDS = 10.0
+"limit of CPU time for one input; other work on the machine does not count"
+WALL_SECONDS = 60.0
+"limit of waiting, and of native code, which no alarm interrupts: then the parent kills the worker"
+MEMORY_BYTES = 2**30
+"limit for one input, above what the worker uses before it"
 
 
 # Readers
@@ -149,8 +149,7 @@ def _read_record(data: bytes, folder: Path) -> None:
         (folder / name).mkdir()
         _write(folder / name, "record.json", content)
     # a page with all pictures takes twenty times as long: one record in eight
-    words = ["--html", "page.html", "--csv", "r.csv", "--markdown", "r.md"]
-    words += ["--memory", "--phases"]
+    words = ["--html", "page.html", "--csv", "r.csv", "--markdown", "r.md", "--memory", "--phases"]
     _slm("report", ".", *(words if len(data) % 8 == 0 else ("--json",) if len(data) % 8 < 4 else ()))
     if len(data) % 8 == 1:
         _slm("report", ".", "--errors")
@@ -292,6 +291,22 @@ def _safetensors(tensors: dict[str, Any], whole: dict[str, bytes]) -> bytes:
         data += content.ljust(size, b"\0")
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data
+
+
+def _read_foreign(data: bytes, folder: Path) -> None:
+    """Another program's checkpoint: an index of torch.distributed.checkpoint, or a file of torch.save."""
+    from slm_toolkit.run.checkpoint.foreign import open_foreign
+
+    if data.startswith(b"PK"):
+        for name in ("pytorch_model_fsdp.bin", "optimizer.bin"):
+            _write(folder, name, data)
+    else:
+        _write(folder, ".metadata", data)
+        _write(folder, "__0_0.distcp", foreign_files()["__0_0.distcp"])
+    reader = open_foreign(folder)
+    for name, num_elements in reader.num_elements.items():
+        for kind in ("weights", "exp_avg", "exp_avg_sq"):
+            reader.read(f"{kind}/{name}", 0, num_elements)
 
 
 def _read_timeline(data: bytes, folder: Path) -> None:
@@ -763,6 +778,22 @@ def signed_checkpoints() -> list[bytes]:
         {"manifest": run.manifest, "tensors": tensors},
         {"manifest": {**run.manifest, "scaler": scaler}, "tensors": tensors},
     )
+
+
+@cache
+def foreign_files() -> dict[str, bytes]:
+    """A checkpoint of FSDP as shards with an index, and as one file of torch.save."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    state = {"step": torch.tensor(7.0), "exp_avg": torch.ones(6), "exp_avg_sq": torch.ones(6)}
+    weights, optimizer = {"norm.weight": torch.ones(6)}, {"state": {"norm.weight": state}}
+    with tempfile.TemporaryDirectory() as folder, _quiet():
+        whole = {**weights, **optimizer, "param_groups": [{"lr": 0.5, "betas": (0.9, 0.99)}]}
+        torch.save(whole, f"{folder}/whole.pt")
+        content = {"model": weights, "optimizer": optimizer}
+        dcp.save(content, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+        return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
 
 
 WORDS = {"</s>": 0, "[UNK]": 1, "the": 2, "quick": 3, "brown": 4, "fox": 5}
@@ -1323,6 +1354,9 @@ READERS = (
     Reader("places", _read_places, lambda: lines(*PLACED.split("|")), 6, mutate_places),
     Reader("checkpoint", _read_checkpoint, lambda: dumped(CHECKPOINT), 4),
     Reader("signed_checkpoint", _read_signed_checkpoint, signed_checkpoints, 6, mutate_checkpoint),
+    Reader(
+        "foreign", _read_foreign, lambda: [foreign_files()[name] for name in (".metadata", "whole.pt")], 6
+    ),
     Reader("timeline", _read_timeline, timeline_seeds, 2),
     Reader(
         "convert_file",
@@ -1420,9 +1454,9 @@ def verdict(reader: Reader, data: bytes, folder: Path, *, seconds: float = SECON
     folder.mkdir(parents=True)
     before = os.getcwd()
     os.chdir(folder)
-    previous = signal.signal(signal.SIGALRM, _raise_too_long) if seconds else None
+    previous = signal.signal(signal.SIGPROF, _raise_too_long) if seconds else None
     if seconds:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         reader.read(data, folder)
     except ValueError as error:
@@ -1433,8 +1467,8 @@ def verdict(reader: Reader, data: bytes, folder: Path, *, seconds: float = SECON
         return _fault(error)
     finally:
         if seconds:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, previous)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.signal(signal.SIGPROF, previous)
         os.chdir(before)
     return "accepted"
 
@@ -1456,65 +1490,79 @@ def _kind_of(fault: str) -> str:
     return fault.partition(": ")[0]
 
 
-_BATCH = 200  # inputs between two reports of a worker
+def _work(
+    reader: Reader,
+    seed: int,
+    indices: range,
+    seconds_for_all: float,
+    current: Any,
+    results: Any,
+    folder: Path,
+) -> None:
+    """Runs in its own process: sends an Outcome of each input, and None at the end.
 
-
-def _work(reader: Reader, seed: int, first: int, last: int, current: Any, results: Any, folder: Path) -> None:
-    """Runs in its own process: sends an Outcome after each batch, and None at the end."""
+    `current`: the index of its input, and when it began.
+    """
     seeds = reader.seeds()
     for warm_up in seeds[:3]:
         verdict(reader, warm_up, folder, seconds=0)  # imports
-    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + MEMORY_BYTES, resource.RLIM_INFINITY))
-    for begin in range(first, last, _BATCH):
-        outcome = Outcome()
-        for index in range(begin, min(last, begin + _BATCH)):
-            current.value = index
-            data = input_of(reader, seeds, seed, index)
-            started = time.perf_counter()
-            result = verdict(reader, data, folder)
-            seconds = time.perf_counter() - started
-            outcome.seconds += seconds
-            outcome.slowest_seconds = max(outcome.slowest_seconds, seconds)
-            if result == "accepted":
-                outcome.num_accepted += 1
-            elif result == "refused":
-                outcome.num_refused += 1
-            else:
-                outcome.num_finds[_kind_of(result)] += 1
-                outcome.first_finds.setdefault(_kind_of(result), (index, result))
-        outcome.peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    used_bytes = _memory_bytes("VmSize")  # a reader may turn a MemoryError into a refusal: so above the limit
+    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + 4 * MEMORY_BYTES, resource.RLIM_INFINITY))
+    end = time.monotonic() + seconds_for_all
+    for index in indices:
+        if time.monotonic() > end:
+            break
+        data = input_of(reader, seeds, seed, index)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = _memory_bytes("VmHWM")
+        current[:] = index, time.monotonic()
+        started = time.process_time()
+        result = verdict(reader, data, folder)
+        seconds = time.process_time() - started
+        used_bytes = _memory_bytes("VmHWM") - before
+        if used_bytes > MEMORY_BYTES and result in ("accepted", "refused"):
+            result = f"MemoryError: {used_bytes / 2**30:.1f} GiB"
+        outcome = Outcome(seconds=seconds, slowest_seconds=seconds, peak_bytes=used_bytes)
+        if result == "accepted":
+            outcome.num_accepted = 1
+        elif result == "refused":
+            outcome.num_refused = 1
+        else:
+            outcome.num_finds[_kind_of(result)] = 1
+            outcome.first_finds[_kind_of(result)] = index, result
         results.put(outcome)
     results.put(None)
 
 
-def fuzz(reader: Reader, num_inputs: int, seed: int, folder: Path) -> Outcome:
-    """Reads all inputs of one reader, in a worker that is restarted after an input that ends it."""
+def _memory_bytes(name: str) -> int:
+    """This process's VmSize, or VmHWM: its largest resident memory."""
+    return 1024 * int(re.search(rf"{name}:\s*(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+def fuzz(reader: Reader, num_inputs: int, seed: int, folder: Path, *, seconds: float) -> Outcome:
+    """Reads a reader's inputs, for so long, in a worker that is restarted after an input that ends it."""
     context = multiprocessing.get_context("fork")
     total, first = Outcome(), 0
     while first < num_inputs:
-        current, results = context.Value("q", first), context.SimpleQueue()
-        arguments = (reader, seed, first, num_inputs, current, results, folder)
+        current, results = context.Array("d", [first, math.inf]), context.SimpleQueue()
+        arguments = (reader, seed, range(first, num_inputs), seconds, current, results, folder)
         worker = context.Process(target=_work, args=arguments)
         worker.start()
-        num_done = first
         while True:
             while results.empty() and worker.is_alive():
                 time.sleep(0.02)
+                if time.monotonic() > current[1] + WALL_SECONDS:
+                    worker.kill()
             outcome = None if results.empty() else results.get()
             if outcome is None:
                 break
-            num_done += outcome.num_inputs
             total.add(outcome)
         worker.join()
-        if worker.exitcode == 0 and num_done >= num_inputs:
+        if worker.exitcode == 0:
             break
-        fault = f"the process ended with {worker.exitcode}"
-        # the worker died before it reported this batch: its inputs before the last count as refused
-        lost = Outcome(num_refused=current.value - num_done, num_finds=Counter([fault]))
-        lost.first_finds[fault] = (current.value, fault)
-        total.add(lost)
-        first = current.value + 1
+        fault, index = f"the process ended with {worker.exitcode}", int(current[0])
+        total.add(Outcome(num_finds=Counter([fault]), first_finds={fault: (index, fault)}))
+        first = index + 1
     return total
 
 
@@ -1544,33 +1592,8 @@ def keep(reader: Reader, data: bytes) -> Path:
     return path
 
 
-def fuzz_guided(reader: Reader, seconds: int, scratch: Path) -> None:
-    """Mutates each input that reaches new lines of the reader further. Ends the process: with 1 on a find.
-
-    atheris has wheels for Linux and CPython 3.11 to 3.13.
-    """
-    import atheris
-
-    seeds, folder, corpus = reader.seeds(), scratch / "work", scratch / "corpus"
-    corpus.mkdir()
-    for number, seed in enumerate(seeds):
-        (corpus / str(number)).write_bytes(seed)
-    with atheris.instrument_imports(include=["slm_toolkit"]):
-        print(f"{reader.name}: {verdict(reader, seeds[0], folder, seconds=0)}", file=sys.stderr)
-
-    def read(data: bytes) -> None:
-        result = verdict(reader, data, folder, seconds=0)  # libFuzzer has its own alarm
-        if result not in ("accepted", "refused"):
-            print(f"FIND {reader.name}: {result}\n     {keep(reader, data)}", file=sys.stderr, flush=True)
-            os._exit(1)
-
-    limits = (f"-max_total_time={seconds}", "-timeout=20", "-rss_limit_mb=4096", "-max_len=20000")
-    atheris.Setup([sys.argv[0], *limits, str(corpus)], read)
-    atheris.Fuzz()
-
-
 def fuzz_all(
-    readers: list[Reader], num_inputs: int, seed: int, scratch: Path, *, keeps: bool
+    readers: list[Reader], num_inputs: int, seed: int, scratch: Path, *, seconds: float, keeps: bool
 ) -> dict[str, Outcome]:
     """Fuzzes one reader after another and prints finds to stderr; `keeps`: minimise and store them."""
     total_share = sum(reader.share for reader in readers)
@@ -1580,7 +1603,8 @@ def fuzz_all(
     for reader in readers:
         verdict(reader, reader.seeds()[0], folder, seconds=0)  # imports, once for all workers
     for reader, count in zip(readers, counts, strict=True):
-        outcome = outcomes[reader.name] = fuzz(reader, count, seed, folder)
+        mine = seconds * reader.share / total_share
+        outcome = outcomes[reader.name] = fuzz(reader, count, seed, folder, seconds=mine)
         for kind, (index, fault) in outcome.first_finds.items():
             print(f"FIND {reader.name} x {outcome.num_finds[kind]}, first {index}: {fault}", file=sys.stderr)
             if not keeps:
@@ -1596,10 +1620,10 @@ def print_table(outcomes: dict[str, Outcome]) -> None:
     total = Outcome()
     for outcome in outcomes.values():
         total.add(outcome)
-    head = f"{'reader':16} {'inputs':>7} {'accepted':>8} {'refused':>8} {'finds':>6}"
+    head = f"{'reader':17} {'inputs':>7} {'accepted':>8} {'refused':>8} {'finds':>6}"
     print(f"{head} {'s':>7} {'slowest ms':>10} {'peak MiB':>8}")
     for name, counts in [*outcomes.items(), ("all", total)]:
-        line = f"{name:16} {counts.num_inputs:7,} {counts.num_accepted:8,} {counts.num_refused:8,}"
+        line = f"{name:17} {counts.num_inputs:7,} {counts.num_accepted:8,} {counts.num_refused:8,}"
         times = f"{counts.seconds:7.1f} {counts.slowest_seconds * 1e3:10,.0f}"
         print(f"{line} {counts.num_finds.total():6,} {times} {counts.peak_bytes / 2**20:8,.0f}")
 
@@ -1610,12 +1634,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     names = [reader.name for reader in READERS]
     parser.add_argument("--inputs", type=int, default=100_000, metavar="N", help="default: 100000")
-    parser.add_argument("--seed", type=int, default=0, metavar="S")
+    parser.add_argument("--seconds", type=float, metavar="S", help="instead of --inputs: as many as fit")
     parser.add_argument(
-        "--readers", nargs="+", choices=names, default=names, metavar="NAME", help="default: all"
+        "--seed", type=int, default=int(time.time()), metavar="S", help="default: drawn from the clock"
     )
     parser.add_argument(
-        "--atheris", type=int, metavar="SECONDS", help="fuzz only the first of --readers, for so long"
+        "--readers", nargs="+", choices=names, default=names, metavar="NAME", help="default: all"
     )
     parser.add_argument("--draft", action="store_true", help="print finds only; write none to the corpus")
     parser.add_argument("--json", action="store_true", help="print the counts as one object")
@@ -1626,9 +1650,11 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=in_memory, prefix="fuzz-") as scratch:
         os.environ["HF_DATASETS_CACHE"] = f"{scratch}/cache"
         os.environ["HOME"] = scratch  # `~` is empty on every machine
-        if args.atheris is not None:
-            fuzz_guided(readers[0], args.atheris, Path(scratch))
-        outcomes = fuzz_all(readers, args.inputs, args.seed, Path(scratch), keeps=not args.draft)
+        seconds, num_inputs = args.seconds or math.inf, 10**9 if args.seconds else args.inputs
+        print(f"seed {args.seed}", file=sys.stderr, flush=True)
+        outcomes = fuzz_all(
+            readers, num_inputs, args.seed, Path(scratch), seconds=seconds, keeps=not args.draft
+        )
     if args.json:
         counts = {
             name: {"inputs": outcome.num_inputs, "finds": outcome.num_finds.total()}

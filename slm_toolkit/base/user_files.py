@@ -157,7 +157,8 @@ def _each_value(
     for _ in range(MOST_LEVELS + 1):
         num_values += len(of_level)
         if num_values > MOST_VALUES:
-            raise ValueError(_too_many(path, hint))
+            many = f"more than {MOST_VALUES:,} values, including repeated aliases"
+            raise ValueError(f"{path} contains {many}\nhint: {hint}")
         yield from of_level
         below = (part for value in of_level for part in parts_of(value))
         of_level = list(islice(below, MOST_VALUES + 1))
@@ -221,7 +222,3 @@ def _no_constant(word: str) -> float:
 
 def _too_deep(path: object, hint: str) -> str:
     return f"{path} has settings nested more than {MOST_LEVELS} levels deep\nhint: {hint}"
-
-
-def _too_many(path: object, hint: str) -> str:
-    return f"{path} contains more than {MOST_VALUES:,} values, including repeated aliases\nhint: {hint}"

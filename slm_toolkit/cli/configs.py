@@ -48,7 +48,11 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 def _configs(args: argparse.Namespace) -> int:
     with user_errors():
-        _check(args)
+        hint = "--copy DIR --num_machines 2 --gpus_per_node 8"
+        check_pairs(flags_given(args), _PAIRS, hint=hint)
+        for name, least in (("num_machines", 2), ("gpus_per_node", 1)):
+            if (count := getattr(args, name)) is not None and count < least:
+                raise ValueError(f"--{name} is {count}: at least {least}\nhint: {hint}")
         if args.copy is not None:
             paths = [str(path) for path in copy_configs(args.copy, _texts(args))]
             print(json.dumps(paths) if args.json else "\n".join(paths))
@@ -64,15 +68,6 @@ def _configs(args: argparse.Namespace) -> int:
     else:
         print("\n".join(f"{strategy.name:20} {strategy.path}" for strategy in strategies))
     return 0
-
-
-def _check(args: argparse.Namespace) -> None:
-    """Raise ValueError for counts that are impossible or unused."""
-    hint = "--copy DIR --num_machines 2 --gpus_per_node 8"
-    check_pairs(flags_given(args), _PAIRS, hint=hint)
-    for name, least in (("num_machines", 2), ("gpus_per_node", 1)):
-        if (count := getattr(args, name)) is not None and count < least:
-            raise ValueError(f"--{name} is {count}: at least {least}\nhint: {hint}")
 
 
 def _texts(args: argparse.Namespace) -> dict[Path, str] | None:

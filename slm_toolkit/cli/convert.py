@@ -157,10 +157,10 @@ def _convert(args: argparse.Namespace) -> int:
         if args.output is not None:
             texts = {args.output / name: text for name, text in written.files.items()}
             paths = write_beside(texts, flag="--output")
-    lost = [row for row in written.rows if row.fate == "no counterpart"]
+    code = int(any(row.fate == "no counterpart" for row in written.rows))
     if args.json:
         print(json.dumps(_as_json(written, paths), indent=2))
-        return 1 if lost else 0
+        return code
     if paths:
         print("\n".join(map(str, paths)))
     else:
@@ -168,7 +168,7 @@ def _convert(args: argparse.Namespace) -> int:
         print("\n".join(f"==> {n} <==\n{t}" if several else t.rstrip("\n") for n, t in written.files.items()))
     sys.stdout.flush()
     print("\n".join(_account(written)), file=sys.stderr)
-    return 1 if lost else 0
+    return code
 
 
 def _convert_checkpoint(args: argparse.Namespace) -> int:
@@ -185,15 +185,14 @@ def _convert_checkpoint(args: argparse.Namespace) -> int:
         from slm_toolkit.checkpoint_convert.rewrite import write_for_deepspeed, write_for_fsdp, write_model
 
         folders = Path(os.path.realpath(typed_path(args.source[0]))), args.output
+        model, rate = args.model, args.learning_rate
         if args.to == "hf_model":
-            facts = write_model(*folders, model=args.model)
+            facts = write_model(*folders, model=model)
         elif args.to == "fsdp_checkpoint":
-            facts = write_for_fsdp(*folders, model=args.model, learning_rate=args.learning_rate)
+            facts = write_for_fsdp(*folders, model=model, learning_rate=rate)
         else:
-            rate, num_processes = args.learning_rate, args.num_processes
-            facts = write_for_deepspeed(
-                *folders, model=args.model, learning_rate=rate, num_processes=num_processes
-            )
+            num = args.num_processes
+            facts = write_for_deepspeed(*folders, model=model, learning_rate=rate, num_processes=num)
     if args.json:
         print(json.dumps(facts, indent=2))
     else:

@@ -171,10 +171,9 @@ def _cases(args: argparse.Namespace, config: RunConfig) -> list["Case"]:
     from slm_toolkit.hardware.gpus import find_gpu
 
     spec, host = model_to_estimate(config.model), _host(args)
-    if (problem := position_problem(spec, config.seq_len)) is not None:
-        raise all_of([problem], verb="doctor")
-    if problems := kernel_problems(spec, config):
-        raise all_of(problems, verb="doctor")
+    problems = [position_problem(spec, config.seq_len), *kernel_problems(spec, config)]
+    if any(problems):
+        raise all_of(list(filter(None, problems)), verb="doctor")
     here = {gpu.name: None for name in host.gpu_names if (gpu := find_gpu(name))} if host.is_meant else {}
     if args.gpu is not None:
         names = tuple(dict.fromkeys(args.gpu))

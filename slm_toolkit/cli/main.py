@@ -71,7 +71,7 @@ def _run(argv: list[str] | None) -> None:
             stream.reconfigure(errors="replace")
     with ending_at_once():  # a verb's modules are imported when it is parsed
         parser, words = _parser(), with_underscores(sys.argv[1:] if argv is None else argv)
-        if words and (instead := _REMOVED.get(words[0])):
+        if instead := words and _REMOVED.get(words[0]):
             parser.error(f"slm {words[0]} was removed\nhint: {instead}")
         args = parser.parse_args(words)
     try:

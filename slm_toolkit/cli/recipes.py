@@ -5,7 +5,6 @@ import json
 import re
 import shlex
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
 from slm_toolkit.base.errors import user_errors
@@ -93,7 +92,10 @@ def _recipes(args: argparse.Namespace) -> int:
     with user_errors():
         chosen = _named(args.name)
         if args.copy is not None:
-            paths = [str(path) for path in _copy(chosen, args.copy)]
+            texts = {args.copy / f"{recipe.name}.sh": recipe.text for recipe in chosen}
+            for path in write_beside(texts, flag="--copy"):
+                path.chmod(0o755)
+            paths = [*map(str, texts)]
             print(json.dumps(paths) if args.json else "\n".join(paths))
             return 0
     if args.json:
@@ -107,21 +109,11 @@ def _recipes(args: argparse.Namespace) -> int:
 
 def _named(name: str | None) -> list[Recipe]:
     recipes = shipped_recipes()
-    if name is None:
-        return recipes
-    names = [recipe.name for recipe in recipes]
-    if name.removesuffix(".sh") in names:
-        return [recipes[names.index(name.removesuffix(".sh"))]]
-    close = get_close_matches(name, names, n=1, cutoff=0.4)
-    meant = f"did you mean {close[0]}? " if close else ""
-    raise ValueError(f"unknown recipe {name!r}\nhint: {meant}There are {', '.join(names)}")
-
-
-def _copy(recipes: list[Recipe], folder: Path) -> list[Path]:
-    paths = write_beside({folder / f"{recipe.name}.sh": recipe.text for recipe in recipes}, flag="--copy")
-    for path in paths:
-        path.chmod(0o755)
-    return paths
+    chosen = [recipe for recipe in recipes if name is None or recipe.name == name.removesuffix(".sh")]
+    if not chosen:
+        names = ", ".join(recipe.name for recipe in recipes)
+        raise ValueError(f"unknown recipe {name!r}\nhint: there are {names}")
+    return chosen
 
 
 def _row(recipe: Recipe) -> dict[str, object]:

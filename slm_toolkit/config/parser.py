@@ -364,13 +364,11 @@ def price_per_hour(text: str) -> float:
     return float(text)
 
 
-def count(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
+def count(text: str, *, least: int = 1) -> int:
+    if int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text} is below {least}")
     return int(text)
 
 
 def whole_number(text: str) -> int:
-    if int(text) < 0:
-        raise argparse.ArgumentTypeError(f"{text} is below 0")
-    return int(text)
+    return count(text, least=0)

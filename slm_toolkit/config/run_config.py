@@ -451,7 +451,6 @@ class RunConfig:
         grid=True,
         least=2,
         most=2**24,  # the longest context of a released model is 10M: Llama 4 Scout, 2025-04
-        range_note="(a token needs a next one)",
         may_change_on_resume=False,
         estimate="counts",
         column="seq",

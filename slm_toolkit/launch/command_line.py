@@ -72,27 +72,26 @@ def check_surroundings(*, any_version: bool) -> None:
     threads = os.environ.get("OMP_NUM_THREADS", "1")
     if not threads.strip().isdecimal():
         raise ValueError(f"OMP_NUM_THREADS is {threads!r}\nhint: set it to a whole number, or unset it")
-    if wrong := {} if any_version else _wrong_versions():
-        problems = ", ".join(f"{wanted}, not {found}" for wanted, found in wrong.items())
-        install = " ".join(f"'{wanted}'" for wanted in wrong)
+    if not any_version and (wrong := _wrong_versions()):
         raise ValueError(
-            f"slm_toolkit needs {problems}\nhint: pip install {install}; --any_version tries the installed"
+            f"slm_toolkit needs {', '.join(wrong)}\n"
+            "hint: install what is needed; --any_version tries what is installed"
         )
 
 
-def _wrong_versions() -> dict[str, str]:
-    """Return the installed version of each library that has another one than declared, by the declaration."""
+def _wrong_versions() -> list[str]:
+    """Return `transformers>=5.10.1, not 5.9.0` for each library outside its declared versions."""
     from packaging.specifiers import SpecifierSet  # takes 15 ms
 
     installed, declared = installed_versions(), []
     with suppress(PackageNotFoundError):  # a checkout that is not installed
         declared = [text.partition(";")[0] for text in requires("slm-toolkit") if "extra ==" not in text]
-    wrong = {}
-    for text in declared:
-        package, versions = re.match(r"([\w-]+)(.*)", text).groups()
-        if package in installed and not SpecifierSet(versions).contains(installed[package], prereleases=True):
-            wrong[text] = installed[package]
-    return wrong
+    named = [re.match(r"([\w-]+)(.*)", text).groups() for text in declared]
+    return [
+        f"{package}{versions}, not {installed[package]}"
+        for package, versions in named
+        if package in installed and not SpecifierSet(versions).contains(installed[package], prereleases=True)
+    ]
 
 
 def _is_local(model: str) -> bool:

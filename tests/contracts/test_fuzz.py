@@ -12,6 +12,7 @@ from conftest import ENV, ROOT
 
 sys.path.insert(0, str(ROOT / "bench"))
 
+import fuzz
 from fuzz import CORPUS, READERS, Reader, verdict
 
 from slm_toolkit.base.user_files import MOST_LEVELS, MOST_VALUES, json_of, read_text, yaml_of
@@ -207,3 +208,26 @@ def test_the_bench_sees_what_breaks_a_reader(tmp_path: Path) -> None:
         "endless": "TooLongError",
         "refusing": "refused",
     }
+
+
+def test_the_bench_ends_native_code_and_measures_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No alarm interrupts a hash, and a reader may turn a MemoryError into a refusal."""
+    monkeypatch.setattr(fuzz, "WALL_SECONDS", 1.0)
+    monkeypatch.setattr(fuzz, "MEMORY_BYTES", 2**24)
+
+    def read(data: bytes, folder: Path) -> None:
+        if data == b"hash":
+            doubled: tuple = ()
+            for _ in range(60):
+                doubled = (doubled, doubled)
+            hash(doubled)
+        elif data == b"memory":
+            bytearray(b"x") * 2**25
+
+    reader = Reader("x", read, lambda: [b""], 1, lambda seeds, rng: rng.choice((b"hash", b"memory", b"fine")))
+    outcome = fuzz.fuzz(reader, 12, 1, tmp_path / "work", seconds=math.inf)
+    assert outcome.num_inputs == 12
+    assert set(outcome.num_finds) == {"the process ended with -9", "MemoryError"}
+    assert outcome.num_accepted

@@ -146,7 +146,10 @@ class DcpReader(ForeignReader):
         self.num_elements = {
             name: math.prod(self._tensors[f"{state}.exp_avg"]) for name, (_, state) in self._keys.items()
         }
-        self.num_processes = len({shard.writer for shards in self._shards.values() for shard in shards})
+        names = {shard.file.name for shards in self._shards.values() for shard in shards}
+        self.num_processes = len(
+            {name.lstrip("_").partition("_")[0] for name in names}
+        )  # __<rank>_<number>.distcp
         (first, *_) = self._keys.values()
         self.num_steps = self.num_optimizer_steps = int(self._read(f"{first[1]}.step", 1))
 
@@ -190,11 +193,6 @@ class _Shard:
     offsets: tuple[int, ...]
     "the part's first element in the whole tensor"
 
-    @property
-    def writer(self) -> str:
-        """The rank that wrote it: files are named __<rank>_<number>.distcp."""
-        return self.file.name.removeprefix("__").partition("_")[0]
-
     def load(self) -> torch.Tensor:
         with self.file.open("rb") as content:
             content.seek(self.start)
@@ -215,7 +213,7 @@ def _index(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, list[_Shar
         index = _IndexUnpickler(io.BytesIO(data)).load()
         tensors, shards = {}, {}
         for key, entry in _field(index, "state_dict_metadata", dict).items():
-            if _name(entry) == "TensorStorageMetadata":
+            if type(entry).__name__ == "TensorStorageMetadata":
                 tensors[str(key)] = _numbers(_field(entry, "size", tuple))
         for place, info in _field(index, "storage_data", dict).items():
             key, offset = _field(place, "fqn", str), place.fields.get("offset")
@@ -240,8 +238,8 @@ _STORAGE = (("relative_path", str), ("offset", int), ("length", int))
 class _StandIn:
     """Keeps what a pickle gives it, in place of a class of torch."""
 
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments, self.fields = arguments, {}
+    def __init__(self, *_: Any) -> None:
+        self.fields = {}
 
     def __setstate__(self, state: Any) -> None:
         self.fields = dict(state) if isinstance(state, dict) else {}
@@ -257,10 +255,6 @@ class _IndexUnpickler(pickle.Unpickler):
         if name == "Size":
             return lambda numbers: _numbers(numbers)
         return type(name, (dict if name == "OrderedDict" else _StandIn,), {})
-
-
-def _name(entry: Any) -> str:
-    return type(entry).__name__ if isinstance(entry, _StandIn) else ""
 
 
 def _field(entry: Any, name: str, kind: type) -> Any:
@@ -443,9 +437,9 @@ def _check_pickle(data: bytes) -> None:
     """
     stack, marks, memo = [], [], {}
     for opcode, argument, _ in pickletools.genops(data):
-        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+        if "PUT" in opcode.name or opcode.name == "MEMOIZE":
             memo[len(memo) if argument is None else argument] = stack[-1]
-        elif opcode.name in ("GET", "BINGET", "LONG_BINGET"):
+        elif "GET" in opcode.name:
             stack.append(memo[argument])
         elif opcode.name == "MARK":
             marks.append(len(stack))

@@ -65,7 +65,7 @@ def test_the_defaults_break_no_rule() -> None:
         ({"weight_decay": -0.5}, "--weight_decay is -0.5: not below 0"),
         ({"adam_beta1": 1.0}, "--adam_beta1 is 1: 0 to below 1"),
         ({"max_loss": 0.0}, "--max_loss is 0: above 0"),
-        ({"seq_len": 1}, "--seq_len is 1: 2 to 16777216 (a token needs a next one)"),
+        ({"seq_len": 1}, "--seq_len is 1: 2 to 16777216"),
         ({"seed": 2**32}, "--seed is 4294967296: 0 to 4294967295"),
         ({"max_steps": 10**13}, "--max_steps is 10000000000000: at most 1,000,000,000,000"),
         ({"max_steps": -(10**400)}, "--max_steps is -1000000000000000000...0000000000: at least 1"),
