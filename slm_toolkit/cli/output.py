@@ -169,9 +169,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
         "--parity_tolerance",
         type=positive_number,
         metavar="X",
-        help="largest loss difference that passes (default: 1e-5 for fp32, 0.01 for aligned, 0.05 for "
-        "stock and pure_bf16). It grows if one process of the same numerics differs more from "
-        "fp32",
+        help="largest loss difference that passes at any step (default: by numerics; it grows with the steps)",
     )
     parser.add_argument(
         "--phases", action="store_true", help="also print the times of data, forward, backward and optimizer"

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -26,6 +26,8 @@ class Limits:
     "allowed difference of the ratio of gradient norms from 1"
     parameter_norm: float | None = None
     "the same for each parameter's gradient in step 1; None: not compared"
+    loss_change: float = 0.0
+    "added to `loss` for each unit by which the loss has changed since step 1"
 
     def at(self, step: int) -> "Limits":
         """Return the limits at a step, counted from 1.
@@ -33,7 +35,7 @@ class Limits:
         Rounding errors add up like a random walk: they grow with the square root of the steps.
         """
         factor = max(1.0, (step / GROWTH_STEPS) ** 0.5)
-        return Limits(self.loss * factor, self.norm * factor, self.parameter_norm)
+        return replace(self, loss=self.loss * factor, norm=self.norm * factor)
 
 
 @cache

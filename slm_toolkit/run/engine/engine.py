@@ -283,6 +283,7 @@ def build_optimizer(model: PreTrainedModel, config: RunConfig, strategy: Strateg
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": [param for param in params if not _is_matrix(param)], "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]  # under LoRA, all are matrices
     options: dict[str, Any] = {
         "lr": config.learning_rate,
         "betas": (config.adam_beta1, config.adam_beta2),
