@@ -169,7 +169,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
         "--parity_tolerance",
         type=positive_number,
         metavar="X",
-        help="largest loss difference that passes at any step (default: by numerics; it grows with the steps)",
+        help="largest loss difference that passes at a step (default: by numerics; grows with the steps)",
     )
     parser.add_argument(
         "--phases", action="store_true", help="also print the times of data, forward, backward and optimizer"
