@@ -57,11 +57,15 @@ def test_a_deepspeed_strategy_trains_from_any_folder_and_shows_its_command(tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
-def test_the_exit_code_is_that_of_the_rank_that_ended_first(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_the_exit_code_is_that_of_the_rank_that_ended_first(strategy: str, tmp_path: Path) -> None:
     (tmp_path / "blank.txt").write_text("\n \n")  # which only a rank finds out: accelerate's own code is 1
-    done = slm("train", "--strategy", "single", "--model", "slm-1m", "--dataset", "blank.txt", cwd=tmp_path)
+    done = slm("train", "--strategy", strategy, "--model", "slm-1m", "--dataset", "blank.txt", cwd=tmp_path)
     assert done.code == 2
     assert "error: blank.txt contains no text" in done.err
+    assert (
+        done.err.splitlines()[-1] == "hint: give files with text, or name another column with --text_column"
+    )
 
 
 @pytest.mark.quick
