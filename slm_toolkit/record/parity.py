@@ -340,8 +340,7 @@ def _limits_to_fp32(record: RunRecord) -> Limits:
     """
     precision = precision_of(record.asked["config"])
     limits = LOW_PRECISION[precision]
-    has_own = record.config.dataset != SYNTHETIC or not (record.weights or "random").startswith("random")
-    if has_own and precision != "fp32":
+    if (record.config.dataset != SYNTHETIC or _has_own_weights(record)) and precision != "fp32":
         # three times the most that clean runs on chats, mixtures and text, and with LoRA, differed by: 3.2
         # times limits.loss for each unit of change, 13.5 times limits.norm (slm-1m, 2026-11-28)
         return Limits(limits.loss, 40 * limits.norm, loss_change=10 * limits.loss)
@@ -408,8 +407,16 @@ def _compare_same_numerics(reference: RunRecord, record: RunRecord, loss_toleran
 
 
 def _same_numerics_limits(record: RunRecord) -> Limits:
-    limits_by_precision = ALIKE_IN_TASK if record.config.parity_task else ALIKE
-    return limits_by_precision[precision_of(record.asked["config"])]
+    precision = precision_of(record.asked["config"])
+    if not record.config.parity_task:
+        return ALIKE[precision]
+    limits = ALIKE_IN_TASK[precision]
+    # gradients of weights that were not drawn for the task may be small, as those of a new adapter are
+    return replace(limits, norm=ALIKE[precision].norm) if _has_own_weights(record) else limits
+
+
+def _has_own_weights(record: RunRecord) -> bool:
+    return not (record.weights or "random").startswith("random")
 
 
 def _conflict(first: RunRecord, second: RunRecord, parity: Parity) -> str:

@@ -7,6 +7,8 @@ There is no pickle, so reading a checkpoint runs no code. A folder named step_<k
 that name after all files are written.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import hashlib
 import json
@@ -94,7 +96,7 @@ def file_of_rank(rank: int) -> str:
     return f"rank_{rank}.safetensors"
 
 
-def write_rank_file(folder: Path, rank: int, tensors: dict[str, tuple[int, "torch.Tensor"]]) -> RankFile:
+def write_rank_file(folder: Path, rank: int, tensors: dict[str, tuple[int, torch.Tensor]]) -> RankFile:
     """Write {name: (start, 1-D CPU tensor)} and sync it to disk; no two tensors may share memory.
 
     Raises OSError, for example on a full disk.
@@ -249,7 +251,7 @@ class Reader:
                 places.setdefault(name, []).append((start, start + file.sizes[name], file.name))
         return {name: sorted(parts) for name, parts in places.items()}
 
-    def read(self, name: str, start: int, size: int) -> "torch.Tensor":
+    def read(self, name: str, start: int, size: int) -> torch.Tensor:
         """Return elements `start` to `start + size` of the flattened tensor.
 
         Raises ValueError if elements are missing, or if a file does not match the manifest.
@@ -269,7 +271,7 @@ class Reader:
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def of_rank(self, rank: int, name: str) -> "torch.Tensor | None":
+    def of_rank(self, rank: int, name: str) -> torch.Tensor | None:
         """Return rank `rank`'s own tensor of this name; None if the checkpoint does not contain it."""
         file = file_of_rank(rank)
         is_saved = any(file == other for *_, other in self._places.get(name, []))

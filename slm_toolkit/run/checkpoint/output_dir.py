@@ -1,5 +1,7 @@
 """A run's folder: lock it, see whether its run has ended, empty it, save the final model in it."""
 
+from __future__ import annotations
+
 import os
 import tempfile
 from collections.abc import Iterator
@@ -87,7 +89,7 @@ def _hold(folder: Path, does: str, way_out: str) -> None:
         ) from None
 
 
-def remove_earlier_run(run_dir: Path, accelerator: "Accelerator") -> None:
+def remove_earlier_run(run_dir: Path, accelerator: Accelerator) -> None:
     """Delete the earlier run's record, checkpoints and model, for --overwrite_output_dir.
 
     Every rank must call it, after the new run is set up and before it writes anything. Raises ValueError on
@@ -124,8 +126,8 @@ def check_apart(source: Path, target: Path) -> None:
 
 
 def save_model(
-    accelerator: "Accelerator",
-    model: "torch.nn.Module",
+    accelerator: Accelerator,
+    model: torch.nn.Module,
     tokenizer: Any,
     folder: Path,
     *,

@@ -97,3 +97,12 @@ def test_muon_gets_the_layers_matrices_and_adamw_the_rest(tied: bool, strategy: 
     assert len(vectors) == 2 * 2 + 1
     assert all("norm" in name for name in vectors)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.1, 0.0]
+
+
+def test_a_group_without_parameters_is_left_out() -> None:
+    """As under LoRA. DeepSpeed alone would leave it out, and its rows would be marked."""
+    model = LlamaForCausalLM(LlamaConfig(**TINY, intermediate_size=48))
+    for param in model.parameters():
+        param.requires_grad = param.dim() == 2
+    optimizer = build_optimizer(model, RunConfig(), find_strategy("ddp"))
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1]
