@@ -1,13 +1,11 @@
 """How far `slm estimate`'s peak memory is from traces of the real engines, over a seeded grid.
 
-    python bench/memory_accuracy.py            # reads results/memory/*.csv, which bench/memory_traces.py
-    wrote
-    python bench/memory_accuracy.py --halves small_zero small_zero_held_out --write   # and adds estimates
+    python bench/memory_accuracy.py    # reads results/memory/*.csv, which bench/memory_traces.py wrote
 
-The development half was looked at while the formulas were made, the held-out half never: it is counted
-only. Tracer (`run/observe/allocations.py`) and estimator (`predict/`) share no code. Peaks are of allocated
-bytes on rank 0. Where a half was traced again since replays exist, reserved bytes are compared, too, with
-what `predict/memory/allocator.py` reserves for the traced allocations.
+The development half was looked at while the formulas were made, the held-out half only when ZeRO's were
+made simpler (2026-11-28). Tracer (`run/observe/allocations.py`) and estimator (`predict/`) share no code.
+Peaks are of allocated bytes on rank 0. Where a half was traced again since replays exist, reserved bytes are
+compared, too, with what `predict/memory/allocator.py` reserves for the traced allocations.
 """
 
 import argparse
@@ -43,8 +41,7 @@ _NUMBERS = ("per_device_train_batch_size", "seq_len", "gradient_accumulation_ste
 _FRACTIONS = ("lora_dropout",)
 FLAGS_OF_GRADIENTS = ("grad_dtype", "keep_grads")
 _FOUND = ("status", "reason", "peak_bytes", "reserved_bytes", "peak_phase", "peak_module", "parts")
-_ESTIMATED = ("estimated_bytes", "error")
-_NOT_FLAGS = ("strategy", "num_gpus", *_FOUND, *_ESTIMATED)
+_NOT_FLAGS = ("strategy", "num_gpus", *_FOUND)
 
 
 def main() -> None:
@@ -54,7 +51,6 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--halves", nargs="+", default=HALVES, help="files to read, without .csv")
-    parser.add_argument("--write", action="store_true", help="write estimate and error into the files, too")
     args = parser.parse_args()
     for half in args.halves:
         rows = traces(args.folder / f"{half}.csv")
@@ -64,8 +60,6 @@ def main() -> None:
             print(f"  {strategy:20} {summary([e for e, row in rows if row['strategy'] == strategy])}")
         if replayed := [reserved_error(row) for _, row in rows if row.get("reserved_bytes")]:
             print(f"  reserved, against replays: {summary(replayed)}")
-        if args.write:
-            write_estimates(args.folder / f"{half}.csv")
         if half in READ:
             for error, row in sorted(rows, key=lambda found: -abs(found[0]))[: args.worst]:
                 asked = " ".join(str(row[name]) for name in row if name not in _NOT_FLAGS[2:])
@@ -77,20 +71,6 @@ def traces(path: Path) -> list[tuple[float, dict[str, Any]]]:
     with path.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["status"] == "ok"]
     return [(estimate_of(row).peak_bytes / int(row["peak_bytes"]) - 1, row) for row in rows]
-
-
-def write_estimates(path: Path) -> None:
-    """Add columns with today's estimate and its error, a fraction of the traced peak."""
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    for row in rows:
-        estimated_bytes = estimate_of(row).peak_bytes
-        row["estimated_bytes"] = estimated_bytes
-        row["error"] = f"{estimated_bytes / int(row['peak_bytes']) - 1:.6f}" if row["peak_bytes"] else ""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def estimate_of(row: dict[str, Any]) -> MemoryEstimate:

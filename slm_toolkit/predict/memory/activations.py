@@ -45,16 +45,8 @@ class Moment:
     "how many of the key and value matrices"
     query_grads: int
     "how many of the query and output matrices"
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """The instant when backward computes a weight's gradient; bytes per token, without the gradient."""
-
-    place: str
-    when_made: float
-    in_hook: float
-    "in the gradient's hook, when the inputs of the matrix product are freed"
+    makes_gradient: bool = False
+    "True if a weight's gradient has just been computed and is not yet added to others"
 
 
 @dataclass(frozen=True)
@@ -67,8 +59,6 @@ class LayerMemory:
     "instants of its backward, recomputation included, in order of time; one of them needs the most memory"
     residual: int
     "bytes per element of the residual stream's gradient"
-    arrivals: tuple[Arrival, ...] = ()
-    "in order of time; empty if only adapters are trained"
 
 
 @lru_cache(maxsize=4096)
@@ -95,13 +85,13 @@ def layer_memory(
     fused = fused_norm or compiled
     kernels = _LayerKernels(seq_len, compute, eager, fused, compiled, float8, sp_size)
     saved = _saved_by_layer(spec, kernels)
-    moments, arrivals = _moments(spec, kernels, saved), _named_as_in(spec, _arrivals(spec, kernels, saved))
+    moments = _moments(spec, kernels, saved)
     h, residual = spec.hidden_size, 2 if compute == BF16 else 4
     if spec.norms != "before":  # backward begins with the norm behind the FFN
         in_norm = saved.everything - saved.norm_behind + _norm_backward(spec, kernels)
         moments.insert(0, Moment("post_feedforward_layernorm", in_norm, 0, 0, 0))
     if checkpointing == "none":
-        return LayerMemory(saved.everything, tuple(moments), residual, tuple(arrivals))
+        return LayerMemory(saved.everything, tuple(moments), residual)
     # transformers' bf16 norm copies its input, so the layer's input comes on top of the recomputed tensors
     extra = 2 * h if compute == BF16 and not kernels.fused_norm else 0
     if spec.norms == "after":  # the matrix products save the input itself, or copies under autocast
@@ -111,11 +101,8 @@ def layer_memory(
         kept += _outputs_kept(spec, kernels)
         if not spec.fused_projections:  # backward does not need down's output, but it stays allocated
             extra += kernels.element_bytes * h
-    recomputed = (Moment(moment.where, moment.num_bytes + extra, *_progress(moment)) for moment in moments)
-    arrivals = [
-        Arrival(arrival.place, arrival.when_made + extra, arrival.in_hook + extra) for arrival in arrivals
-    ]
-    return LayerMemory(kept, tuple(recomputed), residual, tuple(arrivals))
+    recomputed = (replace(moment, num_bytes=moment.num_bytes + extra) for moment in moments)
+    return LayerMemory(kept, tuple(recomputed), residual)
 
 
 @dataclass(frozen=True)
@@ -283,33 +270,12 @@ def _moments(spec: ModelSpec, kernels: _LayerKernels, saved: _SavedByLayer) -> l
     return [
         *([Moment("mlp", below_ffn + ffn_inputs + saved.ffn + in_cast, 0, 0, 0)] if casts else []),
         Moment("mlp", below_ffn + ffn_inputs + saved.ffn + at_product, 1, 0, 0),
-        Moment("mlp", below_ffn + ffn_inputs + e * (h + 3 * i), 2, 0, 0),
-        Moment("mlp", below_ffn + ffn_inputs * 2 + e * (2 * h + i), 3, 0, 0),
+        Moment("mlp", below_ffn + ffn_inputs + e * (h + 3 * i), 2, 0, 0, makes_gradient=True),
+        Moment("mlp", below_ffn + ffn_inputs * 2 + e * (2 * h + i), 3, 0, 0, makes_gradient=True),
         Moment("post_attention_layernorm", at_second_norm, 3, 0, 0),
         *(Moment("self_attn", above + form, 3, 0, 1) for form in softmax),
-        Moment("self_attn", above + projections, 3, 2, 1),
+        Moment("self_attn", above + projections, 3, 2, 1, makes_gradient=True),
         Moment("input_layernorm", norm_backward, 3, 2, 2),
-    ]
-
-
-def _arrivals(spec: ModelSpec, kernels: _LayerKernels, saved: _SavedByLayer) -> list[Arrival]:
-    """Return the instants at which a layer's gradients are made, without recomputation."""
-    h, i, _, q, v, e = _sizes(spec, kernels)
-    below_ffn, ffn_inputs, norm = saved.below_ffn, saved.ffn_inputs, saved.norm
-    at_up = below_ffn + ffn_inputs + e * (h + 3 * i)
-    at_gate = below_ffn + ffn_inputs * 2 + e * (2 * h + i)
-    of_norm = (2 if kernels.fused_norm else 6) * h + 4  # the weight's gradient comes before the fp32 tensors
-    at_second_norm, at_output = norm + saved.attention + of_norm, norm + saved.attention + e * q
-    return [
-        Arrival("down_proj", below_ffn + ffn_inputs + saved.ffn + e * i, below_ffn + ffn_inputs + saved.ffn),
-        Arrival("up_proj", at_up, at_up - e * i),
-        Arrival("gate_proj", at_gate, below_ffn + ffn_inputs),
-        Arrival("post_attention_layernorm", at_second_norm, at_second_norm),
-        Arrival("o_proj", at_output, at_output),
-        Arrival("v_proj", norm + e * (q + 2 * v + h), norm + e * (q + v + h)),
-        Arrival("k_proj", norm + e * (q + 3 * h), norm + e * (q + h)),
-        Arrival("q_proj", norm + e * (q + 2 * h), norm),
-        Arrival("input_layernorm", of_norm, of_norm),
     ]
 
 
@@ -358,19 +324,6 @@ def saved_by_norms(spec: ModelSpec, compute: str, *, fused: bool) -> SavedByNorm
     after = per_element * h + 4 if spec.norms != "before" else 0
     rows = {"none": 0, "head": spec.num_heads + spec.num_kv_heads, "all_heads": 2}[spec.qk_norm]
     return SavedByNorms(before, after, (per_element * (q + v) + 4 * rows) * (rows > 0))
-
-
-def _named_as_in(spec: ModelSpec, arrivals: list[Arrival]) -> list[Arrival]:
-    """Return the arrivals of the parameters that a layer has; a fused matrix arrives with its last part."""
-    if not spec.fused_projections:
-        return arrivals
-    names = {"gate_proj": "gate_up_proj", "q_proj": "qkv_proj"}
-    parts = ("up_proj", "v_proj", "k_proj")
-    return [replace(a, place=names.get(a.place, a.place)) for a in arrivals if a.place not in parts]
-
-
-def _progress(moment: Moment) -> tuple[int, int, int]:
-    return moment.ffn_grads, moment.kv_grads, moment.query_grads
 
 
 @dataclass(frozen=True)
@@ -520,9 +473,7 @@ def frozen_layer_memory(
     # during recomputation, the gradient of the output is scaled (and cast) already
     last += copied + (2 * e if compute == AUTOCAST else e) * w.h * is_lora
     moments.insert(0, Moment("mlp", last, 0, 0, 0))
-    recomputed = (
-        Moment(m.where, m.num_bytes + extra, m.ffn_grads, m.kv_grads, m.query_grads) for m in moments
-    )
+    recomputed = (replace(m, num_bytes=m.num_bytes + extra) for m in moments)
     return LayerMemory(saved, tuple(recomputed), residual)
 
 

@@ -12,9 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from slm_toolkit.model.model_spec import ModelSpec, hidden_matrices, layer_tensors
-from slm_toolkit.predict.memory.zero3_gathers import gathered_of
-from slm_toolkit.predict.memory.zero_gradients import Allocated, Backward, Instant, Reduction, backward_of
-from slm_toolkit.predict.setup.adapters import Adapters, Weights, sharded_adapters
+from slm_toolkit.predict.setup.adapters import Weights, sharded_adapters
 from slm_toolkit.predict.setup.setup import FP32, Dtypes, Setup
 from slm_toolkit.strategy.settings import ZeroSettings
 
@@ -39,6 +37,22 @@ class At:
     communication: float = 0.0
     temporary: float = 0.0
 
+    @property
+    def total(self) -> float:
+        return self.gathered + self.gradients + self.communication + self.temporary
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """An instant at which gradients are copied together to be sent."""
+
+    place: str
+    "lm_head, norm, embed_tokens, or end: after backward"
+    at: At
+    layer: int | None = None
+    made: float = 0.0
+    "elements of the layer's matrices that have gradients"
+
 
 @dataclass(frozen=True)
 class Step:
@@ -55,14 +69,9 @@ class Step:
     at_layer: Callable[[int, float], At]
     at_embedding: At
     at_optimizer: At
-    at_arrival: Callable[[int, str], At | None] | None = None
-    "when the gradient of a layer's matrix is computed; None: `at_layer` includes it"
-    at_reductions: tuple[tuple[Instant, At], ...] = ()
-    "when gradients are copied together to be sent"
+    at_reductions: tuple[Reduction, ...] = ()
     at_last_layer: At | None = None
     "in the last layer's forward, if more is gathered then than later"
-    at_final_norm: At | None = None
-    "the same in the final norm's forward"
     at_gather: At | None = None
     "when forward gathers the head, if that is an instant of its own"
     crowded_layer: int = 0
@@ -152,11 +161,11 @@ def replicated(
     of_head = D * e  # at the final norm
     if is_summed and not spec.tied:  # it is in the sum already
         of_head = 0 if exist_before else D * kept
-    hooks: list[tuple[Instant, At]] = []
+    hooks: list[Reduction] = []
     if is_summed and not spec.tied:
-        hooks.append((Instant("lm_head"), At(0, (before or D * kept) + D * e)))
+        hooks.append(Reduction("lm_head", At(0, (before or D * kept) + D * e)))
     if is_summed and has_buckets:
-        hooks.append((Instant("end"), At(0, G * (kept + e))))
+        hooks.append(Reduction("end", At(0, G * (kept + e))))
     return Step(
         state,
         at_forward_loss=At(copies.in_forward + copies.of_head, before),
@@ -298,7 +307,7 @@ def zero_1_in_fp32(
     return replace(
         in_backward,
         state=State(weights.total * w, share * dtypes.master, share * dtypes.moments, buckets, sums),
-        at_reductions=((Instant("end"), At(0, G * dtypes.gradient, temporary=copied)),),
+        at_reductions=(Reduction("end", At(0, G * dtypes.gradient, temporary=copied)),),
     )
 
 
@@ -363,126 +372,27 @@ def fsdp1(
         at_head=At(in_loss + of_head, before + D * w),
         at_norm=At(in_loss, before + D * w),
         at_layer=at_layer,
-        at_reductions=tuple(
-            (Instant("input_layernorm", layer, p), joining(layer)) for layer in {L - 1, min(1, L - 1), 0}
-        ),
+        at_reductions=tuple(Reduction("", joining(layer), layer, p) for layer in {L - 1, min(1, L - 1), 0}),
         at_embedding=At(root * w, before + max(at_end, 3 * D * spec.tied) * w + reduced),
         at_optimizer=At(0, P * share * kept, temporary=optimizer_temporary),
     )
 
 
-def zero_1_or_2(
-    spec: ModelSpec,
-    weights: Weights,
-    dtypes: Dtypes,
-    zero: ZeroSettings,
-    *,
-    num_gpus: int,
-    num_ranks: int,
-    num_micro_steps: int,
-    optimizer_temporary: float,
-    num_hidden: int = 0,
-) -> Step:
-    """Return the step of ZeRO-1 or ZeRO-2: unsharded parameters, gradients reduced in buckets.
-
-    `num_ranks` is the number of shards of the GPU's state: more than `num_gpus` if the state is offloaded.
-    Widened gradients stay on the GPU even then. `num_hidden`: parameters that Muon updates.
-    """
-    G, w = weights.trained, dtypes.parameter
-    is_widened = dtypes.kept_gradient > w
-    reduction = Reduction(
-        stage=zero.stage,
-        num_ranks=num_gpus if is_widened else num_ranks,
-        bucket=zero.reduce_bucket_size,
-        overlap_comm=zero.overlaps,
-        contiguous_gradients=zero.contiguous_gradients,
-        parameter_bytes=w,
-        reduced_bytes=dtypes.reduced,
-        kept_bytes=dtypes.kept_gradient,
-    )
-    # the third micro-step and later ones need the second's bytes; ZeRO-2 reduces in every one
-    backward = backward_of(
-        spec,
-        weights,
-        reduction,
-        num_micro_steps=min(num_micro_steps, 4 - zero.stage),
-        by_muon=num_hidden > 0,
-    )
-    head = weights.trained_vocabulary * w
-
-    def at_layer(layer: int, num_elements: float) -> At:
-        temporary = min(num_elements, weights.widest_trained) * w if weights.is_frozen else 0
-        return _at(backward.layers[layer].held_at(num_elements), temporary)
-
-    def at_arrival(layer: int, place: str) -> At | None:
-        made = backward.layers[layer].made.get(place)
-        return _at(made.before, made.tensor.num_elements * w) if made else None
-
-    share = G / num_ranks
-    shares = (num_hidden / num_ranks, (G - num_hidden) / num_ranks)
-    step_bytes = _of_step(backward, reduction, dtypes, shares, optimizer_temporary)
-    return Step(
-        State(weights.total * w, share * dtypes.master, share * dtypes.moments),
-        at_forward_loss=_at(backward.at_loss),
-        at_loss=_at(backward.at_loss),
-        at_head=_at(backward.at_loss, head),
-        at_norm=_at(backward.at_norm),
-        at_layer=at_layer,
-        at_arrival=at_arrival,
-        at_reductions=tuple((where, _at(held)) for where, held in backward.reductions),
-        crowded_layer=backward.crowded_layer,
-        at_embedding=_at(backward.at_embedding, head),
-        at_optimizer=At(0, backward.kept, 0, step_bytes),
-    )
-
-
-def _of_step(
-    backward: Backward,
-    reduction: Reduction,
-    dtypes: Dtypes,
-    shares: tuple[float, float],
-    temporary: float,
-) -> float:
-    """Return the bytes of the optimizer's step besides the reduced gradients.
-
-    Norms are computed in fp64, one gradient at a time. Then the gradients of a group (of `shares`: Muon's
-    matrices, and the others) are copied into a flat tensor, and cast to the master weights' dtype. A widened
-    partition or a single gradient is flat already. `temporary`: bytes of the update of the first group.
-    """
-    most = 8.0 * backward.largest_piece
-    for share, num_matrices in zip(shares, backward.num_matrices, strict=True):
-        if not share:
-            continue
-        is_flat = reduction.is_widened or num_matrices == 1
-        flat = share * dtypes.kept_gradient * (not is_flat)
-        cast = share * dtypes.master * (dtypes.master != dtypes.kept_gradient)
-        # contiguous_gradients: one buffer contains all groups, and stays; else copied gradients are freed
-        freed = backward.kept * (not reduction.contiguous_gradients and (flat or cast) > 0)
-        most = max(most, flat + cast, (cast or flat) + temporary - freed)
-        temporary = 0.0
-    return most
-
-
-def _at(held: Allocated, temporary: float = 0.0) -> At:
-    return At(0, held.gradients, held.communication, temporary)
-
-
 def zero_3(
     spec: ModelSpec,
     weights: Weights,
-    adapters: Adapters | None,
     dtypes: Dtypes,
     zero: ZeroSettings,
     *,
     num_ranks: int,
-    recomputed: tuple[bool, ...],
+    needs_embedding: bool,
     optimizer_temporary: float,
     num_hidden: int = 0,
 ) -> Step:
     """Return the step of ZeRO-3: everything is sharded, and parameters are gathered ahead of use.
 
-    `recomputed`: for each layer, whether backward computes it again, which gathers it again, too.
-    `num_hidden`: parameters that Muon updates.
+    Each module gathers at least one parameter ahead. So forward soon has all that backward needs, as far as
+    max_live allows, and backward only frees. `num_hidden`: parameters that Muon updates.
     """
     P, E, G, D = weights.total, weights.vocabulary, weights.trained, weights.trained_vocabulary
     w = dtypes.parameter
@@ -498,9 +408,14 @@ def zero_3(
     held = D * w if spec.tied else 0  # the head's part of the gradient waits for the embedding's
     sizes = [tensor.num_elements for tensor in layer_tensors(spec)]
     sizes += [rows * columns for rows, columns in weights.adapter_shapes]
-    small = [size for size in sizes if size <= zero.stage3_param_persistence_threshold]
-    persistent = sum(small) * spec.num_layers + spec.norm_params
-    gathered = gathered_of(spec, adapters, zero, recomputed=recomputed)
+    of_layer = [size for size in sizes if size > zero.stage3_param_persistence_threshold]
+    persistent = (sum(sizes) - sum(of_layer)) * spec.num_layers + spec.norm_params
+    p, matrix = sum(of_layer), max(of_layer, default=0)
+    everything = spec.num_layers * p + E * (not spec.tied)  # that backward needs
+    everything += E * (spec.tied or needs_embedding)
+    ahead = zero.stage3_prefetch_bucket_size
+    max_live = zero.stage3_max_live_parameters * (ahead > 0)
+    fits = everything <= max_live
 
     # as under ZeRO-1 and 2, but only for one sub-group of the share at a time
     stepped = min(max(num_hidden / num_ranks, share - num_hidden / num_ranks), zero.sub_group_size)
@@ -508,24 +423,29 @@ def zero_3(
     cast = stepped * dtypes.master if dtypes.master != dtypes.kept_gradient else 0
     updating = (cast or flat) + optimizer_temporary
 
-    def gathered_bytes(elements: int) -> float:
+    def gathered(elements: float) -> float:
         return (elements + persistent) * w if num_ranks > 1 else 0
 
     def at_layer(layer: int, made: float) -> At:
-        return At(gathered_bytes(gathered.in_layer(layer, made)), held, 0, widest)
+        below = p * (layer + 1 - made / weights.trained_layer)
+        is_all = below <= max_live
+        elements = below + E * needs_embedding if is_all else max_live + matrix
+        return At(gathered(elements), held, 0, widest)
 
+    in_loss = everything if fits else max(max_live, E)
+    # flat buffers: of the bucket that the head ends, or of two matrices
+    in_flat = min(everything, ahead + E * (not spec.tied)) if fits else 2 * matrix
     return Step(
         state,
-        at_last_layer=At(gathered_bytes(gathered.in_last_layer)),
-        at_final_norm=At(gathered_bytes(gathered.before_head)),
-        at_forward_loss=At(gathered_bytes(gathered.in_loss)),
-        at_loss=At(gathered_bytes(gathered.in_loss)),
-        at_head=At(gathered_bytes(gathered.at_head), D * w),
-        at_norm=At(gathered_bytes(gathered.at_norm), D * w),
+        at_last_layer=At(gathered(in_loss + in_flat)),
+        at_forward_loss=At(gathered(in_loss)),
+        at_loss=At(gathered(in_loss)),
+        at_head=At(gathered(in_loss), D * w),
+        at_norm=At(gathered(in_loss), D * w),
+        crowded_layer=min(spec.num_layers - 1, max(0, int(max_live // p) - 1)) if p else 0,
         at_layer=at_layer,
         at_embedding=At(E * w * (num_ranks > 1), (3 if spec.tied else 1) * D * w),
         at_optimizer=At(temporary=max(flat + cast, updating)),
-        crowded_layer=gathered.crowded_layer,
     )
 
 

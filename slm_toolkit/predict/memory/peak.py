@@ -3,16 +3,13 @@
 The peak is the largest of a few instants: the loss, the backward of the head and the final norm, some moments
 in the backward of the first and the last layers, the embedding's backward, and the optimizer's step.
 
-An estimate takes a few hundred microseconds. The first one of a model takes 1-2 ms under ZeRO-1 or 2, because
-it follows every gradient, and 2-10 ms under ZeRO-3, because it follows every all-gather.
+An estimate takes a few hundred microseconds.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from slm_toolkit.predict.memory.activations import (
     LayerMemory,
-    Moment,
     gradients_made,
     heads_per_head,
     layers_of,
@@ -26,11 +23,10 @@ from slm_toolkit.predict.memory.engine_bytes import (
     optimizer_temporary,
     replicated,
     zero_1_in_fp32,
-    zero_1_or_2,
     zero_3,
 )
 from slm_toolkit.predict.memory.loss import loss_memory
-from slm_toolkit.predict.memory.zero_gradients import Instant
+from slm_toolkit.predict.memory.zero_gradients import zero_1_or_2
 from slm_toolkit.predict.setup.setup import AUTOCAST, BF16, FP32, Setup, unknown_to_estimates
 from slm_toolkit.record.memory_timeline import PARTS
 
@@ -101,10 +97,6 @@ def peak(setup: Setup) -> MemoryEstimate:
     consider("forward: the loss", step.at_forward_loss, saved + fixed + left_over, loss.forward)
     if step.at_last_layer is not None:
         consider("forward: the last layer", step.at_last_layer, saved + _not_saved(setup) + fixed, 0)
-    if step.at_final_norm is not None:
-        # the last layer's two summands; the norm's input and result in fp32, the result in bf16, the output
-        in_norm = loss.final_norm if config.norm_kernel == "fused" else 16 * spec.hidden_size * num_tokens
-        consider("forward: the final norm", step.at_final_norm, saved + fixed + in_norm, 0)
     if step.at_gather is not None:
         consider("forward: gathering the head", step.at_gather, saved + fixed + loss.final_norm, 0)
     consider("backward: the loss", step.at_loss, saved + fixed, loss.backward)
@@ -118,30 +110,28 @@ def peak(setup: Setup) -> MemoryEstimate:
         below = sums[index] * num_tokens + residual + fixed
         for moment in layers[index].moments:
             at = step.at_layer(index, made_at(moment))
+            if not moment.makes_gradient:
+                at = replace(at, temporary=0)
             activations = below + moment.num_bytes * num_tokens
             consider(f"backward: layers.{index}.{moment.where}", at, activations, 0)
             if weights.unpacked_bytes and moment.ffn_grads == 1:  # before the last of the three gradients
                 at = replace(at, temporary=at.temporary + weights.unpacked_bytes)
                 activations -= 2 * spec.ffn_size * num_tokens
                 consider(f"backward: layers.{index}, unpacking", at, activations, 0)
-        for arrival in layers[index].arrivals if step.at_arrival else ():
-            at = step.at_arrival(index, arrival.place)
-            if at is not None:
-                activations = below + arrival.when_made * num_tokens
-                consider(f"backward: layers.{index}.{arrival.place}", at, activations, 0)
     outside = {
         "lm_head": saved + fixed + loss.final_norm,
         "norm": saved + fixed + loss.final_norm,
         "embed_tokens": fixed,
         "end": of_input,
     }
-    for where, at in step.at_reductions:
-        if where.layer is None:
-            consider(f"backward: {where.place}, reducing", at, outside.get(where.place, fixed), 0)
-        else:
-            per_token = _in_hook(layers[where.layer], where, made_at) + sums[where.layer]
-            name = f"backward: layers.{where.layer}, reducing"
-            consider(name, at, per_token * num_tokens + residual + fixed, 0)
+    for found in step.at_reductions:
+        if found.layer is None:
+            consider(f"backward: {found.place}, reducing", found.at, outside[found.place], 0)
+            continue
+        moments = layers[found.layer].moments
+        later = [m.num_bytes for m in moments if m.makes_gradient and made_at(m) >= found.made]
+        activations = (sums[found.layer] + (later[0] if later else 0)) * num_tokens + residual + fixed
+        consider(f"backward: layers.{found.layer}, reducing", found.at, activations, 0)
     consider("backward: embed_tokens", step.at_embedding, max(residual, of_input) + fixed, 0)
     consider("optimizer step", step.at_optimizer, of_input, 0)
 
@@ -160,15 +150,6 @@ def peak(setup: Setup) -> MemoryEstimate:
 
     of_loss = max(largest[1], loss.backward + loss.freed_logits)
     return MemoryEstimate(parts_with(best), best_instant, parts_with((largest[0], of_loss, *largest[2:])))
-
-
-def _in_hook(layer: LayerMemory, where: Instant, made_at: Callable[[Moment], float]) -> float:
-    """Return a layer's bytes per token during the hook of a gradient."""
-    for arrival in layer.arrivals:
-        if arrival.place == where.place:
-            return arrival.in_hook
-    later = [moment for moment in layer.moments if made_at(moment) >= where.num_elements]
-    return later[0].num_bytes if later else 0.0
 
 
 def _parameters_here(setup: Setup, num_bytes: int) -> int:
@@ -291,16 +272,8 @@ def _engine_step(setup: Setup) -> Step:
         shares |= {"num_gpus": setup.shard_ranks, "num_micro_steps": num_micro_steps}
         shares |= {"num_hidden": num_hidden}
         return zero_1_or_2(spec, weights, dtypes, zero, **shares)
-    return zero_3(
-        spec,
-        weights,
-        setup.adapters,
-        dtypes,
-        zero,
-        **shares,
-        recomputed=setup.recomputed,
-        num_hidden=num_hidden,
-    )
+    shares |= {"needs_embedding": not weights.is_frozen or setup.has_input_gradient}
+    return zero_3(spec, weights, dtypes, zero, **shares, num_hidden=num_hidden)
 
 
 def _autocast_copies(setup: Setup) -> Copies:

@@ -423,7 +423,7 @@ _FSDP_KERNELS = 30  # per layer and pass: host time of FSDP's hooks, in kernel l
 # per tensor: kernels by which DeepSpeed looks for infinities and takes the norm; counted in deepspeed 0.19.8
 _ZERO_NORM_KERNELS, _ZERO_3_NORM_KERNELS = 15, 2
 # per module: host time of ZeRO-3's four hooks, which gather and free its parameters, in kernel launches:
-# 0.40 ms of 14 us. bench/zero3_hooks.py timed them on a core of an AMD EPYC (deepspeed 0.19.8, 2026-11-25)
+# 0.40 ms of 14 us, timed on a core of an AMD EPYC (deepspeed 0.19.8, 2026-11-25)
 _ZERO_3_KERNELS = 28
 _PLAIN_MODULES = (
     6  # modules of a layer besides its linear ones: itself, attention, MLP, activation, two norms
