@@ -129,7 +129,6 @@ def recommend(
     tokens: float | None = None,
     target_loss: float | None = None,
     num_train_epochs: float | None = None,
-    law: str = "besiroglu",
     global_batch_tokens: float | None = None,
     deadline_hours: float | None = None,
     budget_usd: float | None = None,
@@ -155,7 +154,7 @@ def recommend(
 
     `gpu`: offers such as h100-80gb, h100-80gb:8,16 or h100-80gb:8,16@2.49 (dollars per GPU-hour); None:
     every GPU type with a known price. `tokens`, `target_loss` or `num_train_epochs` (over the flag `dataset`)
-    sets the length of the training. Without them the scaling law `law` sets it, but not for a model with
+    sets the length of the training. Without them a scaling law sets it, but not for a model with
     weights. `global_batch_tokens`: tokens per optimizer step; None: 524,288, to fine-tune 128 sequences.
     `records`: folders of your own runs, which count more than estimates. `like`: rank what another trainer
     would do, as in `estimate`. The other arguments are those of `estimate`. The result has no plans if none
@@ -168,7 +167,6 @@ def recommend(
     from slm_toolkit.recommend.job import Length, configs_of, offers_of, search_all, workloads_of
     from slm_toolkit.recommend.plans import observations_of
     from slm_toolkit.recommend.ranking import best_plans
-    from slm_toolkit.recommend.scaling_laws import LAWS
     from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy, notes_on
 
     given = _flags(
@@ -180,7 +178,7 @@ def recommend(
         numerics=numerics,
         peft=peft,
     )
-    _check_choices(price_kind=price_kind, objective=objective, law=(law, LAWS))
+    _check_choices(price_kind=price_kind, objective=objective)
     if like is not None and records:
         raise ValueError(
             f"--like {like} with --records: the records are slm_toolkit's own runs\nhint: give one of them"
@@ -207,7 +205,6 @@ def recommend(
         target_loss=_number("target_loss", target_loss, positive_number),
         num_epochs=_number("num_train_epochs", num_train_epochs, positive_number),
         global_batch_tokens=_number("global_batch_tokens", global_batch_tokens, positive_number),
-        law=LAWS[law],
     )
     workloads, notes = workloads_of(given, length)
     names = _list(strategy) or ["single", *(trainer.strategies if trainer else STUDIED_STRATEGIES)]

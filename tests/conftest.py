@@ -30,7 +30,6 @@ from slm_toolkit.hardware.prices import Price
 from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.predict.setup.setup import Deployment
 from slm_toolkit.recommend.plans import GpuOffer, Plan, Workload, search
-from slm_toolkit.recommend.scaling_laws import LAWS
 from slm_toolkit.record.run_record import RunRecord, model_facts
 from slm_toolkit.strategy.strategy import find_strategy
 
@@ -441,7 +440,7 @@ def plans_of(*strategies: str, num_gpus: int, inter_node_gbps: float | None = No
     deployment = Deployment(cluster_of(gpu, inter_node_gbps=inter_node_gbps), Price(2.0, "made up"))
     offer = GpuOffer(gpu, (num_gpus,), deployment)
     model = "slm-1m" if num_gpus <= 2 else "slm-500m"
-    workload = Workload(model, PRESETS[model], 1e9, num_gpus * 8 * 1024, LAWS["besiroglu"])
+    workload = Workload(model, PRESETS[model], 1e9, num_gpus * 8 * 1024)
     config = RunConfig(model=workload.asked_model, per_device_train_batch_size=8, norm_kernel="fused")
     configs = [config.with_defaults(has_gpu=True)]
     found = [find_strategy(name) for name in strategies]

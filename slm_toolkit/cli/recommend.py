@@ -14,8 +14,6 @@ from slm_toolkit.config.run_config import number_of_tokens
 from slm_toolkit.predict.flag_checks import NOT_OF_AN_ESTIMATE, add_like_flag
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, shipped_strategies
 
-_LAWS = ("besiroglu", "hoffmann", "hoffmann-unrounded", "kaplan", "kaplan-joint")  # scaling_laws.LAWS
-
 
 def add_recommend_flags(parser: argparse.ArgumentParser) -> None:
     job = parser.add_argument_group("job")
@@ -40,13 +38,6 @@ def add_recommend_flags(parser: argparse.ArgumentParser) -> None:
         metavar="E",
         help="passes over --dataset, which is tokenized to count its tokens",
     ).basic = True
-    job.add_argument(
-        "--law",
-        choices=_LAWS,
-        default="besiroglu",
-        help="scaling law for the predicted loss of pretraining. If no length is given, it also gives the "
-        "compute-optimal number of tokens (default: besiroglu)",
-    )
     job.add_argument(
         "--global_batch_tokens",
         type=_tokens,
@@ -153,7 +144,6 @@ def _recommend(args: argparse.Namespace) -> int:
             gpu=args.gpu,
             tokens=args.tokens,
             target_loss=args.target_loss,
-            law=args.law,
             num_train_epochs=args.epochs,
             global_batch_tokens=args.global_batch_tokens,
             deadline_hours=args.deadline_hours,

@@ -69,6 +69,7 @@ HINTS = {  # a name that is refused: the hint, which says what to write instead
 }
 _UPLOAD = "`hf upload ME/MODEL runs/NAME/model`"
 REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
+    "law": "leave it out: losses are by Besiroglu et al. 2024",
     "plot": "--html FILE draws all charts on one page",
     "svg": "--html FILE, or --figures DIR for pictures of the charts",
     "find_batch_size": "`slm estimate --largest_batch` and `slm compare --largest_batch` find it before",

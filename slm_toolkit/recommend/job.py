@@ -19,7 +19,7 @@ from slm_toolkit.predict.flag_checks import all_of, check_grid, model_to_estimat
 from slm_toolkit.predict.setup.other_trainers import OtherTrainer
 from slm_toolkit.predict.setup.setup import Deployment, Setup, unknown_to_estimates, unlike_the_model
 from slm_toolkit.recommend.plans import GpuOffer, Observations, Plan, PlanSearch, Workload, search
-from slm_toolkit.recommend.scaling_laws import Law, compute_optimal_tokens, num_params_of, tokens_for_loss
+from slm_toolkit.recommend.scaling_laws import compute_optimal_tokens, tokens_for_loss
 from slm_toolkit.strategy.strategy import Strategy
 
 GRID: dict[str, list[Any]] = {
@@ -94,7 +94,6 @@ class Length:
     target_loss: float | None
     num_epochs: float | None
     global_batch_tokens: float | None
-    law: Law
 
 
 _PRETRAINING_BATCH_TOKENS = 524_288
@@ -135,7 +134,7 @@ def workloads_of(given: dict[str, Any], length: Length) -> tuple[list[Workload],
             continue
         default = _FINE_TUNING_BATCH_SEQUENCES * lengths[0] if starts_from else _PRETRAINING_BATCH_TOKENS
         batch_tokens = length.global_batch_tokens or default
-        found.append(Workload(name, spec, tokens, batch_tokens, length.law, starts_from))
+        found.append(Workload(name, spec, tokens, batch_tokens, starts_from))
     if not found:
         raise ValueError("\n".join(unreached))
     return found, [*notes, *(f"left out: {problem.splitlines()[0]}" for problem in unreached)]
@@ -174,7 +173,6 @@ def _num_tokens(
     """Return the tokens to train on. Raises ValueError if only the user can know them."""
     adapters = [peft for peft in given.get("peft", []) if peft != "none"]
     is_pretraining = starts_from is None and not adapters
-    num_params = num_params_of(length.law, spec)
     if length.num_tokens is not None:
         return length.num_tokens
     if length.num_epochs is not None:
@@ -182,9 +180,9 @@ def _num_tokens(
     if not is_pretraining:
         raise ValueError(_unknown_length(name, spec, starts_from, adapters, length))
     if length.target_loss is None:
-        return compute_optimal_tokens(length.law, num_params)
+        return compute_optimal_tokens(spec.num_params)
     try:
-        return tokens_for_loss(length.law, num_params, length.target_loss)
+        return tokens_for_loss(spec.num_params, length.target_loss)
     except ValueError as error:
         raise _Unreachable(str(error)) from None
 
@@ -199,7 +197,7 @@ def _unknown_length(
         reason = f"--model {name} has weights ({starts_from})"
     hint = "--tokens 50M, or --dataset DATA --num_train_epochs 3"
     if spec.hub_id is not None and not adapters:
-        optimal = compute_optimal_tokens(length.law, num_params_of(length.law, spec))
+        optimal = compute_optimal_tokens(spec.num_params)
         hint += f"; --target_loss L trains random weights (compute-optimal: {optimal / 1e9:.1f}B tokens)"
     return f"{reason}: this is fine-tuning, and scaling laws don't say how long that takes\nhint: {hint}"
 

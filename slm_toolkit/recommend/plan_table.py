@@ -19,7 +19,7 @@ from slm_toolkit.recommend.ranking import (
     reason_of,
     score_of,
 )
-from slm_toolkit.recommend.scaling_laws import LAWS, loss, num_params_of
+from slm_toolkit.recommend.scaling_laws import LAW, loss
 from slm_toolkit.report.tables.estimate import NETWORK_SOURCES, untimed_notes
 from slm_toolkit.report.tables.fitted import (
     DASH,
@@ -179,7 +179,7 @@ def _heading(ranked: list[Plan]) -> Text:
         plan = next(plan for plan in ranked if plan.estimate.model == model)
         if plan.starts_from is not None:
             model = f"{model}, from the weights of {plan.starts_from}"
-        expected = f", expected loss {plan.expected_loss:.2f} ({plan.law})" if plan.expected_loss else ""
+        expected = f", expected loss {plan.expected_loss:.2f} ({LAW})" if plan.expected_loss else ""
         words.append(
             f"{model}: {_size(plan.num_tokens)} tokens, {plan.num_steps:,} steps of "
             f"{_size(plan.tokens_per_step)} tokens{expected}"
@@ -326,17 +326,16 @@ def _gain_of_dollars(plan: Plan) -> str | None:
     """Return a sentence: how much the smallest power of ten dollars lowers the plan's loss noticeably."""
     if plan.loss_per_usd is None or plan.usd is None:
         return None
-    law, num_params = LAWS[plan.law], num_params_of(LAWS[plan.law], plan.spec)
 
     def gain(dollars: float) -> float:
         more_tokens = plan.num_tokens * (1 + dollars / plan.usd)
-        return plan.expected_loss - loss(law, num_params, more_tokens)
+        return plan.expected_loss - loss(plan.spec.num_params, more_tokens)
 
     amounts = [dollars for power in range(7) if (dollars := 10**power) <= plan.usd]
     noticed = next((dollars for dollars in amounts if gain(dollars) >= _NOTICED_LOSS), plan.usd)
     return (
         f"${noticed:,.0f} more on row 1 lowers its expected loss by about {gain(noticed):.1g} "
-        f"(law {plan.law}; the paper's equation 1)"
+        f"(law {LAW}; the paper's equation 1)"
     )
 
 

@@ -19,7 +19,7 @@ from slm_toolkit.predict.estimate import Estimate, estimate
 from slm_toolkit.predict.memory.peak import MemoryEstimate, peak
 from slm_toolkit.predict.setup.other_trainers import OtherTrainer
 from slm_toolkit.predict.setup.setup import Deployment, Setup, config_as_launched, unknown_to_estimates
-from slm_toolkit.recommend.scaling_laws import Law, loss, loss_per_usd, num_params_of
+from slm_toolkit.recommend.scaling_laws import loss, loss_per_usd
 from slm_toolkit.record.files import find_records
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.report.recorded_estimate import config_that_ran, strategy_that_ran
@@ -52,7 +52,6 @@ class Workload:
     spec: ModelSpec
     num_tokens: float
     global_batch_tokens: float
-    law: Law
     starts_from: str | None = None
     "folder or hub id of the weights that are trained further; None: random weights"
 
@@ -90,10 +89,8 @@ class Plan:
     fitted, compared or none (`Gpu.speed_evidence`)"""
     hours: float
     usd: float | None
-    law: str
-    "a key of scaling_laws.LAWS"
     expected_loss: float | None
-    "by `law`, for its data and tokenizer; None for fine-tuning, which no law covers"
+    "by a scaling law, for its data and tokenizer; None for fine-tuning, which no law covers"
     loss_per_usd: float | None
     "the paper's equation 1: how much one dollar more would lower the loss"
     slowed_by: float = 1.0
@@ -407,7 +404,6 @@ def _plan(
     paid = {"tokens_per_second": tokens_per_second, "num_gpus": row.num_gpus}
     per_gpu_hour = price.usd_per_gpu_hour if price else 0.0
     needed = budget(num_tokens=workload.num_tokens, usd_per_gpu_hour=per_gpu_hour, **paid)
-    num_params = num_params_of(workload.law, workload.spec)
     is_pretraining = config.peft == "none" and workload.starts_from is None
     return Plan(
         estimate=row,
@@ -427,11 +423,8 @@ def _plan(
         speed_evidence=_speed_evidence(evidence, row, offer.gpu),
         hours=needed.hours,
         usd=needed.usd if price else None,
-        law=workload.law.name,
-        expected_loss=loss(workload.law, num_params, workload.num_tokens) if is_pretraining else None,
-        loss_per_usd=loss_per_usd(
-            workload.law, num_params, workload.num_tokens, usd_per_gpu_hour=per_gpu_hour, **paid
-        )
+        expected_loss=loss(workload.spec.num_params, workload.num_tokens) if is_pretraining else None,
+        loss_per_usd=loss_per_usd(workload.num_tokens, usd_per_gpu_hour=per_gpu_hour, **paid)
         if price and is_pretraining
         else None,
     )

@@ -12,7 +12,6 @@ from conftest import ROOT, slm_here
 from rich.console import Console
 
 from slm_toolkit import api as slm
-from slm_toolkit.cli.recommend import _LAWS
 from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.predict.estimate import Estimate
 from slm_toolkit.predict.flag_checks import NOT_OF_AN_ESTIMATE
@@ -273,7 +272,6 @@ def test_arguments_that_are_fields_of_run_config_have_its_names() -> None:
     of_estimates = names_of(slm.estimate)
     assert not of_estimates & set(NOT_OF_AN_ESTIMATE)
     assert {name for name in names_of(slm.compare) if getattr(RunConfig, name) is None} >= {"model"}
-    assert slm.recommend.__kwdefaults__["law"] in _LAWS
 
 
 def names_of(function: Any) -> set[str]:
