@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from slm_toolkit.doctor.advice import findings
 from slm_toolkit.doctor.case import Case, located
-from slm_toolkit.doctor.deepspeed_faults import deepspeed_faults, zero_size_faults
+from slm_toolkit.doctor.deepspeed_faults import deepspeed_faults
 from slm_toolkit.doctor.finding import Finding, gravest_first, wrong
 from slm_toolkit.doctor.fix import edits_of, mended
 from slm_toolkit.doctor.flag_faults import flag_faults
@@ -26,7 +26,6 @@ _CHECKS = {  # each check, and the topic of its findings that name none
     fsdp_faults: "fsdp",
     group_faults: "fsdp",
     deepspeed_faults: "deepspeed",
-    zero_size_faults: "deepspeed",
     flag_faults: "flags",
     machine_faults: "machine",
     environment_faults: "environment",
@@ -97,8 +96,6 @@ def _strategy(case: Case) -> tuple[Strategy | None, list[Finding]]:
     try:
         strategy = strategy_of(case.config, case.files.yaml_path, content)
     except ValueError as error:
-        if case.files.json_problem is not None:
-            return None, []
         sentences, _, hint = str(error).partition("\nhint: ")
         return None, [
             _refusal(
@@ -109,26 +106,20 @@ def _strategy(case: Case) -> tuple[Strategy | None, list[Finding]]:
             for sentence in sentences.splitlines()
         ]
     strategy = dataclasses.replace(strategy, name=case.name)
-    why = "the trainer refuses to start"
-    refused = [
-        _refusal(
-            *(case, "flag-contradiction", sentence, "flags"),
-            why=why,
-            change="remove the flag, or use another strategy",
-        )
-        for sentence in (
-            *contradictions(strategy, case.flags),
-            *([] if strategy.is_single else group_problems(case.flags, case.num_ranks)),
-        )
-    ]
+    contradicted = contradictions(strategy, case.flags)
+    contradicted += [] if strategy.is_single else group_problems(case.flags, case.num_ranks)
     count, per_node = case.num_ranks, min(case.num_ranks, case.gpus_per_node)
     try:
         undivided = placement_problems([strategy], num_gpus=[count], gpus_per_node=per_node)
     except ValueError:  # there is no estimate of this strategy: `_setups` adds a note
         undivided = []
-    refused += [
-        _refusal(*(case, "groups-do-not-divide", sentence, "fsdp"), why=why, change="another --num_gpus")
-        for sentence in undivided
+    refused = [
+        _refusal(*(case, name, sentence, topic), why="the trainer refuses to start", change=change)
+        for name, sentences, topic, change in (
+            *(("flag-contradiction", contradicted, "flags", "remove the flag, or use another strategy"),),
+            *(("groups-do-not-divide", undivided, "fsdp", "another --num_gpus"),),
+        )
+        for sentence in sentences
     ]
     return (None if undivided else strategy), refused
 
@@ -142,9 +133,12 @@ def _setups(
     examined: Examined, *, deployment_of: Callable[[Gpu], Deployment], notes: list[str]
 ) -> list[Setup]:
     """Return a setup of the corrected case per GPU type; skip setups that can't be estimated, with a note."""
+    case, spec = examined.corrected, examined.corrected.spec
     if examined.strategy is None:
         return []
-    case, spec = examined.corrected, examined.corrected.spec
+    if case.is_of_cpus:
+        notes.append(f"note: {case.name} trains on CPUs: its memory and speed are not checked")
+        return []
     sentences = unlike_the_model(spec, case.flags.seq_len)
     setups = []
     for gpu in map(gpu_of_name, case.gpu_names):

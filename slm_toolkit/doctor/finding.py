@@ -133,6 +133,19 @@ def fault(
 wrong, unwise, slow = partial(fault, "wrong"), partial(fault, "unwise"), partial(fault, "could be faster")
 
 
+def with_value(content: Any, keys: tuple[str, ...], value: Any) -> Any:
+    """Return a copy of `content` with `value` at `keys`; missing mappings on the path are created."""
+    mapping = dict(content) if isinstance(content, dict) else {}
+    if len(keys) > 1:
+        if value not in (REMOVE, KEEP_LAST) or isinstance(mapping.get(keys[0]), dict):
+            mapping[keys[0]] = with_value(mapping.get(keys[0]), keys[1:], value)
+    elif value is REMOVE:
+        mapping.pop(keys[0], None)
+    elif value is not KEEP_LAST:
+        mapping[keys[0]] = value
+    return mapping
+
+
 def change_by(edits: Sequence[Edit]) -> str:
     """Describe the edits: `key: value` for each written key, and the names of the removed keys."""
     written = [

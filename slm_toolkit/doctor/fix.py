@@ -12,7 +12,7 @@ import yaml
 from slm_toolkit.base.safe_files import write_beside
 from slm_toolkit.base.user_files import YAML_LOADER
 from slm_toolkit.doctor.case import Case, Files, with_json
-from slm_toolkit.doctor.finding import KEEP_LAST, REMOVE, Edit, Finding
+from slm_toolkit.doctor.finding import Edit, Finding, with_value
 
 
 def with_edits(text: str, edits: list[Edit], *, is_json: bool) -> str:
@@ -42,21 +42,8 @@ def _edited_json(text: str, edits: list[Edit]) -> str:
 
 def _changed(content: Any, edits: list[Edit]) -> Any:
     for edit in edits:
-        content = _with_value(content, edit.keys, edit.value)
+        content = with_value(content, edit.keys, edit.value)
     return content
-
-
-def _with_value(content: Any, keys: tuple[str, ...], value: Any) -> Any:
-    """Return a copy of `content` with `value` at `keys`; missing mappings on the path are created."""
-    mapping = dict(content) if isinstance(content, dict) else {}
-    if len(keys) > 1:
-        if value not in (REMOVE, KEEP_LAST) or isinstance(mapping.get(keys[0]), dict):
-            mapping[keys[0]] = _with_value(mapping.get(keys[0]), keys[1:], value)
-    elif value is REMOVE:
-        mapping.pop(keys[0], None)
-    elif value is not KEEP_LAST:
-        mapping[keys[0]] = value
-    return mapping
 
 
 def edits_of(findings: list[Finding]) -> list[Edit]:
@@ -92,7 +79,7 @@ def _mended_files(files: Files, edits: list[Edit]) -> Files:
         config = yaml.load(text, YAML_LOADER)
         files = dataclasses.replace(files, yaml_text=text, config=config, duplicates=duplicates)
         if files.json_path is None:  # the corrected YAML may name a JSON that can be read
-            files = with_json(dataclasses.replace(files, json_problem=None))
+            files = with_json(files)
     if by_file["json"] and files.json_text:
         text = with_edits(files.json_text, by_file["json"], is_json=True)
         content = json.loads(text)
