@@ -126,3 +126,22 @@ def test_tensor_parallelism_alone_is_answered_with_what_shards_instead(tmp_path:
     found = doctored("--strategy", alone, "--num_gpus", "8", code=1)
     (why,) = {finding["why"] for finding in found if finding["name"] == "nothing-to-shard"}
     assert "tp_size 2: slm_toolkit does not run tensor parallelism" in why
+
+
+def test_a_finding_on_several_gpus_is_printed_once_with_the_gpus() -> None:
+    printed = slm_here("doctor", "--model", "slm-500m", "--strategy", "ddp", env={"COLUMNS": "200"}).out
+    assert printed.count("[widths-off-tensor-cores]") == printed.count("change: --pad_widths") == 1
+    assert "    also: a100-80gb, a100-40gb\n" in printed  # after the largest speedup, on the h100-80gb
+    assert printed.count("change: --torch_compile") == 1
+    assert "1 wrong," in printed
+
+
+@pytest.mark.parametrize("engine", ["MULTI_CPU\nnum_processes: 2", "'NO'\nuse_cpu: true\nnum_processes: 1"])
+def test_a_yaml_of_cpus_is_judged_as_one_of_cpus(engine: str, tmp_path: Path) -> None:
+    own = own_strategy(tmp_path, f"distributed_type: {engine}\n", name="cpus")
+    done = slm_here("doctor", "--json", "--strategy", own, "--model", "slm-500m")
+    assert {finding["topic"] for finding in json.loads(done.out)} <= {"environment"}
+    assert "cpus trains on CPUs: its memory and speed are not checked" in done.err
+    # the user's GPUs would be idle
+    on_gpus = slm_here("doctor", "--json", "--strategy", own, "--model", "slm-1b-hw", "--gpu", "h100-80gb")
+    assert ("use-cpu" in {finding["name"] for finding in json.loads(on_gpus.out)}) == ("use_cpu" in engine)
