@@ -319,12 +319,6 @@ OF_CLOSED_FORMS = (
         "may-not-fit", DDP, flags={"per_device_train_batch_size": 12}, case={"gpu_names": ("a100-40gb",)}
     ),
     Planted(
-        "batch-past-saturation",
-        "single",
-        flags={"per_device_train_batch_size": 128, "gradient_accumulation_steps": 4},
-        case={"model": "slm-100m-hw", "gpu_names": ("a100-80gb",)},
-    ),
-    Planted(
         "sharding-of-what-fits",
         ZERO3,
         flags={"per_device_train_batch_size": 2},

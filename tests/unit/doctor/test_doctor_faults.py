@@ -38,7 +38,7 @@ def grave(found: list[Finding]) -> set[str]:
 @pytest.mark.parametrize("base", MEANT)
 def test_the_files_that_faults_are_planted_in_are_clean(base: str, tmp_path: Path) -> None:
     _, found = examined(planted_case(clean(base), tmp_path))
-    planted = {row.name for row in ALL} - {"faster-flag", "offload-time-uncertain"}
+    planted = {row.name for row in ALL} - {"faster-flag"}
     assert not planted & {finding.name for finding in found}
     assert grave(found) == set()
 
