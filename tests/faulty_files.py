@@ -104,12 +104,10 @@ OF_FSDP = (
     Planted("fsdp-version-missing", FSDP, {f"{_F}version": REMOVE}),
     Planted("fsdp1", FSDP, {f"{_F}version": 1}),
     Planted(
-        *(
-            "reshard-ignored-by-fsdp1",
-            FSDP,
-            {f"{_F}version": 1, f"{_F}reshard_after_forward": "SHARD_GRAD_OP"},
-        ),
-        also=("fsdp1",),
+        "fsdp1",
+        FSDP,
+        {f"{_F}version": 1, f"{_F}reshard_after_forward": "SHARD_GRAD_OP"},
+        tag="shards otherwise",
     ),
     Planted("reshard-not-boolean", FSDP, {f"{_F}reshard_after_forward": "FULL_SHARD"}),
     Planted("sharding-strategy-ignored", FSDP, {f"{_F}sharding_strategy": "SHARD_GRAD_OP"}, tag="other"),
@@ -217,11 +215,6 @@ OF_DEEPSPEED = (
     Planted("aio-absent", NVME, json={"aio": REMOVE}),
 )
 OF_FLAGS = (
-    Planted(
-        *("flash-attn-absent", DDP),
-        flags={"attn_implementation": "flash_attention_2"},
-        host={"versions": {"flash-attn": None, "kernels": None}},
-    ),
     Planted("flash-attn-in-fp32", DDP, flags={"attn_implementation": "sdpa_flash", "numerics": "fp32"}),
     Planted("fp8-emulated", DDP, flags={"fp8": "rowwise"}, case={"gpu_names": ("a100-80gb",)}),
     Planted(
@@ -294,18 +287,6 @@ OF_SHELLS = (
     Planted("distributed-debug", DDP, host=_shell(TORCH_DISTRIBUTED_DEBUG="DETAIL")),
     Planted("no-memory-caching", DDP, host=_shell(PYTORCH_NO_CUDA_MEMORY_CACHING="1")),
     Planted("dynamo-disabled", DDP, flags={"torch_compile": True}, host=_shell(TORCHDYNAMO_DISABLE="1")),
-    Planted(
-        "interface-absent",
-        DDP,
-        host={**_HERE, "interfaces": ("lo", "ens5"), **_shell(NCCL_SOCKET_IFNAME="eth0")},
-        tag="NCCL",
-    ),
-    Planted(
-        "interface-absent",
-        DDP,
-        host={**_HERE, "interfaces": ("lo", "eth01"), **_shell(GLOO_SOCKET_IFNAME="eth0")},
-        tag="gloo, which takes whole names",
-    ),
     Planted("launcher-variables", DDP, host=_shell(ACCELERATE_USE_FSDP="true")),
     Planted("too-many-threads", DDP, host={**_HERE, "num_cores": 4, **_shell(OMP_NUM_THREADS="4")}),
     Planted("one-thread-per-rank", DDP, host={**_HERE, "num_cores": 8, **_shell()}),

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,7 @@ from slm_toolkit.strategy.strategy import settings_of, yaml_around
 
 # Host: the GPUs, RAM, network interfaces and packages of this machine, read without importing torch.
 
-PACKAGES = (
-    *("torch", "peft", "bitsandbytes", "torchao", "liger-kernel"),
-    *("flash-attn", "flash-attn-3", "flash-attn-4", "kernels"),
-)
+PACKAGES = ("torch", "peft", "bitsandbytes", "torchao", "liger-kernel")
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,7 @@ class Host:
     """A machine and its shell. A field that is None is unknown and is not checked."""
 
     is_meant: bool = False
-    "whether the strategies will run on this machine; if not, its disks, RAM and interfaces are not checked"
+    "whether the strategies will run on this machine; if not, its disks and RAM are not checked"
     gpu_names: tuple[str, ...] = ()
     "the names that the driver reports"
     num_cores: int | None = None
@@ -43,7 +40,6 @@ class Host:
     free_ram_bytes: int | None = None
     shm_bytes: int | None = None
     "size of /dev/shm"
-    interfaces: tuple[str, ...] | None = None
     versions: Mapping[str, str | None] = field(default_factory=dict)
     "version by name of PACKAGES; None: not installed; no key: unknown"
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -52,8 +48,6 @@ class Host:
 
 def look_here(*, is_meant: bool, ram_bytes: int | None, free_ram_bytes: int | None) -> Host:
     """Return the Host of this machine."""
-    import psutil
-
     from slm_toolkit.hardware.gpus import gpus_here, num_cores
 
     return Host(
@@ -63,7 +57,6 @@ def look_here(*, is_meant: bool, ram_bytes: int | None, free_ram_bytes: int | No
         ram_bytes=ram_bytes,
         free_ram_bytes=free_ram_bytes,
         shm_bytes=_size_of("/dev/shm"),
-        interfaces=tuple(psutil.net_if_addrs()),
         versions=installed(),
         variables=dict(os.environ),
     )
@@ -71,13 +64,8 @@ def look_here(*, is_meant: bool, ram_bytes: int | None, free_ram_bytes: int | No
 
 def installed() -> dict[str, str | None]:
     """Return the installed version of each of PACKAGES; None: not installed."""
-    versions: dict[str, str | None] = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = None
-    return versions
+    found = {package: list(distributions(name=package)) for package in PACKAGES}
+    return {package: found[package][0].version if found[package] else None for package in PACKAGES}
 
 
 def parsed_version(text: str) -> tuple[int, ...]:

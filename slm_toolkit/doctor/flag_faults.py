@@ -10,12 +10,7 @@ from slm_toolkit.doctor.finding import REMOVE, Edit, Finding, fault, in_json, un
 from slm_toolkit.hardware.gpus import gpu_of_name
 from slm_toolkit.model.names import has_weights
 
-_FLASH = {  # the package of each kernel: transformers 5.23, modeling_flash_attention_utils.py
-    "flash_attention_2": "flash-attn",
-    "flash_attention_3": "flash-attn-3",
-    "flash_attention_4": "flash-attn-4",
-}
-_IN_16_BITS = (*_FLASH, "sdpa_flash", "sdpa_cudnn")
+_IN_16_BITS = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "sdpa_flash", "sdpa_cudnn")
 
 
 def flag_faults(case: Case) -> Iterator[Finding]:
@@ -31,15 +26,7 @@ def flag_faults(case: Case) -> Iterator[Finding]:
 
 
 def _kernels(case: Case) -> Iterator[Finding]:
-    kernel, versions = case.flags.attn_implementation, case.host.versions
-    package = _FLASH.get(kernel)
-    if package in versions and versions[package] is None and versions.get("kernels") is None:
-        yield wrong(
-            "flash-attn-absent",
-            f"--attn_implementation {kernel} needs {package}, which is not installed",
-            why="transformers refuses to build the model",
-            change=f"--attn_implementation sdpa, which has its own flash kernel, or pip install {package}",
-        )
+    kernel = case.flags.attn_implementation
     if kernel in _IN_16_BITS and case.flags.numerics == "fp32":
         yield wrong(
             "flash-attn-in-fp32",

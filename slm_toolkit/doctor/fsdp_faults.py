@@ -79,24 +79,17 @@ def _fsdp1(case: Case) -> Iterator[Finding]:
     if reshard is not (meant in _RESHARDS):
         edits.append(_edit(case, "fsdp_reshard_after_forward", meant in _RESHARDS))
     edits += [_edit(case, key, REMOVE) for key in _OF_FSDP1 if key in case.fsdp]
+    is_other = version is not None and meant != runs
     yield fault(
-        "wrong" if version is None else "unwise",
+        "wrong" if version is None or is_other else "unwise",
         "fsdp-version-missing" if version is None else "fsdp1",
         "fsdp_config has no fsdp_version" if version is None else f"fsdp_version is {version}",
         *edits,
         why=("accelerate's default is 1. " if version is None else "")
+        + (f"fsdp_reshard_after_forward is {reshard}, but FSDP1 runs {runs}. " if is_other else "")
         + "FSDP1 flattens the parameters of a unit into one, reads other keys and needs a GPU; this project "
         "compares FSDP2",
     )
-    if version is not None and meant != runs:
-        yield wrong(
-            "reshard-ignored-by-fsdp1",
-            f"fsdp_reshard_after_forward is {reshard} under FSDP1, which runs {runs}",
-            *edits,
-            why="accelerate's launcher always passes fsdp_sharding_strategy to FSDP1 (FULL_SHARD if the file "
-            "has none), and FSDP1 obeys it",
-            key="fsdp_config.fsdp_reshard_after_forward",
-        )
 
 
 def _fsdp2(case: Case) -> Iterator[Finding]:

@@ -184,28 +184,8 @@ def environment_faults(case: Case) -> Iterator[Finding]:
         if value.lower() in values and has_effect.get(name, True):
             sentence = f"{name}={value} in the environment"
             yield fault(severity, slug, sentence, why=why, change=f"unset {name}", key=name)
-    for check in (_interfaces, _left_over, _threads):
+    for check in (_left_over, _threads):
         yield from check(case)
-
-
-def _interfaces(case: Case) -> Iterator[Finding]:
-    interfaces = case.host.interfaces
-    if interfaces is None or not case.host.is_meant:
-        return
-    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        value = case.host.variables.get(name, "")
-        if not value or value.startswith("^"):  # NCCL: all interfaces except these
-            continue
-        names = tuple(filter(None, value.removeprefix("=").split(",")))
-        is_exact = value.startswith("=") or name.startswith("GLOO")
-        if not any(here in names if is_exact else here.startswith(names) for here in interfaces):
-            yield wrong(
-                "interface-absent",
-                f"{name}={value}, but this machine has {', '.join(interfaces)}",
-                why="the ranks find no network interface and fail or hang at the first collective",
-                change=f"unset {name}, or name an interface of this machine",
-                key=name,
-            )
 
 
 def _left_over(case: Case) -> Iterator[Finding]:

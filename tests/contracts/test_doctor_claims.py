@@ -31,7 +31,7 @@ REFUSED = {  # rows that accelerate or DeepSpeed refuses, or fails on
     *("unknown-key of offload_optimizer", "refused stage 4", "renamed-key beside the new one"),
     *("auto-refused communication_data_type", "fp16-differs"),
 }
-NEED_A_GPU = {"refused section", "fsdp-version-missing", "fsdp1", "reshard-ignored-by-fsdp1"}
+NEED_A_GPU = {"refused section", "fsdp-version-missing", "fsdp1", "fsdp1 shards otherwise"}
 "FSDP1, which is what these become, is refused without one"
 
 

@@ -145,13 +145,6 @@ def test_the_shell_and_the_versions_are_looked_at(monkeypatch: pytest.MonkeyPatc
         assert ("tied-embeddings" in names(slm_here("doctor", *asked, "--json").out)) == is_old
 
 
-def test_flash_attention_that_is_not_installed_here_is_named() -> None:
-    done = slm_here(
-        "doctor", *H100S, "--json", "--strategy", "ddp", "--attn_implementation", "flash_attention_2"
-    )
-    assert names(done.out) == ["flash-attn-absent"]
-
-
 def test_host_ram_is_looked_at_where_it_is_known() -> None:
     # so many tokens that ZeRO-3's hooks cost nothing
     words = ("doctor", *H100S, "--json", "--strategy", "ds_zero3", "--per_device_train_batch_size", "16")
