@@ -13,7 +13,6 @@ from slm_toolkit.doctor.finding import (
     fault,
     in_json,
     in_yaml,
-    unwise,
     wrong,
 )
 from slm_toolkit.doctor.rule import Rule, faults_by
@@ -40,6 +39,9 @@ _AIO = {
     "overlap_events": True,
 }
 "the aio section of ds_configs/zero3_nvme.json"
+
+
+_LARGER = "{key} is {value}, {spec.name} has {spec.num_params:,}"
 
 
 def _reuse_distance(case: Case) -> int:
@@ -106,7 +108,7 @@ _RULES = (
             and 2 * (case.zero_settings.reduce_bucket_size - case.spec.num_params) >= _WORTH_SAYING_BYTES
         ),
         BUCKET,
-        sentence="{key} is {value}, {spec.name} has {spec.num_params:,}",
+        sentence=_LARGER,
         why="DeepSpeed allocates the whole bucket, twice if overlap_comm is true below stage 3, and reduces "
         "no gradient before backward ends",
     ),
@@ -130,7 +132,7 @@ _RULES = (
     ),
     Rule(
         *("unwise", "zero3-gathers-all", f"{ZERO}.stage3_max_live_parameters", _gathers_all, _enough_live),
-        sentence="{key} is {value}, {spec.name} has {spec.num_params:,}",
+        sentence=_LARGER,
         why="parameters are gathered ahead until this many are live: here all of them, {gib:.1f} GiB on "
         "every rank",
         then=", enough for two layers and the head",
@@ -143,21 +145,18 @@ _RULES = (
             and 2 * case.spec.num_params >= _WORTH_SAYING_BYTES
         ),
         BUCKET,
-        sentence="{key} is {value}, {spec.name} has {spec.num_params:,}",
+        sentence=_LARGER,
         why="the first layer then prefetches the whole model at once",
     ),
     Rule(
         *("unwise", "hpz-across-nodes", f"{ZERO}.zero_hpz_partition_size"),
-        lambda case, value: _hpz_ranks(case) > _node_ranks(case) and case.num_ranks % _hpz_ranks(case) == 0,
+        lambda case, value: _hpz_ranks(case) > _node_ranks(case),
         _node_ranks,
         why="backward then gathers across nodes, which the second copy is meant to avoid",
     ),
     Rule(
         *("unwise", "hpz-on-one-node", f"{ZERO}.zero_hpz_partition_size"),
-        lambda case, value: (
-            1 < _hpz_ranks(case) <= _node_ranks(case) == case.num_ranks
-            and case.num_ranks % _hpz_ranks(case) == 0
-        ),
+        lambda case, value: 1 < _hpz_ranks(case) <= _node_ranks(case) == case.num_ranks,
         REMOVE,
         sentence="{key} is {value} on one node",
         why="the second copy of the parameters only saves traffic between nodes, and one node has none",
@@ -171,6 +170,18 @@ _RULES = (
             sentence=f"{part}.pin_memory is false",
             why="memory that is not pinned is copied twice, and the GPU waits for each copy",
             then=", if `ulimit -l` and the RAM allow it",
+        )
+        for part in OFFLOADED
+    ),
+    *(
+        Rule(
+            *("wrong", "nvme-path-of-yaml", f"{ZERO}.{part}.device"),
+            lambda case, value: value == "nvme" and case.zero_stage == 3 and not case.has_json,
+            None,
+            sentence=f"{part} to nvme without a DeepSpeed JSON",
+            why="accelerate launch does not pass the YAML's *_nvme_path to the ranks: they write to a folder "
+            "called none",
+            change="name a JSON with nvme_path, such as ds_configs/zero3_nvme.json",
         )
         for part in OFFLOADED
     ),
@@ -188,6 +199,16 @@ _RULES = (
     ),
 )
 
+_OF_THE_YAML = Rule(
+    *("unwise", "zero3-init-by-default", "deepspeed_config.zero3_init_flag"),
+    lambda case, value: case.zero_stage == 3 and value is None,
+    False,
+    sentence="{key} is absent under ZeRO-3",
+    why="accelerate's default is true, so the model is built in shards; scripts other than "
+    "slm_toolkit.train then draw other random weights from the seed than under other strategies",
+    then="; or true if the host's RAM is too small for a whole model per rank",
+)
+
 
 def deepspeed_faults(case: Case) -> Iterator[Finding]:
     if case.engine != "DEEPSPEED":
@@ -196,14 +217,12 @@ def deepspeed_faults(case: Case) -> Iterator[Finding]:
     if not case.has_json and case.section("deepspeed_config").get("deepspeed_config_file"):
         return  # the settings are in a JSON that can't be read
     if case.zero_stage is not None:
-        yield from _zero3_init(case)
+        yield from faults_by([_OF_THE_YAML], case, case.config, edit=in_yaml)
         for finding in faults_by(_RULES, case, case.deepspeed, edit=in_json, shown=_shown(case)):
             yield in_its_file(finding, case)
     if case.has_json:
         yield from _autos(case)
         yield from _optimizer(case)
-    elif case.zero_stage == 3:
-        yield from _nvme_of_yaml(case)
 
 
 def _shown(case: Case) -> Any:
@@ -218,19 +237,18 @@ def _shown(case: Case) -> Any:
 
 def in_its_file(finding: Finding, case: Case) -> Finding:
     """Return a finding on the JSON; without a JSON, on the YAML's key, or with the change to name a JSON."""
-    if case.has_json or not finding.edits:
+    if case.has_json:
         return finding
-    edit, section = finding.edits[0], "deepspeed_config"
-    name = next((name for name, keys in KEYS_OF_THE_JSON.items() if keys == edit.keys), None)
+    section, keys = "deepspeed_config", tuple(finding.key.split("."))
+    name = next((name for name, of_json in KEYS_OF_THE_JSON.items() if of_json == keys), None)
     if name is None:
         change = f"name a DeepSpeed JSON with {finding.change}, such as ds_configs/zero{case.zero_stage}.json"
         key = f"{section}.deepspeed_config_file"
         return replace(finding, edits=(), file="yaml", key=key, change=change)
-    written = in_yaml(f"{section}.{name}", REMOVE if edit.value == "auto" else edit.value)
-    then = finding.change.removeprefix(change_by([edit]))
-    return replace(
-        *(finding,), edits=(written,), file="yaml", key=written.key, change=change_by([written]) + then
-    )
+    values = [REMOVE if edit.value == "auto" else edit.value for edit in finding.edits]
+    edits = tuple(in_yaml(f"{section}.{name}", value) for value in values)
+    change = change_by(edits) + finding.change.removeprefix(change_by(finding.edits))
+    return replace(finding, edits=edits, file="yaml", key=f"{section}.{name}", change=change)
 
 
 def _set_twice(case: Case) -> Iterator[Finding]:
@@ -254,32 +272,6 @@ def _set_twice(case: Case) -> Iterator[Finding]:
             *edits,
             why="accelerate refuses this setting in a YAML that also names a DeepSpeed JSON",
             change=f"remove it from the YAML; DeepSpeed reads {'.'.join(keys)} from the JSON",
-        )
-
-
-def _zero3_init(case: Case) -> Iterator[Finding]:
-    if case.zero_stage == 3 and case.section("deepspeed_config").get("zero3_init_flag") is None:
-        yield unwise(
-            "zero3-init-by-default",
-            "zero3_init_flag is absent under ZeRO-3",
-            in_yaml("deepspeed_config.zero3_init_flag", False),
-            why="accelerate's default is true, so the model is built in shards; scripts other than "
-            "slm_toolkit.train then draw other random weights from the seed than under other strategies",
-            then="; or true if the host's RAM is too small for a whole model per rank",
-        )
-
-
-def _nvme_of_yaml(case: Case) -> Iterator[Finding]:
-    parts = [part for part in OFFLOADED if case.offload(part) == "nvme"]
-    if parts:
-        yield wrong(
-            "nvme-path-of-yaml",
-            f"{' and '.join(parts)} to nvme without a DeepSpeed JSON",
-            why="accelerate launch does not pass the YAML's *_nvme_path to the ranks: they write to a folder "
-            "called none",
-            change="name a JSON with nvme_path, such as ds_configs/zero3_nvme.json",
-            file="yaml",
-            key=f"deepspeed_config.{parts[0]}_device",
         )
 
 

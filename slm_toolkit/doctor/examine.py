@@ -11,7 +11,7 @@ from slm_toolkit.doctor.finding import Finding, gravest_first, wrong
 from slm_toolkit.doctor.fix import edits_of, mended
 from slm_toolkit.doctor.flag_faults import flag_faults
 from slm_toolkit.doctor.fsdp_faults import fsdp_faults
-from slm_toolkit.doctor.launch_faults import group_faults, key_faults, launch_faults, machine_count_faults
+from slm_toolkit.doctor.launch_faults import group_faults, key_faults, launch_faults
 from slm_toolkit.doctor.machine_faults import environment_faults, host_ram_faults, machine_faults
 from slm_toolkit.hardware.gpus import Gpu, gpu_of_name
 from slm_toolkit.predict.estimate import estimate
@@ -22,7 +22,6 @@ from slm_toolkit.strategy.strategy import Strategy, contradictions, group_proble
 _CHECKS = {  # each check, and the topic of its findings that name none
     key_faults: "launch",
     launch_faults: "launch",
-    machine_count_faults: "launch",
     fsdp_faults: "fsdp",
     group_faults: "fsdp",
     deepspeed_faults: "deepspeed",

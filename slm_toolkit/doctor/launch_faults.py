@@ -25,13 +25,8 @@ from slm_toolkit.strategy.strategy import is_shipped, precision_problem
 
 _SUPPORTED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
 _ON_SEVERAL_GPUS = ("MULTI_GPU", "FSDP", "DEEPSPEED")
-_ENGINE_SYNONYMS = {
-    **dict.fromkeys(("DDP", "DATA_PARALLEL", "DISTRIBUTED", "MULTIGPU", "GPU"), "MULTI_GPU"),
-    **dict.fromkeys(("FSDP2", "FSDP1", "FULL_SHARD"), "FSDP"),
-    **dict.fromkeys(("ZERO", "ZERO1", "ZERO2", "ZERO3", "DEEP_SPEED"), "DEEPSPEED"),
-    **dict.fromkeys(("NONE", "SINGLE", "FALSE"), "NO"),
-}
 _SECTION_OF = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "parallelism_config": "FSDP"}
+_ADDRESS = "main_process_ip: the first machine's address, or --main_process_ip at each launch"
 
 
 def _compiles(case: Case, backend: object) -> bool:
@@ -66,22 +61,64 @@ _RULES = (
         )
         for key in ("dynamo_backend", "dynamo_config.dynamo_backend", "dynamo_config.backend")
     ),
-    *(
-        Rule(
-            *(severity, "use-cpu", "use_cpu"),
-            lambda case, value, is_obeyed=is_obeyed: (
-                is_true(value)
-                and (case.gpu_names or case.host.gpu_names)
-                and (case.engine in ("NO", "MULTI_CPU")) == is_obeyed
-            ),
-            False,
-            sentence="use_cpu is true for a machine with GPUs",
-            why=why,
-        )
-        for severity, is_obeyed, why in (
-            ("wrong", True, "the GPUs stay idle"),
-            ("unwise", False, "accelerate does not pass it to the ranks of this engine, which use the GPUs"),
-        )
+    Rule(
+        *("wrong", "use-cpu", "use_cpu"),
+        lambda case, value: is_true(value) and case.is_of_cpus and (case.gpu_names or case.host.gpu_names),
+        False,
+        sentence="use_cpu is true for a machine with GPUs",
+        why="the GPUs stay idle",
+    ),
+    Rule(
+        *("wrong", "gpu-ids", "gpu_ids"),
+        lambda case, value: value is not None and not isinstance(value, str),
+        lambda case: (
+            ",".join(map(str, ids)) if isinstance(ids := case.config["gpu_ids"], list) and ids[1:] else "all"
+        ),
+        why="accelerate expects a string with commas and fails on a number or a list (AttributeError)",
+    ),
+    Rule(
+        *("wrong", "machine-rank", "machine_rank"),
+        lambda case, value: value is not None and value not in range(case.num_machines),
+        0,
+        sentence="{key} is {value} of {case.num_machines} machines",
+        why="machines are numbered from 0; with another number the rendezvous waits for a machine that never "
+        "connects",
+        then=" on the first machine, 1 on the next, or --machine_rank at each launch",
+    ),
+    Rule(
+        *("wrong", "processes-per-machine", "num_processes"),
+        lambda case, value: (case.num_processes or 0) % case.num_machines,
+        lambda case: max(1, case.num_processes // case.num_machines) * case.num_machines,
+        sentence="{key} is {value}, not a multiple of {case.num_machines} machines",
+        why="accelerate starts equal parts on all machines, and leaves the rest out",
+    ),
+    Rule(
+        *("wrong", "deepspeed-launcher", "deepspeed_config.deepspeed_multinode_launcher"),
+        # no launch passes on any other launcher: see `key_faults`
+        lambda case, value: case.engine == "DEEPSPEED" and case.num_machines > 1 and value is None,
+        "standard",
+        sentence="{key} is absent with {case.num_machines} machines",
+        why="accelerate then calls DeepSpeed's launcher, which needs pdsh, ssh without a password and a "
+        "hostfile; with standard you run `accelerate launch` on each machine",
+    ),
+    Rule(
+        *("unwise", "main-process-ip-absent", "main_process_ip"),
+        # `slm configs` writes neither key: the launch command gives both
+        lambda case, value: case.num_machines > 1 and value is None and "machine_rank" in case.config,
+        None,
+        sentence="num_machines is {case.num_machines}, without main_process_ip",
+        why="unless the command gives --main_process_ip, every machine connects to an address called None",
+        change=_ADDRESS,
+    ),
+    Rule(
+        *("wrong", "main-process-ip-local", "main_process_ip"),
+        lambda case, value: (
+            case.num_machines > 1 and str(value).startswith(("localhost", "::1", "0.0.0.0", "127."))
+        ),
+        None,
+        sentence="{key} is {value} for {case.num_machines} machines",
+        why="this address means the machine itself, so each machine waits for the others and none connects",
+        change=_ADDRESS,
     ),
     Rule(
         *("unwise", "debug-mode", "debug", lambda case, value: is_true(value), False),
@@ -93,7 +130,7 @@ _RULES = (
 def launch_faults(case: Case) -> Iterator[Finding]:
     if not case.files.yaml_text:  # a DeepSpeed JSON alone
         return
-    for check in (_engine, _sections, _num_processes, _gpu_ids, _precision):
+    for check in (_engine, _sections, _precision):
         yield from check(case)
     yield from faults_by(_RULES, case, case.config, edit=in_yaml)
 
@@ -103,7 +140,7 @@ def _engine(case: Case) -> Iterator[Finding]:
     if engine in _SUPPORTED or engine is False:  # YAML reads an unquoted NO as false, and accelerate takes it
         return
     upper = str(engine or "").upper().replace("-", "_").replace(" ", "_")
-    likely = upper if upper in _SUPPORTED else _ENGINE_SYNONYMS.get(upper) or meant_by(upper, _SUPPORTED)
+    likely = upper if upper in _SUPPORTED else meant_by(upper, _SUPPORTED)
     of_sections = [of for name, of in _SECTION_OF.items() if case.section(name)]
     several = "MULTI_GPU" if (case.num_processes or 1) > 1 else "NO"
     yield wrong(
@@ -126,36 +163,6 @@ def _sections(case: Case) -> Iterator[Finding]:
                 why=f"{case.engine} ignores {', '.join(map(str, section))}",
                 then=f", or write distributed_type: {engine}",
             )
-
-
-def _num_processes(case: Case) -> Iterator[Finding]:
-    key = "num_processes"
-    count = case.config.get(key)
-    if case.num_processes is None:
-        yield fault(
-            "unwise" if count is None else "wrong",
-            "num-processes",
-            f"{key} is missing" if count is None else f"{key} is {count!r}",
-            in_yaml(key, case.num_gpus),
-            why="accelerate starts no rank, unless the command gives --num_processes",
-        )
-
-
-def _gpu_ids(case: Case) -> Iterator[Finding]:
-    key, ids = "gpu_ids", case.config.get("gpu_ids")
-    num_ranks = -(-(case.num_processes or 1) // case.num_machines)
-    if ids in (None, "all"):
-        return
-    if not isinstance(ids, str):
-        listed = ids if isinstance(ids, list) else []
-        text = ",".join(map(str, listed)) if len(listed) >= max(2, num_ranks) else "all"
-        why = "accelerate expects a string with commas and fails on a number or a list (AttributeError)"
-    elif len(ids.split(",")) < num_ranks and case.engine in _ON_SEVERAL_GPUS:
-        text = "all"
-        why = f"each of a machine's {num_ranks} ranks needs its own GPU; accelerate refuses a single id"
-    else:
-        return
-    yield wrong("gpu-ids", f"{key} is {ids!r}", in_yaml(key, text), why=why)
 
 
 def _precision(case: Case) -> Iterator[Finding]:
@@ -182,62 +189,6 @@ def _precision(case: Case) -> Iterator[Finding]:
     else:
         return
     yield fault(severity, name, sentence, in_yaml(key, REMOVE), why=why, then=": --numerics decides")
-
-
-def machine_count_faults(case: Case) -> Iterator[Finding]:
-    machines, rank = case.config.get("num_machines", 1), case.config.get("machine_rank", 0)
-    if not is_count(machines):
-        return  # a launch refuses it
-    if rank is not None and (not isinstance(rank, int) or not 0 <= rank < machines):
-        yield wrong(
-            "machine-rank",
-            f"machine_rank is {rank!r} of {machines} machines",
-            in_yaml("machine_rank", 0),
-            why=f"machines are numbered from 0 to {machines - 1}; with another number the rendezvous waits "
-            "for a machine that never connects",
-            then=" on the first machine, 1 on the next, or --machine_rank at each launch",
-        )
-    if machines == 1:
-        return
-    processes = case.num_processes or 0
-    if processes % machines:
-        yield wrong(
-            "processes-per-machine",
-            f"num_processes is {processes}, not a multiple of {machines} machines",
-            in_yaml("num_processes", max(1, processes // machines) * machines),
-            why=f"accelerate starts {processes} // {machines} on each machine",
-        )
-    yield from _address(case, machines)
-    launcher = case.section("deepspeed_config").get("deepspeed_multinode_launcher")
-    if case.engine == "DEEPSPEED" and launcher is None:  # others are not passed on: see `key_faults`
-        yield wrong(
-            "deepspeed-launcher",
-            f"deepspeed_multinode_launcher is absent with {machines} machines",
-            in_yaml("deepspeed_config.deepspeed_multinode_launcher", "standard"),
-            why="accelerate then calls DeepSpeed's launcher, which needs pdsh, ssh without a password and a "
-            "hostfile; with standard you run `accelerate launch` on each machine",
-        )
-
-
-def _address(case: Case, machines: int) -> Iterator[Finding]:
-    """Report a missing or local main_process_ip.
-
-    A missing address counts only if the YAML has machine_rank: `slm configs` writes neither, and the launch
-    command gives both.
-    """
-    address = case.config.get("main_process_ip")
-    if address is None and "machine_rank" in case.config:
-        severity, name = "unwise", "main-process-ip-absent"
-        sentence = f"num_machines is {machines}, without main_process_ip"
-        why = "unless the command gives --main_process_ip, every machine connects to an address called None"
-    elif str(address) in ("localhost", "::1", "0.0.0.0") or str(address).startswith("127."):
-        severity, name = "wrong", "main-process-ip-local"
-        sentence = f"main_process_ip is {address} for {machines} machines"
-        why = "this address means the machine itself, so each machine waits for the others and none connects"
-    else:
-        return
-    change = "main_process_ip: the first machine's address, or --main_process_ip at each launch"
-    yield fault(severity, name, sentence, why=why, change=change, file="yaml", key="main_process_ip")
 
 
 def group_faults(case: Case) -> Iterator[Finding]:

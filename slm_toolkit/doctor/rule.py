@@ -23,6 +23,8 @@ class Rule:
     why: str
     then: str = ""
     sentence: str = "{key} is {value}"
+    change: str | None = None
+    "what to do if no value in the file corrects the fault"
 
 
 def faults_by(
@@ -41,11 +43,15 @@ def faults_by(
         key = rule.key.split(".")[-1]
         facts = {"key": key, "value": shown(key, value), "case": case, "spec": case.spec}
         facts["gib"] = 2 * case.spec.num_params / 2**30
+        change = edit(rule.key, rule.write(case) if callable(rule.write) else rule.write)
         yield fault(
             rule.severity,
             rule.name,
             rule.sentence.format(**facts),
-            edit(rule.key, rule.write(case) if callable(rule.write) else rule.write),
+            *([] if rule.change else [change]),
             why=rule.why.format(**facts),
+            change=rule.change,
             then=rule.then,
+            file=change.file,
+            key=change.key,
         )
