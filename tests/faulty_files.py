@@ -279,7 +279,6 @@ OF_SHELLS = (
     Planted("nccl-p2p-disabled", DDP, host=_shell(NCCL_P2P_DISABLE="1")),
     Planted("nccl-shm-disabled", DDP, host=_shell(NCCL_SHM_DISABLE="1")),
     Planted("nccl-ib-disabled", ZEROPP, host=_shell(NCCL_IB_DISABLE="1")),
-    Planted("nccl-debug", DDP, host=_shell(NCCL_DEBUG="TRACE")),
     Planted("cuda-launch-blocking", DDP, host=_shell(CUDA_LAUNCH_BLOCKING="1")),
     Planted("distributed-debug", DDP, host=_shell(TORCH_DISTRIBUTED_DEBUG="DETAIL")),
     Planted("no-memory-caching", DDP, host=_shell(PYTORCH_NO_CUDA_MEMORY_CACHING="1")),

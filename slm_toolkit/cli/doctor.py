@@ -247,8 +247,8 @@ def _fix(examined: list["Examined"], folder: Path, *, overwrite: bool) -> list[s
         if one.corrected.files == one.case.files:
             lines.append(f"{one.case.files.yaml_path}: nothing to correct")
             continue
-        for written in write_mended(one.case.files, one.corrected.files, folder, overwrite=overwrite):
-            lines.append(f"{written.path}: corrected copy of {written.of}")
+        written = write_mended(one.case.files, one.corrected.files, folder, overwrite=overwrite)
+        lines += [f"{path}: corrected copy of {source}" for path, source in written.items()]
         lines += [f"  {finding.name}: {finding.change}" for finding in one.found if finding.is_fixed_in_files]
     return lines
 

@@ -2,9 +2,8 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
-from slm_toolkit.doctor.finding import Finding, gravest_first
+from slm_toolkit.doctor.finding import REMOVE, Finding, gravest_first, with_value
 from slm_toolkit.model.families import with_kernels_of
 from slm_toolkit.predict.bottleneck import WORTH_SAYING, alignment_gain, levers, misaligned_widths
 from slm_toolkit.predict.estimate import estimate, largest_batch
@@ -16,10 +15,20 @@ _CLEARLY_FASTER = 1.05
 _MUCH_FASTER = 1.15
 
 
-def _on(setup: Setup, topic: str, severity: str, name: str, sentence: str, **fields: Any) -> Finding:
-    gpu, strategy = setup.gpu.name, setup.strategy.name
-    fields = {"gpu": gpu, "strategy": strategy, **fields}
-    return Finding(name=name, topic=topic, severity=severity, sentence=sentence, **fields)
+def _on(
+    setup: Setup,
+    topic: str,
+    severity: str,
+    name: str,
+    sentence: str,
+    *,
+    why: str,
+    change: str,
+    speedup: float | None = None,
+) -> Finding:
+    gpu = setup.gpu.name
+    strategy = None if topic == "alignment" or name == "network-unknown" else setup.strategy.name
+    return Finding(name, topic, severity, sentence, why, change, gpu=gpu, strategy=strategy, speedup=speedup)
 
 
 def needless(setup: Setup) -> Iterator[Finding]:
@@ -58,15 +67,15 @@ def needless(setup: Setup) -> Iterator[Finding]:
 
 def without_offload(strategy: Strategy) -> Strategy:
     """Return the strategy without its offload settings: everything stays on the GPU."""
-    config = dict(strategy.accelerate_config or {})
-    if strategy.is_deepspeed:
-        zero = dict(strategy.deepspeed_config["zero_optimization"])
-        for part in ("offload_optimizer", "offload_param"):
-            zero.pop(part, None)
-        deepspeed = {**strategy.deepspeed_config, "zero_optimization": zero}
-        return dataclasses.replace(strategy, deepspeed_config=deepspeed)
-    config["fsdp_config"] = {**config["fsdp_config"], "fsdp_offload_params": False}
-    return dataclasses.replace(strategy, accelerate_config=config)
+    if not strategy.is_deepspeed:
+        keys = ("fsdp_config", "fsdp_offload_params")
+        return dataclasses.replace(
+            strategy, accelerate_config=with_value(strategy.accelerate_config, keys, False)
+        )
+    content = strategy.deepspeed_config
+    for part in ("offload_optimizer", "offload_param"):
+        content = with_value(content, ("zero_optimization", part), REMOVE)
+    return dataclasses.replace(strategy, deepspeed_config=content)
 
 
 def faster_strategies(setups: list[Setup]) -> Iterator[Finding]:
@@ -122,7 +131,6 @@ def _alignment(setup: Setup) -> Iterator[Finding]:
         *(setup, "alignment", "wrong" if gain.speedup >= 1.25 else "unwise", "widths-off-tensor-cores"),
         f"{setup.spec.name}: {widths} is not a multiple of 8, so tensor cores can't run at full "
         f"speed: with {gain.change} it should train {gain.speedup:.2f} times as fast on {gain.gpu}",
-        strategy=None,
         why="rows of 2-byte numbers then start at addresses that are not multiples of 16 bytes, and cuBLAS "
         "uses kernels that load one number at a time",
         change=gain.change,
@@ -160,7 +168,6 @@ def _network(setup: Setup) -> Iterator[Finding]:
         yield _on(
             *(setup, "network", "unwise", "network-unknown"),
             f"the bandwidth between nodes of {gpu} is not known: give it with --inter_node_gbps",
-            strategy=None,
             why="without it the time of communication can't be estimated",
             change="--inter_node_gbps GBIT, or --network with the result of `slm compare --probe_network`",
         )

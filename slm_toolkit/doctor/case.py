@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -56,7 +57,7 @@ def look_here(*, is_meant: bool, ram_bytes: int | None, free_ram_bytes: int | No
         num_cores=num_cores(),
         ram_bytes=ram_bytes,
         free_ram_bytes=free_ram_bytes,
-        shm_bytes=_size_of("/dev/shm"),
+        shm_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
         versions=installed(),
         variables=dict(os.environ),
     )
@@ -71,14 +72,6 @@ def installed() -> dict[str, str | None]:
 def parsed_version(text: str) -> tuple[int, ...]:
     """Return a version's numbers for comparison: (2, 13, 0) for "2.13.0+cpu"."""
     return tuple(int(number) for number in re.findall(r"\d+", re.split(r"[+a-z]", text)[0]))
-
-
-def _size_of(folder: str) -> int | None:
-    try:
-        status = os.statvfs(folder)
-    except OSError:  # no such file system
-        return None
-    return status.f_frsize * status.f_blocks
 
 
 @dataclass(frozen=True)
@@ -235,10 +228,10 @@ def read_files(path: Path) -> Files:
 
     Raises ValueError if the file can't be read or has no settings; all other faults become findings.
     """
-    text = _read(path)
-    if path.suffix == ".json" and "distributed_type" not in (content := _parsed_json(path, text)):
-        return Files(path, "", yaml_around(path), path.resolve(), text, content, _json_duplicates(text))
+    text = read_text(path, hint="give an accelerate YAML file")
     config = settings_of(text, path)
+    if path.suffix == ".json" and "distributed_type" not in config:
+        return Files(path, "", yaml_around(path), path.resolve(), text, config, _json_duplicates(text))
     duplicates = tuple(("yaml", keys) for keys in _duplicates(yaml_node(text, path, hint=_HINT)))
     return with_json(Files(path, text, config, duplicates=duplicates))
 
@@ -251,8 +244,8 @@ def with_json(files: Files) -> Files:
         return files
     path = deepspeed_config_path(str(named), files.yaml_path)
     try:
-        text = _read(path) if path else ""
-        content = _parsed_json(path, text)
+        text = read_text(path, hint=_HINT) if path else ""
+        content = json_of(text, path, hint=_HINT)
     except ValueError:
         return files
     duplicates = (*files.duplicates, *_json_duplicates(text))
@@ -260,17 +253,6 @@ def with_json(files: Files) -> Files:
 
 
 _HINT = "compare with ds_configs/zero2.json"
-
-
-def _read(path: Path) -> str:
-    return read_text(path, hint="give an accelerate YAML file")
-
-
-def _parsed_json(path: Path, text: str) -> dict[str, Any]:
-    content = json_of(text, path, hint=_HINT)
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} contains no DeepSpeed settings\nhint: {_HINT}")
-    return content
 
 
 def _duplicates(value: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from slm_toolkit.doctor.case import Case, as_written, is_true, value_at
 from slm_toolkit.doctor.finding import (
@@ -21,11 +20,9 @@ from slm_toolkit.strategy.deepspeed_optimizer import optimizer_problems
 
 ZERO = "zero_optimization"
 OFFLOADED = ("offload_optimizer", "offload_param")
-# accelerate 1.15 fills in "auto" for the first four (Accelerator._prepare_deepspeed). In the next three
-# sections "auto" means the default; slm_toolkit.train removes the last two
-_AUTO_IS_TAKEN = (
+_AUTO_IS_TAKEN = (  # accelerate 1.15: Accelerator._prepare_deepspeed
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
-    *("gradient_clipping", ZERO, "bf16", "fp16", "optimizer", "scheduler"),
+    "gradient_clipping",
 )
 BUCKET = 13_107_200
 "elements: 25 MiB in bf16, like DDP's buckets; the value in ds_configs/"
@@ -164,6 +161,14 @@ _RULES = (
     ),
     *(
         Rule(
+            *("wrong", "auto-refused", f"{ZERO}.{part}.device", lambda case, value: value == "auto", "cpu"),
+            sentence=f'{part}.device is "auto"',
+            why="accelerate replaces it with none: nothing is offloaded",
+        )
+        for part in OFFLOADED
+    ),
+    *(
+        Rule(
             *("could be faster", "unpinned-offload", f"{ZERO}.{part}.pin_memory"),
             lambda case, value, part=part: value is False and case.offload(part) != "none",
             True,
@@ -218,21 +223,19 @@ def deepspeed_faults(case: Case) -> Iterator[Finding]:
         return  # the settings are in a JSON that can't be read
     if case.zero_stage is not None:
         yield from faults_by([_OF_THE_YAML], case, case.config, edit=in_yaml)
-        for finding in faults_by(_RULES, case, case.deepspeed, edit=in_json, shown=_shown(case)):
+        for finding in faults_by(_RULES, case, case.deepspeed, edit=in_json, shown=_shown):
             yield in_its_file(finding, case)
     if case.has_json:
         yield from _autos(case)
         yield from _optimizer(case)
 
 
-def _shown(case: Case) -> Any:
-    def shown(key: str, value: object) -> str:
-        meant = getattr(case.zero_settings, key, value)
-        is_size = isinstance(meant, int | float) and not isinstance(meant, bool)
-        words = f"{meant:,.0f} elements" if is_size and "hpz" not in key else as_written(meant)
-        return f"absent, which means {words}" if value in (None, "auto") and meant is not None else words
-
-    return shown
+def _shown(case: Case, key: str, value: object) -> str:
+    """Return a size as DeepSpeed will see it: the value, accelerate's "auto", or the default."""
+    meant = getattr(case.zero_settings, key, value)
+    is_size = isinstance(meant, int | float) and not isinstance(meant, bool) and "hpz" not in key
+    words = f"{meant:,.0f} elements" if is_size else as_written(meant)
+    return f"absent, which means {words}" if value in (None, "auto") and meant is not None else words
 
 
 def in_its_file(finding: Finding, case: Case) -> Finding:
@@ -276,26 +279,14 @@ def _set_twice(case: Case) -> Iterator[Finding]:
 
 
 def _autos(case: Case) -> Iterator[Finding]:
-    for keys in _paths_to_auto(case.deepspeed, ()):
-        is_device = keys[0] == ZERO and keys[-1] == "device"
-        if not is_device and keys[0] in _AUTO_IS_TAKEN:
-            continue
-        yield wrong(
-            "auto-refused",
-            f'{".".join(keys)} is "auto"',
-            Edit("json", keys, "cpu" if is_device else REMOVE),
-            why="accelerate replaces it with none: nothing is offloaded"
-            if is_device
-            else 'accelerate does not fill it in; DeepSpeed takes the text "auto" as true, or fails on it',
-        )
-
-
-def _paths_to_auto(value: dict[str, Any], above: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    for key, below in value.items():
-        if below == "auto":
-            yield (*above, key)
-        elif isinstance(below, dict):
-            yield from _paths_to_auto(below, (*above, key))
+    for key, value in case.deepspeed.items():
+        if value == "auto" and key not in _AUTO_IS_TAKEN:
+            yield wrong(
+                "auto-refused",
+                f'{key} is "auto"',
+                in_json(key, REMOVE),
+                why='accelerate does not fill it in; DeepSpeed takes the text "auto" as true, or fails on it',
+            )
 
 
 def _optimizer(case: Case) -> Iterator[Finding]:

@@ -84,17 +84,8 @@ def _mended_files(files: Files, edits: list[Edit]) -> Files:
     return files
 
 
-@dataclasses.dataclass(frozen=True)
-class CorrectedFile:
-    """A file that `write_mended` wrote."""
-
-    path: Path
-    of: Path
-    "the original file"
-
-
-def write_mended(before: Files, after: Files, folder: Path, *, overwrite: bool) -> list[CorrectedFile]:
-    """Write the corrected YAML, and the JSON that it then names, into `folder`.
+def write_mended(before: Files, after: Files, folder: Path, *, overwrite: bool) -> dict[Path, Path]:
+    """Write the corrected YAML, and the JSON that it then names, into `folder`; return each with its source.
 
     Raises ValueError if a file exists and `overwrite` is False, or if the folder can't be written.
     """
@@ -109,8 +100,7 @@ def write_mended(before: Files, after: Files, folder: Path, *, overwrite: bool) 
         sources[folder / before.yaml_path.name] = before.yaml_path
     if json_path is not None and after.json_text:
         texts[json_path], sources[json_path] = after.json_text, after.json_path
-    written = write_beside(texts, flag="--fix", overwrite=overwrite)
-    return [CorrectedFile(path, sources[path]) for path in written]
+    return {path: sources[path] for path in write_beside(texts, flag="--fix", overwrite=overwrite)}
 
 
 def _as_named(path: Path) -> str:

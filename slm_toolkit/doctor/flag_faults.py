@@ -18,11 +18,10 @@ def flag_faults(case: Case) -> Iterator[Finding]:
         yield from check(case)
     names_json = case.section("deepspeed_config").get("deepspeed_config_file")
     if case.has_json or (case.engine == "DEEPSPEED" and not names_json):
-        for finding in (*_counts(case), *_clipping_in_stock(case)):
+        for finding in (*_differing(case), *_clipping_in_stock(case)):
             yield in_its_file(finding, case)
     if case.has_json:
-        for check in (_dtypes, _communication):
-            yield from check(case)
+        yield from _communication(case)
 
 
 def _kernels(case: Case) -> Iterator[Finding]:
@@ -80,30 +79,38 @@ def _adapters(case: Case) -> Iterator[Finding]:
         )
 
 
-def _counts(case: Case) -> Iterator[Finding]:
-    """Compare DeepSpeed's batch, accumulation and clipping with the flags; the edits let the flags decide."""
-    flags, is_stock = case.flags, case.flags.numerics == "stock"
+def _differing(case: Case) -> Iterator[Finding]:
+    """Compare DeepSpeed's batch, clipping and dtype with the flags; the edits let the flags decide."""
+    flags, numerics = case.flags, case.flags.numerics
+    is_stock, in_fp16 = numerics == "stock", value_at(case.deepspeed, ("fp16", "enabled")) is True
     batch, steps = flags.per_device_train_batch_size, flags.gradient_accumulation_steps
     key = "gradient_accumulation_steps"
     written = case.deepspeed.get(key, 1 if is_stock and case.has_json else "auto")  # accelerate's default
     runs = written if is_stock and is_count(written) else steps
-    rows = [
+    in_fp16 = numerics == "fp16" or (is_stock and in_fp16)
+    rows = [  # finding, key, the value that the flags need, flag
         ("micro-batch-differs", "train_micro_batch_size_per_gpu", batch, "--per_device_train_batch_size"),
         ("train-batch-differs", "train_batch_size", batch * runs * case.num_ranks, "batch x steps x ranks"),
         ("accumulation-differs", key, steps, f"--{key}"),
+        (
+            "bf16-differs",
+            "bf16.enabled",
+            numerics != "fp32" and not in_fp16,
+            f"with --numerics {numerics} it",
+        ),
+        ("fp16-differs", "fp16.enabled", in_fp16, f"with --numerics {numerics} it"),
     ]
     if flags.max_grad_norm is not None and not is_stock:
         rows.append(("clipping-differs", "gradient_clipping", flags.max_grad_norm, "--max_grad_norm"))
     for name, key, expected, flag in rows:
-        value = written if name == "accumulation-differs" else case.deepspeed.get(key)
+        value = written if name == "accumulation-differs" else value_at(case.deepspeed, key.split("."))
         if value not in (None, "auto", expected):
             yield wrong(
                 name,
-                f"{key} is {as_written(case.deepspeed.get(key))} under DeepSpeed; {flag} is {expected}",
+                f"{key} is {as_written(value)} under DeepSpeed; {flag} is {as_written(expected)}",
                 in_json(key, "auto"),
-                why="under --numerics stock DeepSpeed's value is used, so the batch differs from DDP and FSDP"
-                if is_stock
-                else "a run can use only one of the two values; the trainer refuses to start",
+                why="the trainer refuses to start; under --numerics stock DeepSpeed's value is used, so the "
+                "strategies differ",
                 then=", so that the flags decide",
             )
 
@@ -119,25 +126,6 @@ def _clipping_in_stock(case: Case) -> Iterator[Finding]:
             in_json(key, flag),
             why="DeepSpeed clips by its own config (1.0 if the key is absent) and ignores the script's value",
         )
-
-
-def _dtypes(case: Case) -> Iterator[Finding]:
-    numerics = case.flags.numerics
-    bf16, fp16 = (
-        "auto" if (enabled := value_at(case.deepspeed, (dtype, "enabled"))) is None else enabled
-        for dtype in ("bf16", "fp16")
-    )
-    runs_fp16 = numerics == "fp16" or (numerics == "stock" and fp16 is True)
-    runs_bf16 = numerics != "fp32" and not runs_fp16
-    for dtype, enabled, runs in (("bf16", bf16, runs_bf16), ("fp16", fp16, runs_fp16)):
-        if enabled not in ("auto", runs):
-            yield wrong(
-                f"{dtype}-differs",
-                f"{dtype}.enabled is {as_written(enabled)} with --numerics {numerics}",
-                in_json(f"{dtype}.enabled", "auto"),
-                why=f"--numerics {numerics} computes in {case.flags.computes_in}: strategies would differ",
-                then=", so that --numerics decides",
-            )
 
 
 def _communication(case: Case) -> Iterator[Finding]:

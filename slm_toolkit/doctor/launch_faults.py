@@ -87,7 +87,9 @@ _RULES = (
     ),
     Rule(
         *("wrong", "processes-per-machine", "num_processes"),
-        lambda case, value: (case.num_processes or 0) % case.num_machines,
+        lambda case, value: (
+            case.num_machines <= case.num_gpus and (case.num_processes or 0) % case.num_machines
+        ),
         lambda case: max(1, case.num_processes // case.num_machines) * case.num_machines,
         sentence="{key} is {value}, not a multiple of {case.num_machines} machines",
         why="accelerate starts equal parts on all machines, and leaves the rest out",
@@ -120,6 +122,19 @@ _RULES = (
         why="this address means the machine itself, so each machine waits for the others and none connects",
         change=_ADDRESS,
     ),
+    *(
+        Rule(
+            *("wrong", "ignored-section", name),
+            lambda case, value, engine=engine: (
+                value and case.config.get("distributed_type") in _SUPPORTED and case.engine != engine
+            ),
+            REMOVE,
+            sentence="{key} under distributed_type {case.engine}, which does not read it",
+            why="accelerate ignores the whole section",
+            then=f", or write distributed_type: {engine}",
+        )
+        for name, engine in _SECTION_OF.items()
+    ),
     Rule(
         *("unwise", "debug-mode", "debug", lambda case, value: is_true(value), False),
         why="accelerate then compares shapes on all ranks before each gather and reduction",
@@ -130,7 +145,7 @@ _RULES = (
 def launch_faults(case: Case) -> Iterator[Finding]:
     if not case.files.yaml_text:  # a DeepSpeed JSON alone
         return
-    for check in (_engine, _sections, _precision):
+    for check in (_engine, _precision):
         yield from check(case)
     yield from faults_by(_RULES, case, case.config, edit=in_yaml)
 
@@ -150,19 +165,6 @@ def _engine(case: Case) -> Iterator[Finding]:
         why="accelerate accepts only its own names, in capitals; this project supports "
         f"{', '.join(_SUPPORTED)}",
     )
-
-
-def _sections(case: Case) -> Iterator[Finding]:
-    for name, engine in _SECTION_OF.items():
-        section = case.section(name)
-        if section and case.config.get("distributed_type") in _SUPPORTED and case.engine != engine:
-            yield wrong(
-                "ignored-section",
-                f"{name} under distributed_type {case.engine}, which does not read it",
-                in_yaml(name, REMOVE),
-                why=f"{case.engine} ignores {', '.join(map(str, section))}",
-                then=f", or write distributed_type: {engine}",
-            )
 
 
 def _precision(case: Case) -> Iterator[Finding]:

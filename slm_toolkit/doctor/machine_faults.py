@@ -146,10 +146,6 @@ _VARIABLES = (  # name, values that cost time, finding, severity, reason
         "nodes then communicate by TCP over Ethernet instead of InfiniBand or RoCE",
     ),
     (
-        *("NCCL_DEBUG", ("trace",), "nccl-debug", "unwise"),
-        "each rank writes a long log, which slows every collective",
-    ),
-    (
         *("CUDA_LAUNCH_BLOCKING", _ON, "cuda-launch-blocking", "wrong"),
         "the host waits for each kernel: nothing overlaps, and steps take several times as long",
     ),

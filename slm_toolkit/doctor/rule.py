@@ -33,7 +33,7 @@ def faults_by(
     settings: dict[str, Any],
     *,
     edit: Callable[[str, Any], Edit],
-    shown: Callable[[str, Any], str] = lambda key, value: as_written(value),
+    shown: Callable[[Case, str, Any], str] = lambda case, key, value: as_written(value),
 ) -> Iterator[Finding]:
     """Yield a finding for each rule that `settings` break."""
     for rule in rules:
@@ -41,7 +41,7 @@ def faults_by(
         if not rule.is_fault(case, value):
             continue
         key = rule.key.split(".")[-1]
-        facts = {"key": key, "value": shown(key, value), "case": case, "spec": case.spec}
+        facts = {"key": key, "value": shown(case, key, value), "case": case, "spec": case.spec}
         facts["gib"] = 2 * case.spec.num_params / 2**30
         change = edit(rule.key, rule.write(case) if callable(rule.write) else rule.write)
         yield fault(
