@@ -44,7 +44,7 @@ _TWO_MACHINES = {"num_machines": 2, "num_processes": 16, "main_process_ip": "10.
 _INLINE = {f"{_D}deepspeed_config_file": REMOVE, f"{_D}zero_stage": 2}
 _HERE = {"is_meant": True}
 _16 = {"num_gpus": 16}
-_OLD_TORCH = {"versions": {"accelerate": "1.15.0", "torch": "2.12.1+cu129"}}
+_OLD_TORCH = {"torch": "2.12.1+cu129"}
 
 
 def _shell(**variables: str) -> dict[str, Any]:
@@ -106,16 +106,12 @@ OF_FSDP = (
         {f"{_F}version": 1, f"{_F}reshard_after_forward": "SHARD_GRAD_OP"},
         tag="shards otherwise",
     ),
-    Planted("reshard-not-boolean", FSDP, {f"{_F}reshard_after_forward": "FULL_SHARD"}),
+    Planted("refused", FSDP, {f"{_F}reshard_after_forward": "FULL_SHARD"}, tag="reshard"),
     Planted("sharding-strategy-ignored", FSDP, {f"{_F}sharding_strategy": "SHARD_GRAD_OP"}, tag="other"),
     Planted("tied-embeddings", FSDP, host=_OLD_TORCH, case={"model": "smollm2-1.7b"}, tag="torch"),
     Planted("no-wrap-policy", FSDP, {f"{_F}auto_wrap_policy": REMOVE}, tag="absent"),
     Planted("no-wrap-policy", FSDP, {f"{_F}auto_wrap_policy": "NO_WRAP"}, tag="NO_WRAP"),
     Planted("size-based-wrap", FSDP, {f"{_F}auto_wrap_policy": "SIZE_BASED_WRAP"}),
-    Planted(
-        *("checkpointing-twice", FSDP, {f"{_F}activation_checkpointing": True}),
-        flags={"gradient_checkpointing": "full"},
-    ),
     Planted("refused", HYBRID, {f"{_P}dp_shard_size": "8"}, tag="group size"),
     Planted("nothing-to-shard", HYBRID, {f"{_P}dp_shard_size": 1}),
     Planted("groups-do-not-divide", HYBRID, {f"{_P}dp_shard_size": 6}),
@@ -214,9 +210,6 @@ OF_DEEPSPEED = (
 OF_FLAGS = (
     Planted("flash-attn-in-fp32", DDP, flags={"attn_implementation": "sdpa_flash", "numerics": "fp32"}),
     Planted("fp8-emulated", DDP, flags={"fp8": "rowwise"}, case={"gpu_names": ("a100-80gb",)}),
-    Planted(
-        "package-absent", DDP, flags={"use_liger_kernel": True}, host={"versions": {"liger-kernel": None}}
-    ),
     Planted("qlora-under-zero3", ZERO3, flags={"peft": "qlora"}, also=("adapter-of-random-weights",)),
     Planted("adapter-of-random-weights", DDP, flags={"peft": "lora"}),
     Planted("micro-batch-differs", ZERO2, json={"train_micro_batch_size_per_gpu": 2}),

@@ -2,13 +2,12 @@
 
 import json
 import os
-import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from importlib.metadata import distributions
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,6 @@ from slm_toolkit.strategy.settings import ZeroSettings, deepspeed_settings, is_t
 from slm_toolkit.strategy.strategy import settings_of, yaml_around
 
 # Host: the GPUs, RAM, network interfaces and packages of this machine, read without importing torch.
-
-PACKAGES = ("torch", "peft", "bitsandbytes", "torchao", "liger-kernel")
 
 
 @dataclass(frozen=True)
@@ -41,8 +38,8 @@ class Host:
     free_ram_bytes: int | None = None
     shm_bytes: int | None = None
     "size of /dev/shm"
-    versions: Mapping[str, str | None] = field(default_factory=dict)
-    "version by name of PACKAGES; None: not installed; no key: unknown"
+    torch: str | None = None
+    "the installed version"
     variables: Mapping[str, str] = field(default_factory=dict)
     "environment variables of the shell"
 
@@ -58,20 +55,9 @@ def look_here(*, is_meant: bool, ram_bytes: int | None, free_ram_bytes: int | No
         ram_bytes=ram_bytes,
         free_ram_bytes=free_ram_bytes,
         shm_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
-        versions=installed(),
+        torch=version("torch"),
         variables=dict(os.environ),
     )
-
-
-def installed() -> dict[str, str | None]:
-    """Return the installed version of each of PACKAGES; None: not installed."""
-    found = {package: list(distributions(name=package)) for package in PACKAGES}
-    return {package: found[package][0].version if found[package] else None for package in PACKAGES}
-
-
-def parsed_version(text: str) -> tuple[int, ...]:
-    """Return a version's numbers for comparison: (2, 13, 0) for "2.13.0+cpu"."""
-    return tuple(int(number) for number in re.findall(r"\d+", re.split(r"[+a-z]", text)[0]))
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,12 @@ from slm_toolkit.doctor.finding import (
     Edit,
     Finding,
     change_by,
-    fault,
     in_json,
     in_yaml,
     wrong,
 )
 from slm_toolkit.doctor.rule import Rule, faults_by
 from slm_toolkit.strategy.deepspeed_json import KEYS_OF_THE_JSON
-from slm_toolkit.strategy.deepspeed_optimizer import optimizer_problems
 
 ZERO = "zero_optimization"
 OFFLOADED = ("offload_optimizer", "offload_param")
@@ -28,16 +26,11 @@ BUCKET = 13_107_200
 "elements: 25 MiB in bf16, like DDP's buckets; the value in ds_configs/"
 _WORTH_SAYING_BYTES = 100 * 2**20
 "a bucket that wastes less memory than this is not reported"
-_AIO = {
-    "block_size": 1_048_576,
-    "queue_depth": 32,
-    "intra_op_parallelism": 2,
-    "single_submit": False,
-    "overlap_events": True,
+_RENAMED = {
+    "cpu_offload": "offload_optimizer: {device: cpu}",
+    "cpu_offload_param": "offload_param: {device: cpu}",
+    "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
 }
-"the aio section of ds_configs/zero3_nvme.json"
-
-
 _LARGER = "{key} is {value}, {spec.name} has {spec.num_params:,}"
 
 
@@ -161,6 +154,25 @@ _RULES = (
     ),
     *(
         Rule(
+            *("unwise", f"json-{section}", section, lambda case, value: value is not None, None),
+            sentence="the JSON has a section {key}",
+            why="slm_toolkit.train removes it because its flags decide; in other scripts accelerate refuses "
+            "an optimizer, and DeepSpeed sets the learning rate by a scheduler",
+            change=f"remove {section}: use --learning_rate, --weight_decay and --warmup_steps",
+        )
+        for section in ("optimizer", "scheduler")
+    ),
+    *(
+        Rule(
+            *("unwise", "renamed-key", f"{ZERO}.{old}", lambda case, value: value is not None, None),
+            sentence=f"{{key}} is now called {new.partition(':')[0]}",
+            why="DeepSpeed warns about the old name, and refuses both names together",
+            change=f"write {new}",
+        )
+        for old, new in _RENAMED.items()
+    ),
+    *(
+        Rule(
             *("wrong", "auto-refused", f"{ZERO}.{part}.device", lambda case, value: value == "auto", "cpu"),
             sentence=f'{part}.device is "auto"',
             why="accelerate replaces it with none: nothing is offloaded",
@@ -198,9 +210,10 @@ _RULES = (
             and "nvme" in map(case.offload, OFFLOADED)
             and not isinstance(value, dict)
         ),
-        _AIO,
+        None,
         sentence="nvme offload without an aio section",
         why="DeepSpeed's default is one thread with 8 reads in flight; a disk can serve more at once",
+        change='copy the "aio" section of ds_configs/zero3_nvme.json',
     ),
 )
 
@@ -227,7 +240,6 @@ def deepspeed_faults(case: Case) -> Iterator[Finding]:
             yield in_its_file(finding, case)
     if case.has_json:
         yield from _autos(case)
-        yield from _optimizer(case)
 
 
 def _shown(case: Case, key: str, value: object) -> str:
@@ -286,21 +298,4 @@ def _autos(case: Case) -> Iterator[Finding]:
                 f'{key} is "auto"',
                 in_json(key, REMOVE),
                 why='accelerate does not fill it in; DeepSpeed takes the text "auto" as true, or fails on it',
-            )
-
-
-def _optimizer(case: Case) -> Iterator[Finding]:
-    problems = optimizer_problems(case.deepspeed, case.flags)
-    for section in ("optimizer", "scheduler"):
-        if section in case.deepspeed:
-            of_section = [problem for problem in problems if section in problem]
-            yield fault(
-                "wrong" if of_section else "unwise",
-                f"json-{section}",
-                f"the JSON has a section {section}",
-                in_json(section, REMOVE),
-                why="; ".join(of_section)
-                or "slm_toolkit.train removes the section because its flags decide; in other scripts "
-                "accelerate refuses an optimizer, and DeepSpeed sets the learning rate by a scheduler",
-                then=": use --learning_rate, --weight_decay and --warmup_steps",
             )

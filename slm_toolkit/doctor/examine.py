@@ -96,14 +96,10 @@ def _strategy(case: Case) -> tuple[Strategy | None, list[Finding]]:
         strategy = strategy_of(case.config, case.files.yaml_path, content)
     except ValueError as error:
         sentences, _, hint = str(error).partition("\nhint: ")
-        return None, [
-            _refusal(
-                *(case, "refused", sentence, "launch"),
-                why="a launch with these files stops with this error",
-                change=hint or "compare with the files that `slm configs --copy DIR` writes",
-            )
-            for sentence in sentences.splitlines()
-        ]
+        why, change = "a launch stops with this error", "compare with the files of `slm configs --copy DIR`"
+        return None, _refusals(
+            case, "refused", sentences.splitlines(), "launch", why=why, change=hint or change
+        )
     strategy = dataclasses.replace(strategy, name=case.name)
     contradicted = contradictions(strategy, case.flags)
     contradicted += [] if strategy.is_single else group_problems(case.flags, case.num_ranks)
@@ -112,20 +108,19 @@ def _strategy(case: Case) -> tuple[Strategy | None, list[Finding]]:
         undivided = placement_problems([strategy], num_gpus=[count], gpus_per_node=per_node)
     except ValueError:  # there is no estimate of this strategy: `_setups` adds a note
         undivided = []
-    refused = [
-        _refusal(*(case, name, sentence, topic), why="the trainer refuses to start", change=change)
-        for name, sentences, topic, change in (
-            *(("flag-contradiction", contradicted, "flags", "remove the flag, or use another strategy"),),
-            *(("groups-do-not-divide", undivided, "fsdp", "another --num_gpus"),),
-        )
-        for sentence in sentences
+    why, change = "the trainer refuses to start", "remove the flag, or use another strategy"
+    return (None if undivided else strategy), [
+        *_refusals(case, "flag-contradiction", contradicted, "flags", why=why, change=change),
+        *_refusals(case, "groups-do-not-divide", undivided, "fsdp", why=why, change="another --num_gpus"),
     ]
-    return (None if undivided else strategy), refused
 
 
-def _refusal(case: Case, name: str, sentence: str, topic: str, *, why: str, change: str) -> Finding:
-    sentence = sentence.removeprefix(f"{case.files.yaml_path}: ")
-    return located(wrong(name, sentence, why=why, change=change, file="yaml"), case, topic)
+def _refusals(
+    case: Case, name: str, sentences: list[str], topic: str, *, why: str, change: str
+) -> list[Finding]:
+    path = f"{case.files.yaml_path}: "
+    found = [wrong(name, s.removeprefix(path), why=why, change=change, file="yaml") for s in sentences]
+    return [located(finding, case, topic) for finding in found]
 
 
 def _setups(

@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator
 
-from slm_toolkit.base.errors import PACKAGES, pip_install
-from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.doctor.case import Case, as_written, is_count, value_at
 from slm_toolkit.doctor.deepspeed_faults import in_its_file
 from slm_toolkit.doctor.finding import REMOVE, Edit, Finding, fault, in_json, unwise, wrong
@@ -14,11 +12,11 @@ _IN_16_BITS = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "s
 
 
 def flag_faults(case: Case) -> Iterator[Finding]:
-    for check in (_kernels, _packages, _adapters):
+    for check in (_kernels, _adapters):
         yield from check(case)
     names_json = case.section("deepspeed_config").get("deepspeed_config_file")
     if case.has_json or (case.engine == "DEEPSPEED" and not names_json):
-        for finding in (*_differing(case), *_clipping_in_stock(case)):
+        for finding in _differing(case):
             yield in_its_file(finding, case)
     if case.has_json:
         yield from _communication(case)
@@ -42,22 +40,6 @@ def _kernels(case: Case) -> Iterator[Finding]:
             "rounds like float8 but is not faster",
             change="leave --fp8 out",
         )
-
-
-def _packages(case: Case) -> Iterator[Finding]:
-    for name, flag in FLAGS.items():
-        value = getattr(case.flags, name)
-        if flag.extra is None or value == getattr(RunConfig, name):
-            continue
-        needed = [package for package in PACKAGES[flag.extra].split() if package in case.host.versions]
-        for package in needed:
-            if case.host.versions[package] is None and (package != "bitsandbytes" or value == "qlora"):
-                yield wrong(
-                    "package-absent",
-                    f"--{name} {as_written(value)} needs {package}, which is not installed",
-                    why="the trainer stops before the first step",
-                    change=pip_install(flag.extra),
-                )
 
 
 def _adapters(case: Case) -> Iterator[Finding]:
@@ -84,8 +66,10 @@ def _differing(case: Case) -> Iterator[Finding]:
     flags, numerics = case.flags, case.flags.numerics
     is_stock, in_fp16 = numerics == "stock", value_at(case.deepspeed, ("fp16", "enabled")) is True
     batch, steps = flags.per_device_train_batch_size, flags.gradient_accumulation_steps
+    # under --numerics stock accelerate uses 1, and DeepSpeed clips at 1.0, where the file sets nothing
     key = "gradient_accumulation_steps"
-    written = case.deepspeed.get(key, 1 if is_stock and case.has_json else "auto")  # accelerate's default
+    unset = {key: 1 if case.has_json else None, "gradient_clipping": 1.0} if is_stock else {}
+    written = case.deepspeed.get(key) or unset.get(key)
     runs = written if is_stock and is_count(written) else steps
     in_fp16 = numerics == "fp16" or (is_stock and in_fp16)
     rows = [  # finding, key, the value that the flags need, flag
@@ -100,32 +84,21 @@ def _differing(case: Case) -> Iterator[Finding]:
         ),
         ("fp16-differs", "fp16.enabled", in_fp16, f"with --numerics {numerics} it"),
     ]
-    if flags.max_grad_norm is not None and not is_stock:
+    if flags.max_grad_norm is not None:
         rows.append(("clipping-differs", "gradient_clipping", flags.max_grad_norm, "--max_grad_norm"))
     for name, key, expected, flag in rows:
-        value = written if name == "accumulation-differs" else value_at(case.deepspeed, key.split("."))
+        value = value_at(case.deepspeed, key.split("."))
+        if value is None or (value == "auto" and name == "clipping-differs"):
+            value = unset.get(key)
         if value not in (None, "auto", expected):
             yield wrong(
                 name,
                 f"{key} is {as_written(value)} under DeepSpeed; {flag} is {as_written(expected)}",
-                in_json(key, "auto"),
+                in_json(key, expected if name == "clipping-differs" else "auto"),
                 why="the trainer refuses to start; under --numerics stock DeepSpeed's value is used, so the "
                 "strategies differ",
                 then=", so that the flags decide",
             )
-
-
-def _clipping_in_stock(case: Case) -> Iterator[Finding]:
-    """The trainer writes the flag's value under other numerics if the key is absent or "auto"."""
-    key, flag = "gradient_clipping", case.flags.max_grad_norm
-    value = case.deepspeed.get(key)
-    if case.flags.numerics == "stock" and flag not in (None, 1.0 if value in (None, "auto") else value):
-        yield wrong(
-            "clipping-differs",
-            f"{key} is {as_written(value)}; --max_grad_norm is {flag} (stock)",
-            in_json(key, flag),
-            why="DeepSpeed clips by its own config (1.0 if the key is absent) and ignores the script's value",
-        )
 
 
 def _communication(case: Case) -> Iterator[Finding]:

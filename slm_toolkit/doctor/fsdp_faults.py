@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from typing import Any
 
-from slm_toolkit.doctor.case import Case, parsed_version
+from slm_toolkit.doctor.case import Case
 from slm_toolkit.doctor.finding import REMOVE, Edit, Finding, fault, wrong
 from slm_toolkit.doctor.rule import Rule, faults_by
 from slm_toolkit.strategy.settings import FSDP1_SHARDING_STRATEGIES, is_true
 
 _RESHARDS = ("FULL_SHARD", "HYBRID_SHARD")
 "strategies that free a layer's parameters after its forward: accelerate 1.15, commands/to_fsdp2.py"
-_FOR_TIED = "2.13"
+_FOR_TIED = (2, 13)
 "the first version of torch that keeps embedding and head in one FSDP2 unit"
 _OF_FSDP1 = (
     *("fsdp_sharding_strategy", "fsdp_use_orig_params", "fsdp_sync_module_states"),
@@ -35,13 +35,6 @@ _RULES = (
         why="a unit is then a module of more than fsdp_min_num_params parameters (default 100,000,000), and "
         "a layer of {spec.name} has {spec.params_per_layer:,}; communication overlaps best with one unit per "
         "decoder layer",
-    ),
-    Rule(
-        *("wrong", "checkpointing-twice", "fsdp_activation_checkpointing"),
-        lambda case, value: is_true(value) and case.flags.gradient_checkpointing != "none",
-        False,
-        sentence="{key} is true together with --gradient_checkpointing {case.flags.gradient_checkpointing}",
-        why="each layer would be recomputed twice; the trainer refuses to start",
     ),
 )
 
@@ -93,23 +86,15 @@ def _fsdp1(case: Case) -> Iterator[Finding]:
 
 
 def _fsdp2(case: Case) -> Iterator[Finding]:
-    key = "fsdp_reshard_after_forward"
-    reshard, torch = case.fsdp.get(key, True), case.host.versions.get("torch")
-    if str(reshard).lower() not in ("true", "false"):
-        yield wrong(
-            "reshard-not-boolean",
-            f"{key} is {reshard!r}",
-            _edit(case, key, (_sharding_named(reshard) or "FULL_SHARD") in _RESHARDS),
-            why="FSDP2 accepts true (full shard) or false (shard grad-op); accelerate refuses FSDP1's names",
-        )
+    reshard, torch = case.fsdp.get("fsdp_reshard_after_forward", True), case.host.torch
     yield from _sharding_strategy(case, reshard)
-    if case.spec.tied and torch and parsed_version(torch) < parsed_version(_FOR_TIED):
+    if case.spec.tied and torch and tuple(map(int, torch.split(".")[:2])) < _FOR_TIED:
         yield wrong(
             "tied-embeddings",
             f"{case.spec.name} ties its embeddings; installed: torch {torch}",
             why="this version puts embedding and head into two FSDP2 units: their shared matrix splits into "
             "two, or torch refuses",
-            change=f'pip install -U "torch>={_FOR_TIED}", or ds_zero3',
+            change='pip install -U "torch>=2.13", or ds_zero3',
             file="yaml",
             topic="versions",
         )

@@ -11,9 +11,7 @@ from slm_toolkit.doctor.finding import (
     Edit,
     Finding,
     fault,
-    in_json,
     in_yaml,
-    unwise,
     wrong,
 )
 from slm_toolkit.doctor.rule import Rule, faults_by
@@ -231,13 +229,8 @@ def group_faults(case: Case) -> Iterator[Finding]:
     )
 
 
-# Faulty keys: not passed on by a launch (with the key that was probably meant), renamed, duplicated.
+# Faulty keys: not passed on by a launch (with the key that was probably meant), or duplicated.
 
-RENAMED_IN_ZERO = {  # old key, which DeepSpeed still reads with a warning: new key and value
-    "cpu_offload": ("offload_optimizer", {"device": "cpu"}),
-    "cpu_offload_param": ("offload_param", {"device": "cpu"}),
-    "stage3_gather_fp16_weights_on_model_save": ("stage3_gather_16bit_weights_on_model_save", True),
-}
 _SYNONYMS = {  # names of other tools that get_close_matches does not find
     "bfloat16": "bf16",
     "max_grad_norm": "gradient_clipping",
@@ -252,7 +245,6 @@ _SYNONYMS = {  # names of other tools that get_close_matches does not find
 def key_faults(case: Case) -> Iterator[Finding]:
     yield from _duplicates(case)
     yield from _refused(case)
-    yield from _renamed(case)
 
 
 def meant_by(key: str, known: tuple[str, ...]) -> str | None:
@@ -303,20 +295,4 @@ def _refused(case: Case) -> Iterator[Finding]:
                 else f"{setting.why}, so no launch passes it on to {program}",
                 change=f"write {meant}" if len(edits) > 1 else setting.change,
                 topic=topic if meant else "security",
-            )
-
-
-def _renamed(case: Case) -> Iterator[Finding]:
-    zero = value_at(case.files.deepspeed, ("zero_optimization",))
-    for key, (new, value) in RENAMED_IN_ZERO.items():
-        if case.has_json and isinstance(zero, dict) and key in zero:
-            edits = [in_json(f"zero_optimization.{key}", REMOVE)]
-            if zero[key] and new not in zero:
-                edits.append(in_json(f"zero_optimization.{new}", value))
-            yield unwise(
-                "renamed-key",
-                f"{key} is now called {new}",
-                *edits,
-                why="DeepSpeed warns about the old name, and refuses both names together",
-                topic="deepspeed",
             )

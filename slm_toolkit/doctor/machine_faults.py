@@ -98,20 +98,17 @@ def host_ram_faults(case: Case, setup: Setup) -> Iterator[Finding]:
     if total is None:
         return
     setup = setup.launched
-    placement, strategy = setup.placement, setup.strategy
     needed, left = host_bytes(setup), total if free is None else free
     if needed <= left:
         return
     in_pieces = host_bytes(setup, zero_init=True)
-    keeps_state = placement.optimizer_device == "cpu" or placement.parameter_device == "cpu"
+    keeps_state = "cpu" in (setup.placement.optimizer_device, setup.placement.parameter_device)
     edits, change, then = [], None, ""
-    if strategy.zero_stage == 3 and in_pieces <= left:
+    if setup.strategy.zero_stage == 3 and in_pieces <= left:
         edits = [in_yaml("deepspeed_config.zero3_init_flag", True)]
         then = ": only rank 0 then builds the whole model, and each other rank its shard"
     elif keeps_state:
         change = "--strategy ds_zero3_nvme, more machines, or --gradient_checkpointing full without offload"
-    elif strategy.is_fsdp2:
-        change = "a pretrained model with fsdp_cpu_ram_efficient_loading: true, which only rank 0 loads"
     else:
         change = "--strategy ds_zero3 with zero3_init_flag: true, which builds the model in shards"
     yield fault(

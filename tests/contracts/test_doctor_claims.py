@@ -25,7 +25,7 @@ REFUSED = {  # rows that accelerate or DeepSpeed refuses, or fails on
     *("unknown-key of the file", "distributed-type synonym", "distributed-type small letters"),
     *("distributed-type absent", "unquoted-no mixed_precision", "gpu-ids a number"),
     *("mixed-precision-unknown", "not-passed-on compute_environment"),
-    *("reshard-not-boolean", "refused absent", "refused cut off", "zero-stage-0 no section"),
+    *("refused reshard", "refused absent", "refused cut off", "zero-stage-0 no section"),
     *("set-twice mixed_precision", "set-twice accumulation", "set-twice clipping"),
     *("set-twice stage and offload", "unknown-key removed", "unknown-key of zero_optimization"),
     *("unknown-key of offload_optimizer", "refused stage 4", "renamed-key beside the new one"),
