@@ -167,7 +167,7 @@ def _checked_config(args: argparse.Namespace) -> RunConfig:
 
 
 def _cases(args: argparse.Namespace, config: RunConfig) -> list["Case"]:
-    from slm_toolkit.doctor.case import Case, read_files
+    from slm_toolkit.doctor.case import Case, is_of_cpus, read_files
     from slm_toolkit.hardware.gpus import find_gpu
 
     spec, host = model_to_estimate(config.model), _host(args)
@@ -191,8 +191,9 @@ def _cases(args: argparse.Namespace, config: RunConfig) -> list["Case"]:
         files = read_files(path)
         num_gpus, per_node = _gpus_of(args, files, host)
         given = args.num_gpus is not None or bool(host.is_meant and host.gpu_names)
+        gpus = () if names == _GPUS and args.gpu is None and is_of_cpus(files.config) else names
         cases.append(
-            Case(strategy_name(path), files, spec, config, host, num_gpus, per_node, names, gpus_given=given)
+            Case(strategy_name(path), files, spec, config, host, num_gpus, per_node, gpus, gpus_given=given)
         )
     return cases
 
@@ -245,8 +246,8 @@ def _fix(examined: list["Examined"], folder: Path, *, overwrite: bool) -> list[s
         if one.corrected.files == one.case.files:
             lines.append(f"{one.case.files.yaml_path}: nothing to correct")
             continue
-        for written in write_mended(one.case.files, one.corrected.files, folder, overwrite=overwrite):
-            lines.append(f"{written.path}: corrected copy of {written.of}")
+        written = write_mended(one.case.files, one.corrected.files, folder, overwrite=overwrite)
+        lines += [f"{path}: corrected copy of {source}" for path, source in written.items()]
         lines += [f"  {finding.name}: {finding.change}" for finding in one.found if finding.is_fixed_in_files]
     return lines
 
@@ -268,40 +269,40 @@ _INDENT = "    "
 
 
 def finding_text(found: list[Finding], *, width: int) -> Text:
-    """Return all findings as text, grouped by cause and change, and the count of each severity.
+    """Return all findings as text, gravest first, and the count of each severity.
 
-    Findings that several files share are printed once, with the files. Lines break only between words, so
-    that flags and paths can be copied. Print it with `soft_wrap=True`.
+    A finding that several files or GPUs share is printed once, with the files, or with the largest speedup.
+    Lines break only between words, so that flags and paths can be copied. Print it with `soft_wrap=True`.
     """
     text = Text()
-    of_file: dict[tuple, list[str]] = {}
+    groups: dict[tuple, list[Finding]] = {}
     for finding in found:
-        same = (finding.severity, finding.name, finding.why, finding.change, finding.file, finding.key)
-        of_file.setdefault(same, []).append(finding.sentence)
-    groups: dict[tuple, list[str]] = {}
-    for (severity, name, why, change, file, key), sentences in of_file.items():
-        same = (severity, name, why, change, tuple(dict.fromkeys(sentences)), file is None)
-        places = groups.setdefault(same, [])
-        if file is not None:
-            places.append(f"{file}: {key}" if key else file)
-    for (severity, name, why, change, sentences, _), places in groups.items():
-        for sentence in sentences:
-            text.append_text(_wrapped(f"{severity}: {sentence}  [{name}]", width, style=_STYLE[severity]))
-        for place in places:
+        groups.setdefault(_identity(finding), []).append(finding)
+    for first, *others in groups.values():
+        line = f"{first.severity}: {first.sentence}  [{first.name}]"
+        text.append_text(_wrapped(line, width, style=_STYLE[first.severity]))
+        places = [": ".join(filter(None, (f.file, f.key))) for f in (first, *others) if f.file]
+        same = [
+            f.gpu if f.strategy == first.strategy else f"{f.strategy} on {f.gpu}" for f in others if f.gpu
+        ]
+        if same:
+            places.append(f"also: {', '.join(dict.fromkeys(same))}")
+        for place in dict.fromkeys(places):
             text.append(f"{_INDENT}{place}\n", style="dim")
-        text.append_text(_wrapped(f"why: {why}", width, indent=_INDENT))
-        text.append_text(_wrapped(f"change: {change}", width, indent=_INDENT, style="bold"))
-    text.append(count_line(found), style="bold")
+        text.append_text(_wrapped(f"why: {first.why}", width, indent=_INDENT))
+        text.append_text(_wrapped(f"change: {first.change}", width, indent=_INDENT, style="bold"))
+    counted = {(same, f.file, f.key): f for same, group in groups.items() for f in reversed(group)}
+    counts = Counter(finding.severity for finding in counted.values())
+    line = ", ".join(f"{counts[name]} {name}" for name in SEVERITIES if counts[name])
+    num_mended = sum(finding.is_fixed_in_files for finding in counted.values())
+    text.append(line + (f"; --fix corrects {num_mended}" if num_mended else ""), style="bold")
     return text
 
 
-def count_line(found: list[Finding]) -> str:
-    """Return the counts of different findings: the same sentence for several GPUs counts once."""
-    found = list({(f.severity, f.name, f.sentence, f.change, f.file, f.key): f for f in found}.values())
-    counts = Counter(finding.severity for finding in found)
-    line = ", ".join(f"{counts[name]} {name}" for name in SEVERITIES if counts[name])
-    num_mended = sum(finding.is_fixed_in_files for finding in found)
-    return line + (f"; --fix corrects {num_mended}" if num_mended else "")
+def _identity(finding: Finding) -> tuple:
+    """Return the fields that findings share if they are printed once."""
+    same = (finding.name, finding.change)
+    return same if finding.gpu else (*same, finding.severity, finding.sentence, finding.why)
 
 
 def _wrapped(words: str, width: int, *, indent: str = "", style: str = "") -> Text:

@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Iterator
 
-from slm_toolkit.doctor.finding import Finding, gravest_first
+from slm_toolkit.doctor.finding import REMOVE, Finding, gravest_first, with_value
 from slm_toolkit.model.families import with_kernels_of
 from slm_toolkit.predict.bottleneck import WORTH_SAYING, alignment_gain, levers, misaligned_widths
-from slm_toolkit.predict.estimate import Estimate, estimate, largest_batch
+from slm_toolkit.predict.estimate import estimate, largest_batch
 from slm_toolkit.predict.setup.setup import Setup, with_flags
 from slm_toolkit.strategy.strategy import Strategy, find_strategy
 
@@ -15,24 +15,37 @@ _CLEARLY_FASTER = 1.05
 _MUCH_FASTER = 1.15
 
 
+def _on(
+    setup: Setup,
+    topic: str,
+    severity: str,
+    name: str,
+    sentence: str,
+    *,
+    why: str,
+    change: str,
+    speedup: float | None = None,
+) -> Finding:
+    gpu = setup.gpu.name
+    strategy = None if topic == "alignment" or name == "network-unknown" else setup.strategy.name
+    return Finding(name, topic, severity, sentence, why, change, gpu=gpu, strategy=strategy, speedup=speedup)
+
+
 def needless(setup: Setup) -> Iterator[Finding]:
     """Report offload and sharding that the model does not need; the paper recommends DDP first."""
-    if setup.strategy.offloads:
-        row = estimate(dataclasses.replace(setup, strategy=without_offload(setup.strategy)).launched)
+    spec, strategy, gpus = setup.spec.name, setup.strategy, f"{setup.num_gpus} x {setup.gpu.name}"
+    if strategy.offloads:
+        row = estimate(dataclasses.replace(setup, strategy=without_offload(strategy)).launched)
         if row.verdict == "fits":
-            yield Finding(
-                name="offload-of-what-fits",
-                topic="strategy",
-                severity="unwise",
-                gpu=setup.gpu.name,
-                strategy=setup.strategy.name,
-                sentence=f"{setup.spec.name} fits on {setup.num_gpus} x {setup.gpu.name} without "
-                f"offload: {row.peak_allocated_bytes / 2**30:.1f} GiB under {setup.strategy.name}",
+            yield _on(
+                *(setup, "strategy", "unwise", "offload-of-what-fits"),
+                f"{spec} fits on {gpus} without offload: {row.peak_allocated_bytes / 2**30:.1f} GiB under "
+                f"{strategy.name}",
                 why="offload moves the training state over the host's bus in every step",
                 change="the same strategy without its offload keys",
             )
         return
-    if not setup.strategy.sharded_parts:
+    if not strategy.sharded_parts:
         return
     plain = find_strategy("ddp" if setup.num_gpus > 1 else "single")
     unsharded = dataclasses.replace(setup, strategy=plain)
@@ -41,14 +54,11 @@ def needless(setup: Setup) -> Iterator[Finding]:
         return
     speedup = after.tokens_per_second / before.tokens_per_second
     if speedup >= _CLEARLY_FASTER:
-        yield Finding(
-            name="sharding-of-what-fits",
-            topic="strategy",
-            severity="unwise" if speedup >= _MUCH_FASTER else "could be faster",
-            gpu=setup.gpu.name,
-            strategy=setup.strategy.name,
-            sentence=f"the whole {setup.spec.name} fits on each of {setup.num_gpus} x {setup.gpu.name}: "
-            f"{plain.name} gives {speedup - 1:+.0%} tokens/s over {setup.strategy.name}",
+        yield _on(
+            *(setup, "strategy", "unwise" if speedup >= _MUCH_FASTER else "could be faster"),
+            "sharding-of-what-fits",
+            f"the whole {spec} fits on each of {gpus}: {plain.name} gives {speedup - 1:+.0%} tokens/s over "
+            f"{strategy.name}",
             why="sharding adds communication; the paper recommends DDP for every small model that fits",
             change=f"--strategy {plain.name}",
             speedup=speedup,
@@ -57,40 +67,36 @@ def needless(setup: Setup) -> Iterator[Finding]:
 
 def without_offload(strategy: Strategy) -> Strategy:
     """Return the strategy without its offload settings: everything stays on the GPU."""
-    config = dict(strategy.accelerate_config or {})
-    if strategy.is_deepspeed:
-        zero = dict(strategy.deepspeed_config["zero_optimization"])
-        for part in ("offload_optimizer", "offload_param"):
-            zero.pop(part, None)
-        deepspeed = {**strategy.deepspeed_config, "zero_optimization": zero}
-        return dataclasses.replace(strategy, deepspeed_config=deepspeed)
-    config["fsdp_config"] = {**config["fsdp_config"], "fsdp_offload_params": False}
-    return dataclasses.replace(strategy, accelerate_config=config)
+    if not strategy.is_deepspeed:
+        keys = ("fsdp_config", "fsdp_offload_params")
+        return dataclasses.replace(
+            strategy, accelerate_config=with_value(strategy.accelerate_config, keys, False)
+        )
+    content = strategy.deepspeed_config
+    for part in ("offload_optimizer", "offload_param"):
+        content = with_value(content, ("zero_optimization", part), REMOVE)
+    return dataclasses.replace(strategy, deepspeed_config=content)
 
 
 def faster_strategies(setups: list[Setup]) -> Iterator[Finding]:
     """Report a strategy if another that fits is clearly faster; `needless` covers ddp and single."""
-    groups: dict[tuple, list[Estimate]] = {}
+    groups: dict[tuple, list[tuple[float, Setup]]] = {}
     for setup in setups:
         row = estimate(setup.launched)
         if row.fits and row.tokens_per_second is not None:
-            groups.setdefault((setup.gpu.name, setup.num_gpus, setup.spec.name), []).append(row)
+            group = groups.setdefault((setup.gpu.name, setup.num_gpus, setup.spec.name), [])
+            group.append((row.tokens_per_second, setup))
     for group in groups.values():
-        best = max(group, key=lambda row: row.tokens_per_second)
-        for row in group:
-            speedup = best.tokens_per_second / row.tokens_per_second
-            if speedup >= _CLEARLY_FASTER and best.strategy not in ("ddp", "single"):
-                yield Finding(
-                    name="faster-strategy",
-                    topic="strategy",
-                    severity="could be faster",
-                    gpu=row.gpu,
-                    strategy=row.strategy,
-                    sentence=f"{best.strategy} fits on {row.num_gpus} x {row.gpu} too and gives "
-                    f"{speedup - 1:+.0%} tokens/s over {row.strategy}",
+        most, best = max(group, key=lambda pair: pair[0])
+        for rate, setup in group:
+            if most / rate >= _CLEARLY_FASTER and best.strategy.name not in ("ddp", "single"):
+                yield _on(
+                    *(setup, "strategy", "could be faster", "faster-strategy"),
+                    f"{best.strategy.name} fits on {setup.num_gpus} x {setup.gpu.name} too and gives "
+                    f"{most / rate - 1:+.0%} tokens/s over {setup.strategy.name}",
                     why="it sends less data, or recomputes less",
-                    change=f"--strategy {best.strategy}",
-                    speedup=speedup,
+                    change=f"--strategy {best.strategy.name}",
+                    speedup=most / rate,
                 )
 
 
@@ -121,12 +127,9 @@ def _alignment(setup: Setup) -> Iterator[Finding]:
     if gain is None or gain.speedup < WORTH_SAYING:
         return
     widths = ", ".join(f"{name} {width}" for name, width in misaligned_widths(setup.launched.spec).items())
-    yield Finding(
-        name="widths-off-tensor-cores",
-        topic="alignment",
-        severity="wrong" if gain.speedup >= 1.25 else "unwise",
-        gpu=gain.gpu,
-        sentence=f"{setup.spec.name}: {widths} is not a multiple of 8, so tensor cores can't run at full "
+    yield _on(
+        *(setup, "alignment", "wrong" if gain.speedup >= 1.25 else "unwise", "widths-off-tensor-cores"),
+        f"{setup.spec.name}: {widths} is not a multiple of 8, so tensor cores can't run at full "
         f"speed: with {gain.change} it should train {gain.speedup:.2f} times as fast on {gain.gpu}",
         why="rows of 2-byte numbers then start at addresses that are not multiples of 16 bytes, and cuBLAS "
         "uses kernels that load one number at a time",
@@ -137,73 +140,43 @@ def _alignment(setup: Setup) -> Iterator[Finding]:
 
 def _memory(setup: Setup) -> Iterator[Finding]:
     row = estimate(setup.launched)
-    gpu, strategy = setup.gpu.name, setup.strategy.name
-    size = row.peak_allocated_bytes / 2**30
+    where, batch = f"{setup.gpu.name} under {setup.strategy.name}", "--per_device_train_batch_size"
+    size = f"{row.peak_allocated_bytes / 2**30:.1f} GiB"
     if not row.fits:
         most = largest_batch(setup.launched).per_device_train_batch_size
-        remedy = f"--per_device_train_batch_size {most} fits" if most else "not even one sequence fits"
-        yield Finding(
-            name="does-not-fit",
-            topic="memory",
-            severity="wrong",
-            gpu=gpu,
-            strategy=strategy,
-            sentence=f"{size:.1f} GiB does not fit on {gpu} under {strategy}: {remedy}",
+        remedy = f"{batch} {most} fits" if most else "not even one sequence fits"
+        yield _on(
+            *(setup, "memory", "wrong", "does-not-fit", f"{size} does not fit on {where}: {remedy}"),
             why=f"memory peaks at {row.peak_instant}",
-            change=f"--per_device_train_batch_size {most}, or --gradient_checkpointing full"
+            change=f"{batch} {most}, or --gradient_checkpointing full"
             if most
             else "--gradient_checkpointing full, a strategy that shards more, or more GPUs",
         )
     elif row.verdict == "may fit" or row.is_nearly_full:
-        yield Finding(
-            name="may-not-fit",
-            topic="memory",
-            severity="unwise",
-            gpu=gpu,
-            strategy=strategy,
-            sentence=f"{size:.1f} GiB fits on {gpu} under {strategy} with a probability of "
-            f"{row.fit_probability:.0%}" + ("; a nearly full GPU is slower" if row.is_nearly_full else ""),
+        yield _on(
+            *(setup, "memory", "unwise", "may-not-fit"),
+            f"{size} fits on {where} with a probability of {row.fit_probability:.0%}"
+            + ("; a nearly full GPU is slower" if row.is_nearly_full else ""),
             why="a full GPU makes PyTorch's allocator wait, free its unused blocks and try again",
-            change="a smaller --per_device_train_batch_size, or PYTORCH_ALLOC_CONF=expandable_segments:True",
+            change=f"a smaller {batch}, or PYTORCH_ALLOC_CONF=expandable_segments:True",
         )
 
 
 def _network(setup: Setup) -> Iterator[Finding]:
-    row = estimate(setup.launched)
-    gpu, strategy = setup.gpu.name, setup.strategy.name
-    if setup.strategy.offloads:
-        yield Finding(
-            name="offload-time-uncertain",
-            topic="kernels",
-            severity="could be faster",
-            strategy=strategy,
-            sentence=f"{strategy} offloads: a step takes {row.step_low_seconds:.2g} to "
-            f"{row.step_high_seconds:.2g} s"
-            if row.step_seconds is not None
-            else f"{strategy} offloads",
-            why="the speed of the host's bus, memory and disks decides, and it is not known here",
-            change="try --gradient_checkpointing full first, or more GPUs: both cost less time",
-        )
-    elif row.tokens_per_second is None:
-        yield Finding(
-            name="network-unknown",
-            topic="network",
-            severity="unwise",
-            gpu=gpu,
-            sentence=f"the bandwidth between nodes of {gpu} is not known: give it with --inter_node_gbps",
+    row, gpu = estimate(setup.launched), setup.gpu.name
+    if row.tokens_per_second is None and not setup.strategy.offloads:
+        yield _on(
+            *(setup, "network", "unwise", "network-unknown"),
+            f"the bandwidth between nodes of {gpu} is not known: give it with --inter_node_gbps",
             why="without it the time of communication can't be estimated",
             change="--inter_node_gbps GBIT, or --network with the result of `slm compare --probe_network`",
         )
     needed, has = row.inter_node_gbps_needed, row.inter_node_gbps
     if needed and has and needed > has:
         share = row.parts_seconds["communication"] / row.step_seconds
-        yield Finding(
-            name="network-too-slow",
-            topic="network",
-            severity="wrong" if share > 0.5 else "unwise",
-            gpu=gpu,
-            strategy=strategy,
-            sentence=f"{strategy} on {row.num_gpus} {gpu} needs {needed:,.0f} Gbit/s between nodes to hide "
+        yield _on(
+            *(setup, "network", "wrong" if share > 0.5 else "unwise", "network-too-slow"),
+            f"{setup.strategy.name} on {row.num_gpus} {gpu} needs {needed:,.0f} Gbit/s between nodes to hide "
             f"its communication and has {has:,.0f}: {share:.0%} of a step waits for the network",
             why="communication between nodes takes longer than the compute that overlaps it",
             change="a larger batch, --gradient_accumulation_steps, or fsdp_hybrid_shard or ds_zeropp",
@@ -212,77 +185,34 @@ def _network(setup: Setup) -> Iterator[Finding]:
 
 def _logits(setup: Setup) -> Iterator[Finding]:
     """Report logits and loss that need more memory than the weights, if they cause the peak."""
-    config, params = setup.config, setup.spec.num_params
-    if config.loss_kernel != "hf":
+    spec, tokens = setup.spec, setup.num_tokens
+    logits = _LOGIT_BYTES * tokens * spec.vocab_size
+    if setup.config.loss_kernel != "hf" or logits <= 2 * spec.num_params:
         return
-    tokens = setup.num_tokens
-    logits = _LOGIT_BYTES * tokens * setup.spec.vocab_size
     chunked = with_flags(setup, loss_kernel="fused_linear")
-    chunked = dataclasses.replace(chunked, config=with_kernels_of(chunked.spec, chunked.config))
+    chunked = dataclasses.replace(chunked, config=with_kernels_of(spec, chunked.config))
     before = estimate(setup.launched).peak_allocated_bytes
     saved = before - estimate(chunked.launched).peak_allocated_bytes
-    if logits > 2 * params and saved > 0.05 * before:
-        yield Finding(
-            name="logits-larger-than-model",
-            topic="kernels",
-            severity="unwise",
-            gpu=setup.gpu.name,
-            strategy=setup.strategy.name,
-            sentence=f"logits and loss take {logits / 2**30:.1f} GiB at once; the weights of "
-            f"{setup.spec.name} take {2 * params / 2**30:.1f} GiB",
-            why=f"{tokens:,} tokens x {setup.spec.vocab_size:,} vocabulary entries x {_LOGIT_BYTES} bytes; "
+    if saved > 0.05 * before:
+        yield _on(
+            *(setup, "kernels", "unwise", "logits-larger-than-model"),
+            f"logits and loss take {logits / 2**30:.1f} GiB at once; the weights of "
+            f"{spec.name} take {2 * spec.num_params / 2**30:.1f} GiB",
+            why=f"{tokens:,} tokens x {spec.vocab_size:,} vocabulary entries x {_LOGIT_BYTES} bytes; "
             f"computed in chunks, the peak is {saved / 2**30:.1f} GiB lower",
             change=f"--loss_kernel {chunked.config.loss_kernel}",
         )
-
-
-def _saturation(setup: Setup) -> Iterator[Finding]:
-    """Report a batch that is no faster in tokens/s than a smaller batch, which already fills the GPU."""
-    size, row = setup.config.per_device_train_batch_size, estimate(setup.launched)
-    if row.tokens_per_second is None or not row.fits:
-        return
-
-    def with_batch(batch: int) -> Estimate:
-        return estimate(with_flags(setup, per_device_train_batch_size=batch).launched)
-
-    enough = size
-    while (
-        enough % 2 == 0 and with_batch(enough // 2).tokens_per_second * WORTH_SAYING >= row.tokens_per_second
-    ):
-        enough //= 2
-    if enough == size:
-        return
-    smaller = with_batch(enough)
-    gain = row.tokens_per_second / smaller.tokens_per_second - 1
-    more = (row.peak_allocated_bytes - smaller.peak_allocated_bytes) / 2**30
-    steps = setup.config.gradient_accumulation_steps * size // enough
-    yield Finding(
-        name="batch-past-saturation",
-        topic="kernels",
-        severity="unwise",
-        gpu=setup.gpu.name,
-        strategy=setup.strategy.name,
-        sentence=f"--per_device_train_batch_size {size} gives {gain:+.1%} tokens/s over {enough} on "
-        f"{setup.gpu.name} under {setup.strategy.name}",
-        why=f"the smaller batch already keeps the GPU busy; the larger one only takes {more:.1f} GiB more",
-        change=f"--per_device_train_batch_size {enough}; --gradient_accumulation_steps {steps} keeps the "
-        "tokens per step",
-    )
 
 
 def _kernels(setup: Setup) -> Iterator[Finding]:
     row = estimate(setup.launched)
     if not row.fits or row.tokens_per_second is None:
         return
+    bound = row.bottleneck.replace("_", " ")
     for lever in [lever for lever in levers(setup) if lever.change.startswith("--")][:_MOST_LEVERS]:
-        bound = row.bottleneck.replace("_", " ")
-        yield Finding(
-            name="faster-flag",
-            topic="kernels",
-            severity="could be faster",
-            gpu=setup.gpu.name,
-            strategy=setup.strategy.name,
-            sentence=f"bound by {bound} on {setup.gpu.name} under {setup.strategy.name}: {lever.change} "
+        yield _on(
+            *(setup, "kernels", "could be faster", "faster-flag"),
+            f"bound by {bound} on {setup.gpu.name} under {setup.strategy.name}: {lever.change} "
             f"should give {lever.speedup - 1:+.0%} tokens/s",
             why=f"{bound} takes most of a step's time",
             change=lever.change,
@@ -291,4 +221,4 @@ def _kernels(setup: Setup) -> Iterator[Finding]:
 
 
 _OF_EACH = (_memory, _network, needless)
-_OF_FASTEST = (_alignment, _kernels, _logits, _saturation)
+_OF_FASTEST = (_alignment, _kernels, _logits)

@@ -13,7 +13,6 @@ from slm_toolkit.doctor.examine import examine
 from slm_toolkit.doctor.finding import TRAINS_ANYWAY, Finding, gravest_first
 from slm_toolkit.hardware.gpus import Machine, find_gpu
 from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.strategy.deepspeed_json import deepspeed_config_path
 from slm_toolkit.strategy.strategy import Strategy, is_shipped
 
 _IRRELEVANT_FLAGS = ("seed", "run_name", "output_dir", "learning_rate", "max_steps", "max_tokens", "dataset")
@@ -76,19 +75,15 @@ def _case(
 
 
 def _files(strategy: Strategy, num_ranks: int) -> Files:
-    """Return the files as they will be launched, and the duplicate keys of a user's own file."""
-    path = Path(strategy.path)
+    """Return the files as they will be launched, with the duplicate keys of the user's files."""
+    files = read_files(Path(strategy.path))
     config = {**strategy.accelerate_config, "num_processes": num_ranks}
-    named = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")
-    text = json.dumps(config) if path.suffix == ".json" else yaml.safe_dump(config, sort_keys=False)
-    files = Files(path, "" if strategy.is_bare_json else text, config)
-    if not is_shipped(path):
-        files = replace(files, duplicates=read_files(path).duplicates)
-    if named is None:
+    text = (
+        json.dumps(config) if files.yaml_path.suffix == ".json" else yaml.safe_dump(config, sort_keys=False)
+    )
+    files = replace(files, yaml_text=files.yaml_text and text, config=config)
+    if files.deepspeed is None:
         return files
     return replace(
-        files,
-        json_path=deepspeed_config_path(str(named), path),
-        json_text=json.dumps(strategy.deepspeed_config),
-        deepspeed=strategy.deepspeed_config,
+        files, json_text=json.dumps(strategy.deepspeed_config), deepspeed=strategy.deepspeed_config
     )

@@ -2,11 +2,12 @@
 
 import json
 import os
-import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
+from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,13 @@ import yaml
 
 from slm_toolkit.base.user_files import json_of, read_text, yaml_node
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.doctor.finding import Edit, Finding, in_json, in_yaml
+from slm_toolkit.doctor.finding import Finding, with_value
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.strategy.deepspeed_json import KEYS_OF_THE_JSON, deepspeed_config_path
+from slm_toolkit.strategy.settings import ZeroSettings, deepspeed_settings, is_true
 from slm_toolkit.strategy.strategy import settings_of, yaml_around
 
 # Host: the GPUs, RAM, network interfaces and packages of this machine, read without importing torch.
-
-PACKAGES = (
-    *("torch", "accelerate", "deepspeed", "transformers", "peft", "bitsandbytes", "torchao"),
-    *("flash-attn", "flash-attn-3", "flash-attn-4", "kernels"),
-)
-_INCLUDE, _LIBRARIES = ("/usr/include", "/usr/local/include"), ("/usr/lib", "/usr/lib64", "/usr/local/lib")
 
 
 @dataclass(frozen=True)
@@ -33,7 +29,7 @@ class Host:
     """A machine and its shell. A field that is None is unknown and is not checked."""
 
     is_meant: bool = False
-    "whether the strategies will run on this machine; if not, its disks, RAM and interfaces are not checked"
+    "whether the strategies will run on this machine; if not, its disks and RAM are not checked"
     gpu_names: tuple[str, ...] = ()
     "the names that the driver reports"
     num_cores: int | None = None
@@ -42,74 +38,26 @@ class Host:
     free_ram_bytes: int | None = None
     shm_bytes: int | None = None
     "size of /dev/shm"
-    interfaces: tuple[str, ...] | None = None
-    has_libaio: bool | None = None
-    "whether DeepSpeed can compile async_io, or has compiled it before"
-    has_compiler: bool | None = None
-    "whether DeepSpeed can compile its CPU Adam, or has compiled it before"
-    versions: Mapping[str, str | None] = field(default_factory=dict)
-    "version by name of PACKAGES; None: not installed; no key: unknown"
+    torch: str | None = None
+    "the installed version"
     variables: Mapping[str, str] = field(default_factory=dict)
     "environment variables of the shell"
 
 
 def look_here(*, is_meant: bool, ram_bytes: int | None, free_ram_bytes: int | None) -> Host:
     """Return the Host of this machine."""
-    import psutil
-
     from slm_toolkit.hardware.gpus import gpus_here, num_cores
-    from slm_toolkit.launch.torch_extensions import extensions_folder
 
-    built = {library.stem for library in extensions_folder().rglob("*.so")}
-    "extensions that torch compiled here before; DeepSpeed loads them instead of compiling again"
     return Host(
         is_meant=is_meant,
         gpu_names=gpus_here(),
         num_cores=num_cores(),
         ram_bytes=ram_bytes,
         free_ram_bytes=free_ram_bytes,
-        shm_bytes=_size_of("/dev/shm"),
-        interfaces=tuple(psutil.net_if_addrs()),
-        has_libaio="async_io" in built or (_finds(_INCLUDE, "libaio.h") and _finds(_LIBRARIES, "libaio.so*")),
-        has_compiler="cpu_adam" in built or shutil.which(os.environ.get("CXX", "c++")) is not None,
-        versions=installed(),
+        shm_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
+        torch=version("torch"),
         variables=dict(os.environ),
     )
-
-
-def installed() -> dict[str, str | None]:
-    """Return the installed version of each of PACKAGES; None: not installed."""
-    versions: dict[str, str | None] = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = None
-    return versions
-
-
-def parsed_version(text: str) -> tuple[int, ...]:
-    """Return a version's numbers for comparison: (2, 13, 0) for "2.13.0+cpu"."""
-    return tuple(int(number) for number in re.findall(r"\d+", re.split(r"[+a-z]", text)[0]))
-
-
-def is_older(host: Host, package: str, than: str) -> bool:
-    """Return True if the package's version is below `than`; False if it is not installed or not known."""
-    installed_version = host.versions.get(package)
-    return installed_version is not None and parsed_version(installed_version) < parsed_version(than)
-
-
-def _finds(folders: tuple[str, ...], name: str) -> bool:
-    patterns = (name, f"*/{name}")  # /usr/lib/x86_64-linux-gnu
-    return any(next(Path(folder).glob(pattern), None) for folder in folders for pattern in patterns)
-
-
-def _size_of(folder: str) -> int | None:
-    try:
-        status = os.statvfs(folder)
-    except OSError:  # no such file system
-        return None
-    return status.f_frsize * status.f_blocks
 
 
 @dataclass(frozen=True)
@@ -125,8 +73,6 @@ class Files:
     json_text: str = ""
     deepspeed: Any = None
     "the JSON's content; None if there is no JSON, or it can't be read"
-    json_problem: str | None = None
-    "why the JSON's content could not be read"
     duplicates: tuple[tuple[str, tuple[str, ...]], ...] = ()
     "keys that appear twice in the same mapping: the file (yaml or json), and the path of keys"
 
@@ -177,44 +123,35 @@ class Case:
         """Whether DeepSpeed's settings come from a JSON; otherwise they come from the YAML."""
         return self.engine == "DEEPSPEED" and isinstance(self.files.deepspeed, dict)
 
-    @property
-    def zero(self) -> dict[str, Any]:
-        """zero_optimization from the JSON, or as accelerate builds it from the YAML."""
-        if self.engine != "DEEPSPEED":
-            return {}
-        if self.has_json:
-            content = self.files.deepspeed.get("zero_optimization")
-            return content if isinstance(content, dict) else {}
-        section = self.section("deepspeed_config")
-        zero: dict[str, Any] = {
-            "stage": section.get("zero_stage", 2),  # accelerate's default
-            "stage3_gather_16bit_weights_on_model_save": section.get("zero3_save_16bit_model"),
-        }
-        for part in ("offload_optimizer", "offload_param"):
-            if str(section.get(f"{part}_device", "none")) != "none":
-                zero[part] = {"device": section[f"{part}_device"]}
-        return zero
+    @cached_property
+    def deepspeed(self) -> dict[str, Any]:
+        """The JSON's content, or what accelerate builds from the YAML; empty under other engines."""
+        if self.has_json or self.engine != "DEEPSPEED":
+            return self.files.deepspeed if self.has_json else {}
+        section = {"zero_stage": 2, **self.section("deepspeed_config")}  # accelerate's default
+        content: dict[str, Any] = {}
+        for name, keys in KEYS_OF_THE_JSON.items():
+            if name in section:
+                content = with_value(content, keys, section[name])
+        return content
+
+    @cached_property
+    def zero_settings(self) -> ZeroSettings:
+        """zero_optimization with DeepSpeed's defaults, and accelerate's sizes in place of "auto"."""
+        settings = deepspeed_settings(self.deepspeed, stage=self.zero_stage or 0)
+        return settings.zero_optimization.of_width(self.spec.hidden_size)
 
     @property
     def zero_stage(self) -> int | None:
         """The ZeRO stage, 0 to 3; None under another engine, or if the value is not a stage."""
-        stage = self.zero.get("stage", 0)
+        stage = value_at(self.deepspeed, ("zero_optimization", "stage")) or 0
         if stage == "auto":
             return 2  # accelerate 1.15, DeepSpeedPlugin.zero_stage
         return stage if self.engine == "DEEPSPEED" and stage in (0, 1, 2, 3) else None
 
     def offload(self, part: str) -> str:
         """Return the device of `offload_optimizer` or `offload_param`: none, cpu or nvme, at any stage."""
-        section = self.zero.get(part)
-        device = section.get("device", "none") if isinstance(section, dict) else "none"
-        return "none" if device in (None, "auto") else str(device)
-
-    def deepspeed_edit(self, key: str, value: Any) -> Edit:
-        """Return an edit of the JSON's `key` (with dots), or of the YAML's equivalent if there is no JSON."""
-        if self.has_json:
-            return in_json(key, value)
-        names = {".".join(keys): name for name, keys in KEYS_OF_THE_JSON.items()}
-        return in_yaml(f"deepspeed_config.{names.get(key) or names[f'{key}.device']}", value)
+        return getattr(self.zero_settings, part).device
 
     @property
     def num_machines(self) -> int:
@@ -227,6 +164,11 @@ class Case:
         return count if is_count(count) else None
 
     @property
+    def is_of_cpus(self) -> bool:
+        """Whether the YAML trains on CPUs."""
+        return is_of_cpus(self.config)
+
+    @property
     def num_ranks(self) -> int:
         """Number of ranks that a launch starts: `num_gpus`, or 1 under distributed_type NO."""
         return 1 if self.engine == "NO" else self.num_gpus
@@ -236,12 +178,23 @@ def is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def is_true(value: object) -> bool:
-    return str(value).lower() == "true"
+def is_of_cpus(config: Mapping[str, Any]) -> bool:
+    """Return True for a YAML of CPUs; accelerate obeys `use_cpu` under distributed_type NO only."""
+    engine = str(config.get("distributed_type") or "NO").upper()
+    return engine == "MULTI_CPU" or (engine == "NO" and is_true(config.get("use_cpu")))
+
+
+def value_at(content: Any, keys: Sequence[str]) -> Any:
+    """Return the value at a path of keys; None if it is absent."""
+    for key in keys:
+        content = content.get(key) if isinstance(content, dict) else None
+    return content
 
 
 def as_written(value: object) -> str:
-    """Return a value as it is written in the files."""
+    """Return a value as it is written in the files; "absent" for None."""
+    if value is None:
+        return "absent"
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
@@ -261,76 +214,44 @@ def read_files(path: Path) -> Files:
 
     Raises ValueError if the file can't be read or has no settings; all other faults become findings.
     """
-    text = _read(path)
-    if path.suffix == ".json" and "distributed_type" not in (content := _parsed_json(path, text)):
-        return Files(path, "", yaml_around(path), path.resolve(), text, content, None, _json_duplicates(text))
+    text = read_text(path, hint="give an accelerate YAML file")
     config = settings_of(text, path)
-    duplicates = tuple(("yaml", keys) for keys in _yaml_duplicates(yaml_node(text, path, hint=_HINT), ()))
+    if path.suffix == ".json" and "distributed_type" not in config:
+        return Files(path, "", yaml_around(path), path.resolve(), text, config, _json_duplicates(text))
+    duplicates = tuple(("yaml", keys) for keys in _duplicates(yaml_node(text, path, hint=_HINT)))
     return with_json(Files(path, text, config, duplicates=duplicates))
 
 
 def with_json(files: Files) -> Files:
-    """Add the DeepSpeed JSON that the YAML names, or `json_problem` if it can't be read."""
-    section = files.config.get("deepspeed_config")
-    named = section.get("deepspeed_config_file") if isinstance(section, dict) else None
+    """Add the DeepSpeed JSON that the YAML names, if it can be read; otherwise a launch refuses the YAML."""
+    named = value_at(files.config, ("deepspeed_config", "deepspeed_config_file"))
     is_deepspeed = str(files.config.get("distributed_type")).upper() == "DEEPSPEED"
     if named in (None, "none") or not is_deepspeed:
         return files
     path = deepspeed_config_path(str(named), files.yaml_path)
-    if path is None:
-        problem = f"{named} not found, neither in this folder nor next to the YAML"
-        return Files(**{**vars(files), "json_problem": problem})
     try:
-        text = _read(path)
-        content = _parsed_json(path, text)
-    except ValueError as error:
-        problem = str(error).splitlines()[0]
-        return Files(**{**vars(files), "json_path": path, "json_problem": problem})
+        text = read_text(path, hint=_HINT) if path else ""
+        content = json_of(text, path, hint=_HINT)
+    except ValueError:
+        return files
     duplicates = (*files.duplicates, *_json_duplicates(text))
-    return Files(files.yaml_path, files.yaml_text, files.config, path, text, content, None, duplicates)
+    return replace(files, json_path=path, json_text=text, deepspeed=content, duplicates=duplicates)
 
 
 _HINT = "compare with ds_configs/zero2.json"
 
 
-def _read(path: Path) -> str:
-    return read_text(path, hint="give an accelerate YAML file")
-
-
-def _parsed_json(path: Path, text: str) -> dict[str, Any]:
-    content = json_of(text, path, hint=_HINT)
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} contains no DeepSpeed settings\nhint: {_HINT}")
-    return content
-
-
-def _yaml_duplicates(node: yaml.Node | None, above: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    if not isinstance(node, yaml.MappingNode):
+def _duplicates(value: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the paths of keys that appear twice in a YAML node, or in a JSON read as lists of pairs."""
+    pairs = value.value if isinstance(value, yaml.MappingNode) else value
+    if not isinstance(pairs, list):
         return
-    seen: set[str] = set()
-    for key, value in node.value:
-        keys = (*above, str(key.value))
-        if key.value in seen:
-            yield keys
-        seen.add(key.value)
-        yield from _yaml_duplicates(value, keys)
-
-
-@dataclass
-class _Pairs:
-    """A JSON object as a list of pairs, in which a key may appear twice."""
-
-    items: list[tuple[str, Any]] = field(default_factory=list)
+    named = [(str(getattr(pair[0], "value", pair[0])), pair[1]) for pair in pairs if isinstance(pair, tuple)]
+    yield from ((*above, name) for name, count in Counter(name for name, _ in named).items() if count > 1)
+    for name, below in named:
+        yield from _duplicates(below, (*above, name))
 
 
 def _json_duplicates(text: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    def walk(value: Any, above: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-        if not isinstance(value, _Pairs):
-            return
-        names = [name for name, _ in value.items]
-        yield from ((*above, name) for name in dict.fromkeys(names) if names.count(name) > 1)
-        for name, below in value.items:
-            yield from walk(below, (*above, name))
-
-    whole = json.loads(text, object_pairs_hook=lambda pairs: _Pairs(pairs))
-    return tuple(("json", keys) for keys in dict.fromkeys(walk(whole, ())))
+    found = _duplicates(json.loads(text, object_pairs_hook=list))
+    return tuple(("json", keys) for keys in dict.fromkeys(found))

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from slm_toolkit.doctor.advice import findings
 from slm_toolkit.doctor.case import Case, located
-from slm_toolkit.doctor.deepspeed_faults import deepspeed_faults, zero_size_faults
+from slm_toolkit.doctor.deepspeed_faults import deepspeed_faults
 from slm_toolkit.doctor.finding import Finding, gravest_first, wrong
 from slm_toolkit.doctor.fix import edits_of, mended
 from slm_toolkit.doctor.flag_faults import flag_faults
 from slm_toolkit.doctor.fsdp_faults import fsdp_faults
-from slm_toolkit.doctor.launch_faults import group_faults, key_faults, launch_faults, machine_count_faults
+from slm_toolkit.doctor.launch_faults import group_faults, key_faults, launch_faults
 from slm_toolkit.doctor.machine_faults import environment_faults, host_ram_faults, machine_faults
 from slm_toolkit.hardware.gpus import Gpu, gpu_of_name
 from slm_toolkit.predict.estimate import estimate
@@ -22,11 +22,9 @@ from slm_toolkit.strategy.strategy import Strategy, contradictions, group_proble
 _CHECKS = {  # each check, and the topic of its findings that name none
     key_faults: "launch",
     launch_faults: "launch",
-    machine_count_faults: "launch",
     fsdp_faults: "fsdp",
     group_faults: "fsdp",
     deepspeed_faults: "deepspeed",
-    zero_size_faults: "deepspeed",
     flag_faults: "flags",
     machine_faults: "machine",
     environment_faults: "environment",
@@ -97,54 +95,44 @@ def _strategy(case: Case) -> tuple[Strategy | None, list[Finding]]:
     try:
         strategy = strategy_of(case.config, case.files.yaml_path, content)
     except ValueError as error:
-        if case.files.json_problem is not None:
-            return None, []
         sentences, _, hint = str(error).partition("\nhint: ")
-        return None, [
-            _refusal(
-                *(case, "refused", sentence, "launch"),
-                why="a launch with these files stops with this error",
-                change=hint or "compare with the files that `slm configs --copy DIR` writes",
-            )
-            for sentence in sentences.splitlines()
-        ]
+        why, change = "a launch stops with this error", "compare with the files of `slm configs --copy DIR`"
+        return None, _refusals(
+            case, "refused", sentences.splitlines(), "launch", why=why, change=hint or change
+        )
     strategy = dataclasses.replace(strategy, name=case.name)
-    why = "the trainer refuses to start"
-    refused = [
-        _refusal(
-            *(case, "flag-contradiction", sentence, "flags"),
-            why=why,
-            change="remove the flag, or use another strategy",
-        )
-        for sentence in (
-            *contradictions(strategy, case.flags),
-            *([] if strategy.is_single else group_problems(case.flags, case.num_ranks)),
-        )
-    ]
+    contradicted = contradictions(strategy, case.flags)
+    contradicted += [] if strategy.is_single else group_problems(case.flags, case.num_ranks)
     count, per_node = case.num_ranks, min(case.num_ranks, case.gpus_per_node)
     try:
         undivided = placement_problems([strategy], num_gpus=[count], gpus_per_node=per_node)
     except ValueError:  # there is no estimate of this strategy: `_setups` adds a note
         undivided = []
-    refused += [
-        _refusal(*(case, "groups-do-not-divide", sentence, "fsdp"), why=why, change="another --num_gpus")
-        for sentence in undivided
+    why, change = "the trainer refuses to start", "remove the flag, or use another strategy"
+    return (None if undivided else strategy), [
+        *_refusals(case, "flag-contradiction", contradicted, "flags", why=why, change=change),
+        *_refusals(case, "groups-do-not-divide", undivided, "fsdp", why=why, change="another --num_gpus"),
     ]
-    return (None if undivided else strategy), refused
 
 
-def _refusal(case: Case, name: str, sentence: str, topic: str, *, why: str, change: str) -> Finding:
-    sentence = sentence.removeprefix(f"{case.files.yaml_path}: ")
-    return located(wrong(name, sentence, why=why, change=change, file="yaml"), case, topic)
+def _refusals(
+    case: Case, name: str, sentences: list[str], topic: str, *, why: str, change: str
+) -> list[Finding]:
+    path = f"{case.files.yaml_path}: "
+    found = [wrong(name, s.removeprefix(path), why=why, change=change, file="yaml") for s in sentences]
+    return [located(finding, case, topic) for finding in found]
 
 
 def _setups(
     examined: Examined, *, deployment_of: Callable[[Gpu], Deployment], notes: list[str]
 ) -> list[Setup]:
     """Return a setup of the corrected case per GPU type; skip setups that can't be estimated, with a note."""
+    case, spec = examined.corrected, examined.corrected.spec
     if examined.strategy is None:
         return []
-    case, spec = examined.corrected, examined.corrected.spec
+    if case.is_of_cpus:
+        notes.append(f"note: {case.name} trains on CPUs: its memory and speed are not checked")
+        return []
     sentences = unlike_the_model(spec, case.flags.seq_len)
     setups = []
     for gpu in map(gpu_of_name, case.gpu_names):

@@ -19,11 +19,11 @@ TOPICS = (
 TRAINS_ANYWAY = frozenset(
     [
         *("zero3-never-releases", "no-wrap-policy", "size-based-wrap", "offload-param-below-stage-3"),
-        *("nvme-below-stage-3", "fsdp-version-missing", "reshard-ignored-by-fsdp1", "use-cpu"),
+        *("nvme-below-stage-3", "fsdp-version-missing", "fsdp1", "use-cpu"),
         *("sharding-strategy-ignored", "ignored-section", "compiled-by-yaml", "accumulation-differs"),
         *("clipping-differs", "zero1-becomes-another-optimizer", "fp8-emulated", "gpu-without-bf16"),
         *("nccl-p2p-disabled", "nccl-ib-disabled", "cuda-launch-blocking", "distributed-debug"),
-        *("no-memory-caching", "dynamo-disabled", "interface-absent", "launcher-variables"),
+        *("no-memory-caching", "dynamo-disabled", "launcher-variables"),
     ]
 )
 """names of findings of severity wrong that do not stop a launch: it is slow, or differs from its files.
@@ -33,12 +33,9 @@ TRAINS_ANYWAY = frozenset(
 class Special(Enum):
     """Values of an Edit that are not written into the file."""
 
-    REMOVE = "remove"
+    REMOVE = None
     KEEP_LAST = "keep the last"
     "of several entries with the same key, keep only the last"
-
-    def __repr__(self) -> str:
-        return self.value
 
 
 REMOVE, KEEP_LAST = Special.REMOVE, Special.KEEP_LAST
@@ -133,6 +130,19 @@ def fault(
 wrong, unwise, slow = partial(fault, "wrong"), partial(fault, "unwise"), partial(fault, "could be faster")
 
 
+def with_value(content: Any, keys: tuple[str, ...], value: Any) -> Any:
+    """Return a copy of `content` with `value` at `keys`; missing mappings on the path are created."""
+    mapping = dict(content) if isinstance(content, dict) else {}
+    if len(keys) > 1:
+        if value not in (REMOVE, KEEP_LAST) or isinstance(mapping.get(keys[0]), dict):
+            mapping[keys[0]] = with_value(mapping.get(keys[0]), keys[1:], value)
+    elif value is REMOVE:
+        mapping.pop(keys[0], None)
+    elif value is not KEEP_LAST:
+        mapping[keys[0]] = value
+    return mapping
+
+
 def change_by(edits: Sequence[Edit]) -> str:
     """Describe the edits: `key: value` for each written key, and the names of the removed keys."""
     written = [
@@ -172,16 +182,9 @@ def as_json(finding: Finding) -> dict[str, Any]:
 
     `value` is null if the key is removed, and "keep the last" for KEEP_LAST.
     """
+    values = [edit.value.value if isinstance(edit.value, Special) else edit.value for edit in finding.edits]
     edits = [
-        {
-            "file": edit.file,
-            "key": edit.key,
-            "value": None
-            if edit.value is REMOVE
-            else str(edit.value.value)
-            if isinstance(edit.value, Special)
-            else edit.value,
-        }
-        for edit in finding.edits
+        {"file": edit.file, "key": edit.key, "value": value}
+        for edit, value in zip(finding.edits, values, strict=True)
     ]
     return {**vars(finding), "edits": edits}

@@ -12,22 +12,19 @@ import yaml
 from slm_toolkit.base.safe_files import write_beside
 from slm_toolkit.base.user_files import YAML_LOADER
 from slm_toolkit.doctor.case import Case, Files, with_json
-from slm_toolkit.doctor.finding import KEEP_LAST, REMOVE, Edit, Finding
+from slm_toolkit.doctor.finding import Edit, Finding, with_value
+from slm_toolkit.doctor.yaml_edits import edited_yaml
 
 
 def with_edits(text: str, edits: list[Edit], *, is_json: bool) -> str:
     """Return the text after `edits`, in their order. A YAML whose layout can't be kept is rewritten whole."""
     if is_json:
         return _edited_json(text, edits)
-    from ruamel.yaml.error import YAMLError
-
-    from slm_toolkit.doctor.yaml_edits import edited_yaml
-
     content = _changed(yaml.load(text, YAML_LOADER), edits)
     try:
         edited = edited_yaml(text, edits)
         is_right = yaml.load(edited, YAML_LOADER) == content
-    except (YAMLError, yaml.YAMLError):
+    except yaml.YAMLError:
         is_right = False
     return edited if is_right else yaml.safe_dump(content, sort_keys=False)
 
@@ -42,21 +39,8 @@ def _edited_json(text: str, edits: list[Edit]) -> str:
 
 def _changed(content: Any, edits: list[Edit]) -> Any:
     for edit in edits:
-        content = _with_value(content, edit.keys, edit.value)
+        content = with_value(content, edit.keys, edit.value)
     return content
-
-
-def _with_value(content: Any, keys: tuple[str, ...], value: Any) -> Any:
-    """Return a copy of `content` with `value` at `keys`; missing mappings on the path are created."""
-    mapping = dict(content) if isinstance(content, dict) else {}
-    if len(keys) > 1:
-        if value not in (REMOVE, KEEP_LAST) or isinstance(mapping.get(keys[0]), dict):
-            mapping[keys[0]] = _with_value(mapping.get(keys[0]), keys[1:], value)
-    elif value is REMOVE:
-        mapping.pop(keys[0], None)
-    elif value is not KEEP_LAST:
-        mapping[keys[0]] = value
-    return mapping
 
 
 def edits_of(findings: list[Finding]) -> list[Edit]:
@@ -92,7 +76,7 @@ def _mended_files(files: Files, edits: list[Edit]) -> Files:
         config = yaml.load(text, YAML_LOADER)
         files = dataclasses.replace(files, yaml_text=text, config=config, duplicates=duplicates)
         if files.json_path is None:  # the corrected YAML may name a JSON that can be read
-            files = with_json(dataclasses.replace(files, json_problem=None))
+            files = with_json(files)
     if by_file["json"] and files.json_text:
         text = with_edits(files.json_text, by_file["json"], is_json=True)
         content = json.loads(text)
@@ -100,17 +84,8 @@ def _mended_files(files: Files, edits: list[Edit]) -> Files:
     return files
 
 
-@dataclasses.dataclass(frozen=True)
-class CorrectedFile:
-    """A file that `write_mended` wrote."""
-
-    path: Path
-    of: Path
-    "the original file"
-
-
-def write_mended(before: Files, after: Files, folder: Path, *, overwrite: bool) -> list[CorrectedFile]:
-    """Write the corrected YAML, and the JSON that it then names, into `folder`.
+def write_mended(before: Files, after: Files, folder: Path, *, overwrite: bool) -> dict[Path, Path]:
+    """Write the corrected YAML, and the JSON that it then names, into `folder`; return each with its source.
 
     Raises ValueError if a file exists and `overwrite` is False, or if the folder can't be written.
     """
@@ -125,8 +100,7 @@ def write_mended(before: Files, after: Files, folder: Path, *, overwrite: bool) 
         sources[folder / before.yaml_path.name] = before.yaml_path
     if json_path is not None and after.json_text:
         texts[json_path], sources[json_path] = after.json_text, after.json_path
-    written = write_beside(texts, flag="--fix", overwrite=overwrite)
-    return [CorrectedFile(path, sources[path]) for path in written]
+    return {path: sources[path] for path in write_beside(texts, flag="--fix", overwrite=overwrite)}
 
 
 def _as_named(path: Path) -> str:

@@ -38,7 +38,7 @@ def grave(found: list[Finding]) -> set[str]:
 @pytest.mark.parametrize("base", MEANT)
 def test_the_files_that_faults_are_planted_in_are_clean(base: str, tmp_path: Path) -> None:
     _, found = examined(planted_case(clean(base), tmp_path))
-    planted = {row.name for row in ALL} - {"faster-flag", "offload-time-uncertain"}
+    planted = {row.name for row in ALL} - {"faster-flag"}
     assert not planted & {finding.name for finding in found}
     assert grave(found) == set()
 
@@ -71,8 +71,8 @@ def test_corrected_files_have_the_fault_no_more(planted: Planted, tmp_path: Path
     _, left = examined(again)
     assert planted.name not in {finding.name for finding in left}
     assert grave(left) <= set(planted.also)
-    assert written[0].path == tmp_path / "fixed" / "mine.yaml"
-    find_strategy(str(written[0].path))  # reads it, or raises
+    assert next(iter(written)) == tmp_path / "fixed" / "mine.yaml"
+    find_strategy(str(tmp_path / "fixed" / "mine.yaml"))  # reads it, or raises
 
 
 def all_keys(rules: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -99,16 +99,14 @@ def test_no_value_ends_in_a_traceback_and_corrected_files_need_no_correction(
     odd = [Edit("yaml", random.choice(yaml_keys), random.choice(_ODD)) for _ in range(3)]
     odd += [Edit("json", random.choice(json_keys), random.choice(_ODD)) for _ in range(3)]
     written = write_mended(case.files, mended(case, odd).files, tmp_path / "odd", overwrite=False)
-    case = dataclasses.replace(
-        case, files=read_files(written[0].path), host=Host(is_meant=True, has_libaio=False)
-    )
+    case = dataclasses.replace(case, files=read_files(next(iter(written))), host=Host(is_meant=True))
     one, _ = examined(case)
     _, left = examined(one.corrected)
     assert not [finding for finding in left if finding.is_fixed_in_files]
 
 
-def test_the_table_has_more_than_25_faults() -> None:
-    assert len({planted.name for planted in ALL}) > 100
+def test_the_table_has_more_than_80_faults() -> None:
+    assert len({planted.name for planted in ALL}) > 80
     assert len({planted.row for planted in ALL}) == len(ALL)
 
 

@@ -10,7 +10,7 @@ import pytest
 from conftest import DEEPSPEED, own_strategy, slm_here
 
 from slm_toolkit.cli.doctor import _gpus_of
-from slm_toolkit.doctor.case import Host, parsed_version, read_files
+from slm_toolkit.doctor.case import Host, read_files
 from slm_toolkit.doctor.finding import KEEP_LAST, REMOVE, Edit
 from slm_toolkit.doctor.fix import with_edits
 from slm_toolkit.hardware.gpus import visible
@@ -140,16 +140,8 @@ def test_the_shell_and_the_versions_are_looked_at(monkeypatch: pytest.MonkeyPatc
     assert names(done.out) == ["nccl-p2p-disabled"]
     asked = ("--model", "smollm2-1.7b", "--gpu", "h200", "--strategy", "fsdp_full_shard")
     for torch, is_old in (("2.12.1", True), ("2.13.0", False)):
-        here = {"torch": torch, "accelerate": "1.15.0"}
-        monkeypatch.setattr("slm_toolkit.doctor.case.installed", lambda here=here: here)
+        monkeypatch.setattr("slm_toolkit.doctor.case.version", {"torch": torch}.get)
         assert ("tied-embeddings" in names(slm_here("doctor", *asked, "--json").out)) == is_old
-
-
-def test_flash_attention_that_is_not_installed_here_is_named() -> None:
-    done = slm_here(
-        "doctor", *H100S, "--json", "--strategy", "ddp", "--attn_implementation", "flash_attention_2"
-    )
-    assert names(done.out) == ["flash-attn-absent"]
 
 
 def test_host_ram_is_looked_at_where_it_is_known() -> None:
@@ -210,7 +202,10 @@ def test_it_is_readable_at_80_columns_and_in_a_pipe(faulty: Path) -> None:
 
 def test_a_flow_yaml_and_a_json_with_tabs_are_edited_too() -> None:
     edits = [Edit("yaml", ("b", "c"), 3), Edit("yaml", ("a",), REMOVE), Edit("yaml", ("b", "e"), True)]
-    assert with_edits("{a: 1, b: {c: 2, d: x}}\n", edits, is_json=False) == "{b: {c: 3, d: x, e: true}}\n"
+    section = "# mine\nb: {c: 2, d: x} # all\na: 1\n"
+    assert with_edits(section, edits, is_json=False) == "# mine\nb: {c: 3, d: x, e: true} # all\n"
+    whole = with_edits("{a: 1, b: {c: 2, d: x}}\n", edits, is_json=False)  # rewritten
+    assert whole == "b:\n  c: 3\n  d: x\n  e: true\n"
     tabbed = '{\n\t"a": 1,\n\t"b": 5e8\n}\n'
     edited = with_edits(tabbed, [Edit("json", ("a",), 2)], is_json=True)
     assert edited == '{\n\t"a": 2,\n\t"b": 5e8\n}\n'
@@ -306,9 +301,3 @@ def test_gpus_are_counted_where_they_are_asked_for_here_or_in_the_file(tmp_path:
     assert counted(6, None, 4) == (6, 3)
     with pytest.raises(ValueError, match="7 GPUs can't be the same number on each node of up to 4"):
         counted(7, None, 4)
-
-
-def test_versions_are_compared_as_numbers() -> None:
-    assert parsed_version("2.13.0+cpu") == (2, 13, 0)
-    assert parsed_version("1.9") < parsed_version("1.15.0")
-    assert parsed_version("2.12.0a0+git123") == (2, 12, 0)

@@ -6,7 +6,6 @@ from conftest import ROOT
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.doctor.fsdp_faults import _DECODER_LAYERS
 from slm_toolkit.model.families import FAMILIES, kernel_problems, with_kernels_of
 from slm_toolkit.model.from_config import spec_from_config
 from slm_toolkit.model.model_spec import ModelSpec, layer_tensors
@@ -81,14 +80,6 @@ def test_defaults_of_absent_keys_are_those_of_transformers_configurations(model_
         assert family.window == AutoConfig.for_model(model_type, **switch).sliding_window
     if model_type == "gemma2":
         assert (default.attn_logit_softcapping, default.final_logit_softcapping) == (50.0, 30.0)
-
-
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_doctor_names_the_layer_that_transformers_wraps(model_type: str) -> None:
-    config = AutoConfig.for_model(**{**SMALL, "model_type": model_type})
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    assert type(decoder_layers(model)[0]).__name__ == _DECODER_LAYERS[model_type]
 
 
 @pytest.mark.parametrize(
