@@ -13,18 +13,21 @@ from slm_toolkit.base.safe_files import write_beside
 from slm_toolkit.base.user_files import YAML_LOADER
 from slm_toolkit.doctor.case import Case, Files, with_json
 from slm_toolkit.doctor.finding import Edit, Finding, with_value
-from slm_toolkit.doctor.yaml_edits import edited_yaml
 
 
 def with_edits(text: str, edits: list[Edit], *, is_json: bool) -> str:
     """Return the text after `edits`, in their order. A YAML whose layout can't be kept is rewritten whole."""
     if is_json:
         return _edited_json(text, edits)
+    from ruamel.yaml.error import YAMLError
+
+    from slm_toolkit.doctor.yaml_edits import edited_yaml
+
     content = _changed(yaml.load(text, YAML_LOADER), edits)
     try:
         edited = edited_yaml(text, edits)
         is_right = yaml.load(edited, YAML_LOADER) == content
-    except yaml.YAMLError:
+    except (YAMLError, yaml.YAMLError):
         is_right = False
     return edited if is_right else yaml.safe_dump(content, sort_keys=False)
 
