@@ -238,13 +238,9 @@ class Candidate:
     with_any_saving: int
     "equal for candidates that differ only in gradient_checkpointing"
 
-    def saves_no_less_than(self, others: list[str]) -> bool:
-        """Return whether one of these modes of gradient_checkpointing is this candidate's, or none."""
-        return any(mode in ("none", self.config.gradient_checkpointing) for mode in others)
-
 
 def _candidates(workload: Workload, configs: list[RunConfig], num_gpus: int) -> list[Candidate]:
-    """Return the configs that reach the tokens per step: larger batches first, then fewer savings first."""
+    """Return the configs that reach the tokens per step: larger batches first, savings last."""
     numbers: dict[tuple[RunConfig, bool], int] = {}
     found = []
     for config in configs:
@@ -290,19 +286,18 @@ def _search_strategy(
         return
     setup = dataclasses.replace(setup, strategy=strategy)
     num_fitting: Counter[int] = Counter()
-    modes_that_fit: dict[tuple[int, int], list[str]] = {}
+    fit_unsaved: set[tuple[int, int]] = set()
     for number, candidate in enumerate(candidates):
         config = candidate.config
         same_batch = (candidate.with_any_saving, config.per_device_train_batch_size)
         launched = dataclasses.replace(setup, config=config_as_launched(config, strategy))
         observed = _observed(launched, observations)  # records name the model without padding
         launched = launched.launched
-        fits_for_sure = num_fitting[
-            candidate.with_any_batch
-        ] >= _ENOUGH_BATCHES or candidate.saves_no_less_than(modes_that_fit.get(same_batch, []))
-        if observed is None and fits_for_sure:
+        enough_fit = num_fitting[candidate.with_any_batch] >= _ENOUGH_BATCHES
+        if observed is None and (enough_fit or same_batch in fit_unsaved):
             num_fitting[candidate.with_any_batch] += 1
-            modes_that_fit.setdefault(same_batch, []).append(config.gradient_checkpointing)
+            if config.gradient_checkpointing == "none":
+                fit_unsaved.add(same_batch)
             continue
         if problems := [
             *contradictions(strategy, config),
@@ -321,7 +316,8 @@ def _search_strategy(
             continue
         if observed is None and row.verdict == "fits":
             num_fitting[candidate.with_any_batch] += 1
-            modes_that_fit.setdefault(same_batch, []).append(config.gradient_checkpointing)
+            if config.gradient_checkpointing == "none":
+                fit_unsaved.add(same_batch)
         plan = _plan(workload, row, config, strategy, offer, observed)
         if plan is not None:
             result.plans.append(_limited(plan))

@@ -599,9 +599,7 @@ def optimizer_bytes(
     adamw = 7 * updated  # gradient read; master and moments read and written
     adamw *= 1.0 if config.optim == "adamw_torch_fused" else _UNFUSED_ADAM
     copy_back = updated + dtypes.parameter if dtypes.master else 0
-    if (
-        by_muon
-    ):  # momentum and Nesterov's update 3 each, its cast, weight decay 2, and the update's addition 2
+    if by_muon:  # momentum and Nesterov's update 3 each, its cast, weight decay 2, the update's addition 2
         muon = 11 * updated + 2 * dtypes.compute
         return slowdown * (norm + cast + clip + muon + copy_back)
     return slowdown * (norm + cast + clip + copy_back) + adamw

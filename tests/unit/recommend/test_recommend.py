@@ -352,7 +352,12 @@ def test_what_the_search_skips_would_not_be_better(
 ) -> None:
     found = recommended(*asked, "--tokens", "1B")
     monkeypatch.setattr(plans, "_ENOUGH_BATCHES", 1000)
-    monkeypatch.setattr(plans.Candidate, "saves_no_less_than", lambda *_: False)
+    candidates = plans._candidates
+
+    def unlike(*args: object) -> list[plans.Candidate]:
+        return [dataclasses.replace(each, with_any_saving=n) for n, each in enumerate(candidates(*args))]
+
+    monkeypatch.setattr(plans, "_candidates", unlike)
     assert recommended(*asked, "--tokens", "1B") == found
 
 
