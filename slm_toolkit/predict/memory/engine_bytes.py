@@ -72,8 +72,6 @@ class Step:
     at_reductions: tuple[Reduction, ...] = ()
     at_last_layer: At | None = None
     "in the last layer's forward, if more is gathered then than later"
-    at_final_norm: At | None = None
-    "the same in the final norm's forward"
     at_gather: At | None = None
     "when forward gathers the head, if that is an instant of its own"
     crowded_layer: int = 0
@@ -439,20 +437,15 @@ def zero_3(
         return At(gathered(elements), held, 0, widest)
 
     in_loss = everything if fits else max(max_live, E)
-    # the flat buffer of the last layer's bucket, and of the bucket that ends with the head
-    last_layer = in_loss + min(everything, ahead) if fits else max(max_live + 2 * matrix, E + p + matrix)
-    norm = in_loss
-    if fits and not spec.tied:
-        norm += everything if everything <= ahead else min(everything, E + ahead / 2)
-    behind_head = everything - E * (not spec.tied) if fits else in_loss - E + ahead + 2 * matrix
+    # flat buffers: of the bucket that the head ends, or of two matrices
+    in_flat = min(everything, ahead + E * (not spec.tied)) if fits else 2 * matrix
     return Step(
         state,
-        at_last_layer=At(gathered(max(last_layer, norm))),
-        at_final_norm=At(gathered(norm)),
+        at_last_layer=At(gathered(in_loss + in_flat)),
         at_forward_loss=At(gathered(in_loss)),
         at_loss=At(gathered(in_loss)),
         at_head=At(gathered(in_loss), D * w),
-        at_norm=At(gathered(behind_head), D * w),
+        at_norm=At(gathered(in_loss), D * w),
         crowded_layer=min(spec.num_layers - 1, max(0, int(max_live // p) - 1)) if p else 0,
         at_layer=at_layer,
         at_embedding=At(E * w * (num_ranks > 1), (3 if spec.tied else 1) * D * w),

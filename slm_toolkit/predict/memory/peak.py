@@ -98,10 +98,6 @@ def peak(setup: Setup) -> MemoryEstimate:
     consider("forward: the loss", step.at_forward_loss, saved + fixed + left_over, loss.forward)
     if step.at_last_layer is not None:
         consider("forward: the last layer", step.at_last_layer, saved + _not_saved(setup) + fixed, 0)
-    if step.at_final_norm is not None:
-        # the last layer's two summands; the norm's input and result in fp32, the result in bf16, the output
-        in_norm = loss.final_norm if config.fuses_norms else 16 * spec.hidden_size * num_tokens
-        consider("forward: the final norm", step.at_final_norm, saved + fixed + in_norm, 0)
     if step.at_gather is not None:
         consider("forward: gathering the head", step.at_gather, saved + fixed + loss.final_norm, 0)
     consider("backward: the loss", step.at_loss, saved + fixed, loss.backward)
