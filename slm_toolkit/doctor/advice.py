@@ -78,26 +78,27 @@ def without_offload(strategy: Strategy) -> Strategy:
     return dataclasses.replace(strategy, deepspeed_config=content)
 
 
+def _rate(setup: Setup) -> float:
+    """Return tokens per second; 0 if they are not known, -1 for a setup that does not fit."""
+    row = estimate(setup.launched)
+    return (row.tokens_per_second or 0.0) if row.fits else -1.0
+
+
 def faster_strategies(setups: list[Setup]) -> Iterator[Finding]:
     """Report a strategy if another that fits is clearly faster; `needless` covers ddp and single."""
-    groups: dict[tuple, list[tuple[float, Setup]]] = {}
     for setup in setups:
-        row = estimate(setup.launched)
-        if row.fits and row.tokens_per_second is not None:
-            group = groups.setdefault((setup.gpu.name, setup.num_gpus, setup.spec.name), [])
-            group.append((row.tokens_per_second, setup))
-    for group in groups.values():
-        most, best = max(group, key=lambda pair: pair[0])
-        for rate, setup in group:
-            if most / rate >= _CLEARLY_FASTER and best.strategy.name not in ("ddp", "single"):
-                yield _on(
-                    *(setup, "strategy", "could be faster", "faster-strategy"),
-                    f"{best.strategy.name} fits on {setup.num_gpus} x {setup.gpu.name} too and gives "
-                    f"{most / rate - 1:+.0%} tokens/s over {setup.strategy.name}",
-                    why="it sends less data, or recomputes less",
-                    change=f"--strategy {best.strategy.name}",
-                    speedup=most / rate,
-                )
+        others = [s for s in setups if (s.gpu, s.num_gpus) == (setup.gpu, setup.num_gpus)]
+        best, rate = max(others, key=_rate), _rate(setup)
+        if rate > 0 and _rate(best) / rate >= _CLEARLY_FASTER and not best.strategy.is_replicated:
+            speedup = _rate(best) / rate
+            yield _on(
+                *(setup, "strategy", "could be faster", "faster-strategy"),
+                f"{best.strategy.name} fits on {setup.num_gpus} x {setup.gpu.name} too and gives "
+                f"{speedup - 1:+.0%} tokens/s over {setup.strategy.name}",
+                why="it sends less data, or recomputes less",
+                change=f"--strategy {best.strategy.name}",
+                speedup=speedup,
+            )
 
 
 _MOST_LEVERS = 3
@@ -114,12 +115,8 @@ def findings(setups: list[Setup]) -> list[Finding]:
 
 
 def _fastest(setups: list[Setup]) -> list[Setup]:
-    by_gpu: dict[str, list[tuple[float, Setup]]] = {}
-    for setup in setups:
-        row = estimate(setup.launched)
-        rate = (row.tokens_per_second or 0.0) if row.fits else -1.0
-        by_gpu.setdefault(setup.gpu.name, []).append((rate, setup))
-    return [max(rated, key=lambda pair: pair[0])[1] for rated in by_gpu.values()]
+    gpus = dict.fromkeys(setup.gpu for setup in setups)
+    return [max((setup for setup in setups if setup.gpu == gpu), key=_rate) for gpu in gpus]
 
 
 def _alignment(setup: Setup) -> Iterator[Finding]:

@@ -164,11 +164,6 @@ class Case:
         return count if is_count(count) else None
 
     @property
-    def is_of_cpus(self) -> bool:
-        """Whether the YAML trains on CPUs."""
-        return is_of_cpus(self.config)
-
-    @property
     def num_ranks(self) -> int:
         """Number of ranks that a launch starts: `num_gpus`, or 1 under distributed_type NO."""
         return 1 if self.engine == "NO" else self.num_gpus

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from slm_toolkit.doctor.advice import findings
-from slm_toolkit.doctor.case import Case, located
+from slm_toolkit.doctor.case import Case, is_of_cpus, located
 from slm_toolkit.doctor.deepspeed_faults import deepspeed_faults
 from slm_toolkit.doctor.finding import Finding, gravest_first, wrong
 from slm_toolkit.doctor.fix import edits_of, mended
@@ -130,7 +130,7 @@ def _setups(
     case, spec = examined.corrected, examined.corrected.spec
     if examined.strategy is None:
         return []
-    if case.is_of_cpus:
+    if is_of_cpus(case.config):
         notes.append(f"note: {case.name} trains on CPUs: its memory and speed are not checked")
         return []
     sentences = unlike_the_model(spec, case.flags.seq_len)

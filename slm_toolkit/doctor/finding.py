@@ -149,8 +149,6 @@ def change_by(edits: Sequence[Edit]) -> str:
         f"{edit.keys[-1]}: {_as_written(edit)}" for edit in edits if not isinstance(edit.value, Special)
     ]
     removed = ", ".join(edit.keys[-1] for edit in edits if edit.value is REMOVE)
-    if any(edit.value is KEEP_LAST for edit in edits):
-        return f"keep one {edits[0].keys[-1]}"
     if removed:
         written.append(f"without {removed}" if written else f"remove {removed}")
     return ", ".join(written)

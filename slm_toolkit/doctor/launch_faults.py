@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from difflib import get_close_matches
 
-from slm_toolkit.doctor.case import Case, is_count, value_at
+from slm_toolkit.doctor.case import Case, is_count, is_of_cpus, value_at
 from slm_toolkit.doctor.finding import (
     KEEP_LAST,
     REMOVE,
@@ -61,7 +61,9 @@ _RULES = (
     ),
     Rule(
         *("wrong", "use-cpu", "use_cpu"),
-        lambda case, value: is_true(value) and case.is_of_cpus and (case.gpu_names or case.host.gpu_names),
+        lambda case, value: (
+            is_true(value) and is_of_cpus(case.config) and (case.gpu_names or case.host.gpu_names)
+        ),
         False,
         sentence="use_cpu is true for a machine with GPUs",
         why="the GPUs stay idle",
@@ -264,6 +266,7 @@ def _duplicates(case: Case) -> Iterator[Finding]:
             Edit(file, keys, KEEP_LAST),
             why="YAML and JSON parsers silently keep the last value, so the first value that you read in the "
             "file is not the one that runs",
+            change=f"keep one {keys[-1]}",
             topic="launch" if file == "yaml" else "deepspeed",
         )
 

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from slm_toolkit.doctor.case import Case
+from slm_toolkit.doctor.case import Case, is_of_cpus
 from slm_toolkit.doctor.deepspeed_faults import ZERO
 from slm_toolkit.doctor.finding import Finding, fault, in_yaml, slow, unwise, wrong
 from slm_toolkit.predict.memory.machine import host_bytes
@@ -74,7 +74,7 @@ def _disk(case: Case) -> Iterator[Finding]:
 
 def _gpus(case: Case) -> Iterator[Finding]:
     old = [name for name in dict.fromkeys(case.host.gpu_names) if re.search(_WITHOUT_BF16, name)]
-    if old and case.flags.computes_in == "bf16" and not case.is_of_cpus:
+    if old and case.flags.computes_in == "bf16" and not is_of_cpus(case.config):
         yield wrong(
             "gpu-without-bf16",
             f"{', '.join(old)} with --numerics {case.flags.numerics}",
@@ -199,7 +199,7 @@ def _threads(case: Case) -> Iterator[Finding]:
     cores, name = case.host.num_cores, "OMP_NUM_THREADS"
     if not case.host.is_meant or cores is None:
         return
-    has_gpus = bool(case.host.gpu_names) and not case.is_of_cpus
+    has_gpus = bool(case.host.gpu_names) and not is_of_cpus(case.config)
     ranks = -(-(case.num_processes or 1) // case.num_machines)
     if has_gpus and case.gpus_given:
         ranks = min(case.num_ranks, case.gpus_per_node)
