@@ -48,7 +48,7 @@ _VALUES = {  # placeholder of argparse: text of the column "values"
 }
 _HALVES = {  # file of results/memory: what it holds
     "development": "read while the formulas were written",
-    "held_out": "never read, only counted",
+    "held_out": "never read until ZeRO's forms were made simpler",
     "fresh": "drawn after the formulas were done; its worst row was 5.83 % and led to one last fix",
     "adapters": "LoRA, read while their formulas were written",
     "adapters_held_out": "LoRA; one row, 6.24 % off, was read and led to a fix",
