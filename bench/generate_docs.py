@@ -431,7 +431,8 @@ def _replayed_memory() -> str:
         + "\nA replay repeats a trace's allocations with a model of PyTorch's allocator"
         " ([Memory](memory.md#the-allocator)). The slack's constants are fitted to `development`. `held_out`"
         " was counted only; the traces that were repeated for it are a random part of that half. All are of"
-        " 2026-11-25. `python bench/fsdp1_memory.py` traces FSDP1 on small models: 16 cases, worst 0.32 %.\n"
+        " 2026-11-25. Of FSDP1, 16 small models were traced: worst 0.32 % (`bench/fsdp1_memory.py`,"
+        " since removed).\n"
     )
 
 

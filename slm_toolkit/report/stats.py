@@ -10,7 +10,7 @@ from slm_toolkit.record.steady_rate import STEPS_PER_BLOCK, block_rates
 
 LAUNCH_NOISE = 0.05
 """Assumed relative difference of another launch, in both directions, while a run has fewer than three:
-bench/baseline_noise.py found at most 5.1 % on two otherwise idle CPU cores (2026-11-20, slm-10m)."""
+measured: at most 5.1 % on two otherwise idle CPU cores (2026-11-20, slm-10m)."""
 # Student's t, two-sided 95 %, for 3, 4, ... launches (2, 3, ... degrees of freedom); more use the last value.
 _STUDENT_T = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 

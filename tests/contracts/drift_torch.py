@@ -80,16 +80,6 @@ def _fake_tensors() -> None:
             assert fake.data_ptr() == 77, "data_ptr of a fake tensor can't be replaced"
 
 
-def _inductor_scheduler() -> None:
-    from torch._inductor import config
-    from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
-
-    assert callable(Scheduler.codegen)
-    assert callable(BaseSchedulerNode.get_read_write_buffers_sizes)
-    assert callable(BaseSchedulerNode.is_extern)
-    assert hasattr(config, "force_disable_caches")
-
-
 def _modules_and_functions_replaced() -> None:
     module = torch.nn.Linear(1, 1)
     with patch.object(torch.nn.Module, "to", lambda module, *_, **__: "replaced"):
@@ -189,13 +179,6 @@ TORCH = (
         "read it with an unpickler that knows no other class",
         "run/checkpoint/foreign.py: _OF_INDEX has the classes that torch pickles into .metadata",
         _checkpoint_index,
-    ),
-    Leaning(
-        "torch: Inductor's scheduler and the bytes of its kernels",
-        ("torch._inductor.config", "Scheduler"),
-        "count the bytes that compiled layers move, in bench/compiled_traffic.py",
-        "bench/compiled_traffic.py: `_counting_codegen`, by the scheduler's new names",
-        _inductor_scheduler,
     ),
     Leaning(
         "torch: modules and functions looked up when they are called",

@@ -331,7 +331,7 @@ def fsdp1(
     one layer ahead. When a unit's gradients are complete, they are joined in one flat gradient, which is
     reduced and freed; the gradient of the head waits for that of the embedding. `copies`: of gathered fp32
     weights, if autocast makes them; it caches none of them, because they are views. torch 2.13,
-    distributed/fsdp/_runtime_utils.py; traced by `bench/fsdp1_memory.py`.
+    distributed/fsdp/_runtime_utils.py.
     """
     P, p, D, L = weights.total, weights.layer, weights.trained_vocabulary, spec.num_layers
     w, kept, root = dtypes.compute, dtypes.kept_gradient, P - L * p
