@@ -78,7 +78,7 @@ LAUNCH = (
     Planted("mixed-precision-unknown", DDP, {"mixed_precision": "float16"}),
     Planted("mixed-precision-overridden", DDP, {"mixed_precision": "no"}),
     Planted("mixed-precision-differs", DDP, {"mixed_precision": "fp16"}),
-    Planted("mixed-precision-differs", FSDP, {"fp16": True}, tag="by its old key"),
+    Planted("flag-contradiction", FSDP, {"fp16": True}, tag="by its old key"),
     Planted(
         "mixed-precision-differs",
         FSDP,
@@ -210,7 +210,12 @@ OF_DEEPSPEED = (
 OF_FLAGS = (
     Planted("flash-attn-in-fp32", DDP, flags={"attn_implementation": "sdpa_flash", "numerics": "fp32"}),
     Planted("fp8-emulated", DDP, flags={"fp8": "rowwise"}, case={"gpu_names": ("a100-80gb",)}),
-    Planted("qlora-under-zero3", ZERO3, flags={"peft": "qlora"}, also=("adapter-of-random-weights",)),
+    Planted(
+        *("flag-contradiction", ZERO3),
+        flags={"peft": "qlora"},
+        also=("adapter-of-random-weights",),
+        tag="qlora",
+    ),
     Planted("adapter-of-random-weights", DDP, flags={"peft": "lora"}),
     Planted("micro-batch-differs", ZERO2, json={"train_micro_batch_size_per_gpu": 2}),
     Planted("train-batch-differs", ZERO2, json={"train_batch_size": 65}),

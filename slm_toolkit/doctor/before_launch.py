@@ -5,8 +5,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-import yaml
-
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.doctor.case import Case, Files, Host, look_here, read_files
 from slm_toolkit.doctor.examine import examine
@@ -78,10 +76,7 @@ def _files(strategy: Strategy, num_ranks: int) -> Files:
     """Return the files as they will be launched, with the duplicate keys of the user's files."""
     files = read_files(Path(strategy.path))
     config = {**strategy.accelerate_config, "num_processes": num_ranks}
-    text = (
-        json.dumps(config) if files.yaml_path.suffix == ".json" else yaml.safe_dump(config, sort_keys=False)
-    )
-    files = replace(files, yaml_text=files.yaml_text and text, config=config)
+    files = replace(files, yaml_text=files.yaml_text and json.dumps(config), config=config)
     if files.deepspeed is None:
         return files
     return replace(

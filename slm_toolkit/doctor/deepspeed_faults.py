@@ -31,6 +31,7 @@ _RENAMED = {
     "cpu_offload_param": "offload_param: {device: cpu}",
     "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
 }
+_TWICE = "accelerate refuses this setting in a YAML that also names a DeepSpeed JSON"
 _LARGER = "{key} is {value}, {spec.name} has {spec.num_params:,}"
 
 
@@ -40,9 +41,8 @@ def _reuse_distance(case: Case) -> int:
 
 
 def _enough_live(case: Case) -> int:
-    """Elements for two layers and the head, rounded up to ten million for a readable number."""
-    wanted = max(2 * case.spec.params_per_layer + case.spec.embedding_params, BUCKET)
-    return -(-wanted // 10_000_000) * 10_000_000
+    """Return the elements of two layers and the head."""
+    return max(2 * case.spec.params_per_layer + case.spec.embedding_params, BUCKET)
 
 
 def _gathers_all(case: Case, value: object) -> bool:
@@ -217,14 +217,24 @@ _RULES = (
     ),
 )
 
-_OF_THE_YAML = Rule(
-    *("unwise", "zero3-init-by-default", "deepspeed_config.zero3_init_flag"),
-    lambda case, value: case.zero_stage == 3 and value is None,
-    False,
-    sentence="{key} is absent under ZeRO-3",
-    why="accelerate's default is true, so the model is built in shards; scripts other than "
-    "slm_toolkit.train then draw other random weights from the seed than under other strategies",
-    then="; or true if the host's RAM is too small for a whole model per rank",
+_OF_THE_YAML = (
+    Rule(
+        *("unwise", "zero3-init-by-default", "deepspeed_config.zero3_init_flag"),
+        lambda case, value: case.zero_stage == 3 and value is None,
+        False,
+        sentence="{key} is absent under ZeRO-3",
+        why="accelerate's default is true, so the model is built in shards; scripts other than "
+        "slm_toolkit.train then draw other random weights from the seed than under other strategies",
+        then="; or true if the host's RAM is too small for a whole model per rank",
+    ),
+    Rule(
+        *("wrong", "set-twice", "mixed_precision"),
+        lambda case, value: case.has_json and value not in (None, False),  # false: see unquoted-no
+        REMOVE,
+        sentence="{key} is {value} in the YAML, which also names {case.files.json_path.name}",
+        why=_TWICE,
+        then="; DeepSpeed reads bf16.enabled from the JSON",
+    ),
 )
 
 
@@ -235,7 +245,7 @@ def deepspeed_faults(case: Case) -> Iterator[Finding]:
     if not case.has_json and case.section("deepspeed_config").get("deepspeed_config_file"):
         return  # the settings are in a JSON that can't be read
     if case.zero_stage is not None:
-        yield from faults_by([_OF_THE_YAML], case, case.config, edit=in_yaml)
+        yield from faults_by(_OF_THE_YAML, case, case.config, edit=in_yaml)
         for finding in faults_by(_RULES, case, case.deepspeed, edit=in_json, shown=_shown):
             yield in_its_file(finding, case)
     if case.has_json:
@@ -271,21 +281,17 @@ def _set_twice(case: Case) -> Iterator[Finding]:
     section = case.section("deepspeed_config")
     if not section.get("deepspeed_config_file") or not case.has_json:
         return
-    json_name = case.files.json_path.name
-    of_yaml = {name: (section[name], keys) for name, keys in KEYS_OF_THE_JSON.items() if name in section}
-    precision = case.config.get("mixed_precision")
-    if precision not in (None, False):  # false: see unquoted-no
-        of_yaml["mixed_precision"] = (precision, ("bf16", "enabled"))
-    for name, (value, keys) in of_yaml.items():
-        in_the_json, is_precision = value_at(case.deepspeed, keys), name == "mixed_precision"
-        edits = [in_yaml(name if is_precision else f"deepspeed_config.{name}", REMOVE)]
-        if in_the_json is None and not is_precision and value not in (None, "none"):
-            edits.append(Edit("json", keys, value))
+    for name, keys in KEYS_OF_THE_JSON.items():
+        if name not in section:
+            continue
+        edits = [in_yaml(f"deepspeed_config.{name}", REMOVE)]
+        if value_at(case.deepspeed, keys) is None and section[name] not in (None, "none"):
+            edits.append(Edit("json", keys, section[name]))
         yield wrong(
             "set-twice",
-            f"{name} is {as_written(value)} in the YAML, which also names {json_name}",
+            f"{name} is {as_written(section[name])} in the YAML; it names {case.files.json_path.name}",
             *edits,
-            why="accelerate refuses this setting in a YAML that also names a DeepSpeed JSON",
+            why=_TWICE,
             change=f"remove it from the YAML; DeepSpeed reads {'.'.join(keys)} from the JSON",
         )
 

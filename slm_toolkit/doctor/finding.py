@@ -43,12 +43,12 @@ REMOVE, KEEP_LAST = Special.REMOVE, Special.KEEP_LAST
 
 @dataclass(frozen=True)
 class Edit:
-    """One change of a setting in a strategy's file, or of a flag."""
+    """One change of a setting in a strategy's file."""
 
     file: str
-    "yaml, json or flags"
+    "yaml or json"
     keys: tuple[str, ...]
-    "the path of keys from the top of the file, or a flag's name"
+    "the path of keys from the top of the file"
     value: Any
     "the value to write, or one of Special"
 
@@ -93,7 +93,7 @@ class Finding:
 
     @property
     def is_fixed_in_files(self) -> bool:
-        return any(edit.file != "flags" for edit in self.edits)
+        return bool(self.edits)
 
 
 def fault(
@@ -113,7 +113,7 @@ def fault(
     `then` is appended to the text of the change, for example an alternative. `examine` fills in the file's
     path, the strategy and the topic.
     """
-    place = edits[0] if edits and edits[0].file != "flags" else None
+    place = edits[0] if edits else None
     return Finding(
         name=name,
         topic=topic,

@@ -1,4 +1,4 @@
-"""Apply the edits of findings to a strategy's files and flags."""
+"""Apply the edits of findings to a strategy's files."""
 
 import dataclasses
 import json
@@ -62,15 +62,7 @@ def _touch(edit: Edit, other: Edit) -> bool:
 
 def mended(case: Case, edits: list[Edit]) -> Case:
     """Return the case after `edits`; no file is written."""
-    flags = {edit.keys[0]: edit.value for edit in edits if edit.file == "flags"}
-    return dataclasses.replace(
-        case,
-        files=_mended_files(case.files, edits),
-        flags=dataclasses.replace(case.flags, **flags) if flags else case.flags,
-    )
-
-
-def _mended_files(files: Files, edits: list[Edit]) -> Files:
+    files = case.files
     by_file = {file: [edit for edit in edits if edit.file == file] for file in ("yaml", "json")}
     duplicates = tuple((file, keys) for file, keys in files.duplicates if not by_file[file])
     if by_file["yaml"] and files.yaml_text:
@@ -84,7 +76,7 @@ def _mended_files(files: Files, edits: list[Edit]) -> Files:
         text = with_edits(files.json_text, by_file["json"], is_json=True)
         content = json.loads(text)
         files = dataclasses.replace(files, json_text=text, deepspeed=content, duplicates=duplicates)
-    return files
+    return dataclasses.replace(case, files=files)
 
 
 def write_mended(before: Files, after: Files, folder: Path, *, overwrite: bool) -> dict[Path, Path]:

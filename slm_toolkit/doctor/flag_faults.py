@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from slm_toolkit.doctor.case import Case, as_written, is_count, value_at
 from slm_toolkit.doctor.deepspeed_faults import in_its_file
-from slm_toolkit.doctor.finding import REMOVE, Edit, Finding, fault, in_json, unwise, wrong
+from slm_toolkit.doctor.finding import REMOVE, Finding, fault, in_json, unwise, wrong
 from slm_toolkit.hardware.gpus import gpu_of_name
 from slm_toolkit.model.names import has_weights
 
@@ -49,15 +49,6 @@ def _adapters(case: Case) -> Iterator[Finding]:
             f"--peft {case.flags.peft} with --model {case.flags.model}, which has no pretrained weights",
             why="the trainer refuses a dataset for it: an adapter on random weights is useless",
             change=f"to train: --model {case.spec.hub_id or 'with a folder that has weights, or a hub id'}",
-        )
-    if case.flags.peft == "qlora" and case.zero_stage == 3:
-        yield wrong(
-            "qlora-under-zero3",
-            "--peft qlora under ZeRO-3",
-            Edit("flags", ("peft",), "lora"),
-            why="ZeRO-3 shards the packed 4-bit weights without their scales",
-            change="--strategy ds_zero2 or ddp: in 4 bits the weights fit on each GPU; or --peft lora",
-            file="json" if case.has_json else "yaml",
         )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from slm_toolkit.doctor.case import Case
 from slm_toolkit.doctor.finding import REMOVE, Edit, Finding, fault, wrong
 from slm_toolkit.doctor.rule import Rule, faults_by
-from slm_toolkit.strategy.settings import FSDP1_SHARDING_STRATEGIES, is_true
+from slm_toolkit.strategy.settings import FSDP1_SHARDING_STRATEGIES, fsdp_settings, is_true
 
 _RESHARDS = ("FULL_SHARD", "HYBRID_SHARD")
 "strategies that free a layer's parameters after its forward: accelerate 1.15, commands/to_fsdp2.py"
@@ -55,10 +55,8 @@ def _edit(case: Case, key: str, value: Any) -> Edit:
 
 def _sharding_named(value: object) -> str | None:
     """Return torch's name of a sharding strategy that is given by name or number; None: unknown."""
-    names = FSDP1_SHARDING_STRATEGIES
-    by_number = {str(number): name for number, name in enumerate(names, 1)}
-    word = by_number.get(str(value), str(value).upper())
-    return word if word in names else None
+    named = fsdp_settings({"fsdp_sharding_strategy": value}).sharding_strategy
+    return named if named in FSDP1_SHARDING_STRATEGIES else None
 
 
 def _fsdp1(case: Case) -> Iterator[Finding]:

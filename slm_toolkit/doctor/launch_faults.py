@@ -169,15 +169,12 @@ def _engine(case: Case) -> Iterator[Finding]:
 
 def _precision(case: Case) -> Iterator[Finding]:
     """Report a dtype in the YAML that --numerics overrides or contradicts; the edit removes the key."""
-    key = "mixed_precision" if "mixed_precision" in case.config else "fp16"
-    precision = case.config.get(key)
-    if precision is None or (key == "fp16" and not precision):
+    key, precision, numerics = "mixed_precision", case.config.get("mixed_precision"), case.flags.numerics
+    severity, sentence = "wrong", f"{key} is {precision}, --numerics is {numerics}"
+    if precision is None:
         return
-    numerics = case.flags.numerics
-    precision = "fp16" if key == "fp16" else precision
-    severity, sentence = "wrong", f"mixed_precision is {precision}, --numerics is {numerics}"
     if precision is False:
-        name, sentence = "unquoted-no", "mixed_precision: no without quotes means false"
+        name, sentence = "unquoted-no", f"{key}: no without quotes means false"
         why = "YAML 1.1 reads an unquoted no as false, and accelerate fails on it (AttributeError)"
     elif str(precision).lower() not in ("no", "bf16", "fp16", "fp8"):
         name, why = "mixed-precision-unknown", "accelerate accepts only no, bf16, fp16 and fp8"
