@@ -24,7 +24,7 @@ from slm_toolkit.strategy.groups import text_for_machines
 from slm_toolkit.strategy.strategy import config_dir, find_strategy
 
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
-OTHER_PROGRAMS = ("pip", "pytest", "mkdocs", "bash", "for")
+OTHER_PROGRAMS = ("hf", "lm_eval", "pip", "pytest", "mkdocs", "bash", "for")
 
 
 def commands(text: str) -> list[list[str]]:
