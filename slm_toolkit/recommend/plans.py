@@ -160,7 +160,7 @@ def search(
     for offer in offers:
         for count in offer.counts:
             if count not in candidates_by_count:
-                candidates_by_count[count] = _candidates(workload, configs, count)
+                candidates_by_count[count] = candidates_of(workload, configs, count)
             unshared = [group_problems(config, count) for config in configs]
             result.left_out.extend(
                 f"{count} x {offer.gpu.name}: {problem}" for problems in unshared for problem in problems
@@ -239,7 +239,7 @@ class Candidate:
     "equal for candidates that differ only in gradient_checkpointing"
 
 
-def _candidates(workload: Workload, configs: list[RunConfig], num_gpus: int) -> list[Candidate]:
+def candidates_of(workload: Workload, configs: list[RunConfig], num_gpus: int) -> list[Candidate]:
     """Return the configs that reach the tokens per step: larger batches first, savings last."""
     numbers: dict[tuple[RunConfig, bool], int] = {}
     found = []

@@ -352,12 +352,12 @@ def test_what_the_search_skips_would_not_be_better(
 ) -> None:
     found = recommended(*asked, "--tokens", "1B")
     monkeypatch.setattr(plans, "_ENOUGH_BATCHES", 1000)
-    candidates = plans._candidates
+    candidates_of = plans.candidates_of
 
     def unlike(*args: object) -> list[plans.Candidate]:
-        return [dataclasses.replace(each, with_any_saving=n) for n, each in enumerate(candidates(*args))]
+        return [dataclasses.replace(each, with_any_saving=n) for n, each in enumerate(candidates_of(*args))]
 
-    monkeypatch.setattr(plans, "_candidates", unlike)
+    monkeypatch.setattr(plans, "candidates_of", unlike)
     assert recommended(*asked, "--tokens", "1B") == found
 
 
