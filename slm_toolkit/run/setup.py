@@ -195,7 +195,7 @@ def set_up(
         control_group=start.control_group,
         sequence_group=start.sequence_group,
     )
-    return job, _record_at_start(job, folder, built, request.config, arguments, started)
+    return job, _record_at_start(job, folder, built, arguments, started)
 
 
 @dataclass(frozen=True)
