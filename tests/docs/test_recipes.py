@@ -256,7 +256,7 @@ def test_one_is_printed_as_it_is_and_copies_can_be_run(tmp_path: Path) -> None:
 def test_an_unknown_recipe_is_answered_with_the_names() -> None:
     done = slm("recipes", "qlorra")
     assert done.code == 2
-    assert "did you mean qlora?" in done.err
+    assert "unknown recipe 'qlorra'\nhint: there are chat_fine_tune, cheapest_100m, " in done.err
 
 
 @pytest.mark.quick
