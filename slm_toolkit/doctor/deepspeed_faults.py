@@ -56,8 +56,10 @@ def _node_ranks(case: Case) -> int:
 
 
 def _hpz_ranks(case: Case) -> int:
+    """Return the ranks of hpZ's groups; 1 for none, and if a launch refuses the groups."""
     size = case.zero_settings.zero_hpz_partition_size
-    return 1 if case.zero_stage != 3 else _node_ranks(case) if size == "auto" else size
+    size = _node_ranks(case) if size == "auto" else size
+    return size if case.zero_stage == 3 and case.num_ranks % size == 0 else 1
 
 
 # sizes: deepspeed 0.19.8, runtime/zero/partitioned_param_coordinator.py
