@@ -24,7 +24,7 @@ FILES = {
         (["--model", "gpt-5"], "unknown model 'gpt-5'"),
         (["--model", "broken.json"], "broken.json is not JSON"),
         (["--strategy", "zero9"], "unknown strategy 'zero9'"),
-        (["--strategy", "broken.yaml"], "broken.yaml is not YAML at line 1"),
+        (["--strategy", "broken.yaml"], "broken.yaml is not YAML at line 2"),
         (["--strategy", "beside.yaml"], "zero_stage 2 contradicts mine.json"),
         (
             ["--strategy", "fixed.yaml"],
