@@ -245,7 +245,7 @@ def _read_signed_checkpoint(data: bytes, folder: Path) -> None:
     """Resumes from a checkpoint that somebody changed and signed again."""
     import torch
 
-    from slm_toolkit.run.checkpoint import resume
+    from slm_toolkit.run.checkpoint import resume, start
     from slm_toolkit.run.checkpoint.files import FORMAT, MANIFEST_FILE, digest_of
 
     run = tiny_run()
@@ -264,7 +264,7 @@ def _read_signed_checkpoint(data: bytes, folder: Path) -> None:
     _write(folder, MANIFEST_FILE, json.dumps(signed).encode())
     with contextlib.redirect_stderr(io.StringIO()):
         checkpoint = resume.choose(
-            resume.find_checkpoints(str(folder), folder, run.description, num_steps=None), run.accelerator
+            start.find_checkpoints(str(folder), folder, run.description, num_steps=None), run.accelerator
         )
     resume.num_held_out(checkpoint)
     resume.check_data(checkpoint, run.manifest["run"]["data"])
@@ -346,7 +346,8 @@ def _read_doctor(data: bytes, folder: Path) -> None:
 
 def _read_command_line(data: bytes, folder: Path) -> None:
     """`slm` with any flags, numbers, GPU names and prices."""
-    words = data.decode("utf-8", "surrogateescape").split("\n")
+    text = data.decode("utf-8", "surrogateescape").replace("\0", "")  # no command line holds NUL
+    words = text.split("\n")
     if words[0] in ("estimate", "recommend", "doctor", "recipes", "configs"):
         _slm(*words)
 
@@ -1154,7 +1155,8 @@ def mutate_checkpoint(seeds: list[bytes], rng: random.Random) -> bytes:
         else:
             tensors[rng.choice(list(tensors)) + rng.choice(("", "_"))] = tensors.pop(name)
         if agrees and kind == 0:
-            del file["sizes"][name], file["starts"][name]
+            for places in (file["sizes"], file["starts"]):
+                places.pop(name, None)  # an earlier change may have renamed the tensor
         elif agrees:
             key, by = rng.choice(("starts", "sizes")), rng.choice((-8, -1, 1, 8, 2**40))
             file[key][name] = max(0, size) if kind == 4 else file[key].get(name, 0) + by

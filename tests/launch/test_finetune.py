@@ -36,8 +36,8 @@ def test_every_held_out_sequence_counts_once() -> None:
 @pytest.mark.quick
 def test_datasets_are_named_by_file_and_weighed() -> None:
     assert sources_of("data/a.jsonl=3,b/c4=0.5") == (
-        Source("a", "data/a.jsonl", (3.0,)),
-        Source("c4", "b/c4", (0.5,)),
+        Source("a", "data/a.jsonl", 3.0),
+        Source("c4", "b/c4", 0.5),
     )
     assert [source.name for source in sources_of("x/train.jsonl,y/train.jsonl")] == [
         "x/train.jsonl",
