@@ -34,7 +34,7 @@ def _edited_json(text: str, edits: list[Edit]) -> str:
     content = _changed(json.loads(text, parse_float=lambda number: f"\0{number}"), edits)
     indent = re.search(r'\n([ \t]+)"', text)
     edited = json.dumps(content, indent=indent and indent[1], ensure_ascii=False)
-    return re.sub(r'"\\u0000([^"]*)"', r"\1", edited) + text[len(text.rstrip()) :]
+    return re.sub(r'"\\u0000([-+.\deE]+)"', r"\1", edited) + text[len(text.rstrip()) :]
 
 
 def _changed(content: Any, edits: list[Edit]) -> Any:

@@ -31,11 +31,11 @@ def _edited(text: str, keys: tuple[str, ...], value: Any) -> str:
     entries = [entry for entry in mapping.value if entry[0].value == name]
     if value in (REMOVE, KEEP_LAST):
         removed = entries[:-1] if value is KEEP_LAST else entries if len(keys) == depth + 1 else []
-        if above and len(removed) == len(mapping.value):
-            return _edited(text, tuple(above), {})
+        if len(removed) == len(mapping.value):
+            return _edited(text, tuple(above), {}) if above else "{}"
         for key, old in reversed(removed):
             del lines[key.start_mark.line : _last_line(old) + 1]
-        return "".join(lines) or "{}"
+        return "".join(lines)
     for key_below in reversed(keys[depth + 1 :]):
         value = {key_below: value}
     if not entries:
