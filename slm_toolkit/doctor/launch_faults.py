@@ -78,7 +78,9 @@ _RULES = (
     ),
     Rule(
         *("wrong", "machine-rank", "machine_rank"),
-        lambda case, value: value is not None and value not in range(case.num_machines),
+        lambda case, value: (
+            value is not None and not (isinstance(value, int) and 0 <= value < case.num_machines)
+        ),
         0,
         sentence="{key} is {value} of {case.num_machines} machines",
         why="machines are numbered from 0; with another number the rendezvous waits for a machine that never "

@@ -89,8 +89,7 @@ YAML_SETTINGS: dict[str, Any] = {
 _PREFIXES = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_"}
 "prefix that accelerate adds to a section's keys if it is missing"
 
-OF_DEEPSPEED = "0.19.8"
-"the version with the keys below; other versions add keys, or still accept keys that this one refuses"
+# the keys of deepspeed 0.19.8; other versions add keys, or still accept keys that this one refuses
 _OF_OFFLOAD = ("device", "nvme_path", "buffer_count", "pin_memory")
 # DeepSpeed refuses other keys: runtime/zero/config.py, offload_config.py and leaf_module_config.py,
 # runtime/zenflow/zenflow_config.py

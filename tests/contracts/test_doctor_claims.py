@@ -70,7 +70,7 @@ def test_what_is_said_to_be_refused_is_and_nothing_else(answers: dict[str, dict[
 
 def test_corrected_files_are_taken(answers: dict[str, dict[str, Any]]) -> None:
     fixed = {name: said["refused"] for name, said in answers.items() if name.endswith(" fixed")}
-    assert len(fixed) > 90
+    assert len(fixed) > 80
     assert {name for name, message in fixed.items() if message} == set()
 
 
