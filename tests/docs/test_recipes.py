@@ -35,7 +35,7 @@ RUNS = {  # strategies and ranks of the runs that a recipe does with TRY=1
     "memory_dry_run": [("fsdp_shard_grad_op", 64)],
     "mixed_data": [("single", 1)],
     "nvme_offload": [("ds_zero3_nvme", 1)],
-    "one_24gb_card_2b": [("ds_zero2_offload", 1), ("single", 1), ("single", 1)],
+    "one_24gb_card_2b": [("ds_zero2_offload", 1), ("single", 1)],
     "paper_grid": [("ddp", 2)],
     "qlora": [("single", 1), ("single", 1)],
     "slurm": [],

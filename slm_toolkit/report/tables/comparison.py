@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from slm_toolkit.config.run_config import FLAGS, RunConfig
-from slm_toolkit.report.rows import MOST_UNCERTAIN, Row
+from slm_toolkit.report.rows import Row
 from slm_toolkit.report.stats import MIN_ROUNDS
 from slm_toolkit.report.tables.columns import columns_of, common, marks_of, value_of, varying
 from slm_toolkit.report.tables.fitted import (
@@ -135,10 +135,6 @@ def notes(rows: list[Row], dropped: list[str]) -> list[Text]:
         how = "not clearly different in paired rounds" if paired else "the intervals overlap"
         scope = f"among rows of one model, sequence length and machine; =: shared, {how}"
         notes.append(Text(f"rank: by tokens/s per process, {scope}", style="dim"))
-    if names := dict.fromkeys(row.strategy for row in rows if row.is_uncertain and row.rank is None):
-        why = f"another run may differ by over {MOST_UNCERTAIN:.0%}"
-        hint = "take more steps, keep other programs away, or compare in rounds (--repeats 3)"
-        notes.append(Text(f"too uncertain to rank: {', '.join(names)}: {why}; {hint}", style="yellow"))
     if (most := max(row.num_launches for row in rows)) > 1 and "interval" not in dropped:
         notes.append(Text(f"intervals: from up to {most} launches", style="dim"))
     if any(row.is_rehearsed for row in rows):

@@ -185,7 +185,7 @@ def test_a_rate_that_is_uncertain_by_over_20_percent_has_no_rank_and_a_remedy() 
         )
         text = comparison_text(uncertain)
         assert interval in text
-        assert "too uncertain to rank: ddp, ds_zero2: another run may differ by over 20%; take more" in text
+        assert "too uncertain to rank" not in text  # the verdict has said it
         one = verdict([uncertain[0], *rows(record("ds_zero1", **CPU))])[0]
         assert one.startswith("Too uncertain to rank: another run of ddp may")
         assert "may" not in verdict(uncertain[:1])[0]
