@@ -204,15 +204,22 @@ def free_port() -> int:
 
 def forget(run: PlannedRun) -> None:
     """Remove an earlier run's folder with its checkpoints; the record first, so no half folder counts."""
-    clear(run.folder, RECORD_FILE)
+    with suppress(IsADirectoryError):
+        clear(run.folder, RECORD_FILE)
     shutil.rmtree(run.folder, ignore_errors=True)
 
 
 def clear(folder: Path, *names: str) -> None:
-    """Remove `names`, the progress file and half-written files from `folder`."""
+    """Remove `names`, the progress file and half-written files from `folder`.
+
+    Raises IsADirectoryError if a name is a folder's: what is in it may be somebody's work.
+    """
     for pattern in (*names, PROGRESS_FILE, "progress.new", f".{RECORD_FILE}.*"):
         for path in folder.glob(pattern):
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            if path.is_dir() and not path.is_symlink() and path.name not in names:
+                shutil.rmtree(path)  # made by a user's script
+            else:
+                path.unlink()
 
 
 def _execute_once(
