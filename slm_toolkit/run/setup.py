@@ -76,7 +76,7 @@ from slm_toolkit.run.engine.engine import (
     start_accelerator,
     without_unused_imports,
 )
-from slm_toolkit.run.faults.restarts import noted_checkpoint
+from slm_toolkit.run.faults.restarts import name_groups_anew, noted_checkpoint
 from slm_toolkit.run.kernels.layer_kernels import check_optional
 from slm_toolkit.run.model.adapters import check_adapters
 from slm_toolkit.run.model.loss_recorder import RecordedLoss
@@ -331,6 +331,7 @@ def _choose_start(request: _Request, folder: _ClaimedFolder) -> _Start:
         check_tokenizer(config, request.spec)
     if _is_rank_0():
         check_writable(run_dir)
+    name_groups_anew()
     with folder.machines.connecting():
         accelerator = start_accelerator(launch, config, project_dir=str(run_dir))
         group, sequence_group = control_group(accelerator), join_sequence_group(config.sp_size)

@@ -138,6 +138,24 @@ def _group_timeout() -> None:
         torch.distributed.destroy_process_group()
 
 
+def _group_names() -> None:
+    """One store, as a launcher's, and two attempts: the second finds nothing of the first's."""
+    assert not torch.distributed.is_initialized()
+    store, names = torch.distributed.HashStore(), []
+    for first in (0, 1000):
+        torch.distributed.distributed_c10d._world.group_count += first
+        before = set(store.list_keys())
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            names += [torch.distributed.group.WORLD.group_name, torch.distributed.new_group([0]).group_name]
+            ours = set(store.list_keys()) - before
+        finally:
+            torch.distributed.destroy_process_group()
+        assert ours, f"groups {names} leave nothing new in the store"
+        assert all(key.startswith(tuple(f"{name}/" for name in names[-2:])) for key in ours), ours
+    assert names == ["0", "1", "1000", "1001"], f"groups are called {names}"
+
+
 TORCH = (
     Leaning(
         "torch: dispatch modes",
@@ -211,5 +229,12 @@ TORCH = (
         "let collectives of every group take as long as --ddp_timeout may be",
         "run/peers/machines.py: let_collectives_wait, by torch's new function",
         _group_timeout,
+    ),
+    Leaning(
+        "torch: process groups called by their number",
+        ("_world", "group_count"),
+        "meet again, after --max_restarts, in a store that has addresses of the last attempt",
+        "run/faults/restarts.py: name_groups_anew, by whatever names a group now",
+        _group_names,
     ),
 )

@@ -4,10 +4,22 @@ import functools
 import os
 from pathlib import Path
 
+import torch.distributed as dist
+
 from slm_toolkit.run.peers.peer_store import PeerStore, open_peer_store
 
 _CHECKPOINT = "checkpoint of this launch"
 "name in the launcher's store"
+_MOST_GROUPS = 1000
+"more process groups than one attempt makes"
+
+
+def name_groups_anew() -> None:
+    """Give this attempt's process groups new names. Call it before the first group is made.
+
+    The launcher's store still holds the addresses of the last attempt's groups under their names.
+    """
+    dist.distributed_c10d._world.group_count += _attempt() * _MOST_GROUPS  # private: part of a group's name
 
 
 def note_checkpoint(path: Path) -> None:
@@ -18,8 +30,7 @@ def note_checkpoint(path: Path) -> None:
 
 def noted_checkpoint() -> str | None:
     """Return the newest checkpoint that this launch has written; None on the first attempt or without one."""
-    is_restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    if not is_restarted or (peer_store := _store_of_launch()) is None:
+    if _attempt() == 0 or (peer_store := _store_of_launch()) is None:
         return None
     return peer_store.read(_CHECKPOINT)
 
@@ -27,3 +38,7 @@ def noted_checkpoint() -> str | None:
 @functools.cache
 def _store_of_launch() -> PeerStore | None:
     return open_peer_store(of_launch=True)
+
+
+def _attempt() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
