@@ -204,7 +204,7 @@ def free_port() -> int:
 
 def forget(run: PlannedRun) -> None:
     """Remove an earlier run's folder with its checkpoints; the record first, so no half folder counts."""
-    with suppress(IsADirectoryError):
+    with suppress(OSError):
         clear(run.folder, RECORD_FILE)
     shutil.rmtree(run.folder, ignore_errors=True)
 
@@ -212,14 +212,16 @@ def forget(run: PlannedRun) -> None:
 def clear(folder: Path, *names: str) -> None:
     """Remove `names`, the progress file and half-written files from `folder`.
 
-    Raises IsADirectoryError if a name is a folder's: what is in it may be somebody's work.
+    Raises OSError if one of `names` is a folder with files: they may be somebody's work.
     """
     for pattern in (*names, PROGRESS_FILE, "progress.new", f".{RECORD_FILE}.*"):
         for path in folder.glob(pattern):
-            if path.is_dir() and not path.is_symlink() and path.name not in names:
-                shutil.rmtree(path)  # made by a user's script
-            else:
+            if path.is_symlink() or not path.is_dir():
                 path.unlink()
+            elif path.name in names:
+                path.rmdir()
+            else:
+                shutil.rmtree(path)
 
 
 def _execute_once(

@@ -200,7 +200,7 @@ def test_a_run_whose_place_is_taken_is_a_row_and_the_grid_goes_on(tmp_path: Path
     rows = json.loads(done.stdout)
     assert [row["status"] for row in rows] == ["failed"] * 4
     assert [row["reason"].split(": ")[0] for row in rows] == [
-        *("Not a directory", "Is a directory", "Is a directory", "File exists")
+        *("Not a directory", "Directory not empty", "Directory not empty", "File exists")
     ]
     assert (folders[1] / "record.json" / "kept").exists()
 
