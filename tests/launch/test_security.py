@@ -22,7 +22,6 @@ from slm_toolkit.model.names import find_model
 from slm_toolkit.recommend.launch_files import write_launch
 from slm_toolkit.record.files import find_records
 from slm_toolkit.record.run_record import run_name_of
-from slm_toolkit.report.tables.export import TRACKERS, TrackedRun
 from slm_toolkit.strategy.strategy import find_strategy
 
 SOURCES = sorted((ROOT / "slm_toolkit").rglob("*.py"))
@@ -167,16 +166,6 @@ def test_the_folder_of_a_run_is_one_name_whatever_the_model_and_the_yaml_are_cal
         assert Path(made).name == made
         (tmp_path / made).mkdir()  # which a name of over 255 bytes could not be
         assert (tmp_path / made).parent == tmp_path
-
-
-def test_a_tracker_writes_below_its_own_folder(tmp_path: Path) -> None:
-    folder = tmp_path / "comparisons"
-    for name in ("..", "../../x", "/tmp/x", "."):
-        run = TrackedRun(name, {"a": 1}, {"b": 2.0}, {"losses": [1.0]}, 0)
-        TRACKERS["tensorboard"]([run], folder, "group")
-    written = list(tmp_path.rglob("events.*"))
-    assert written
-    assert all(path.is_relative_to(folder / "group") and path.parent != folder / "group" for path in written)
 
 
 # shells

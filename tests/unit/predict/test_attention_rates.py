@@ -5,7 +5,6 @@ import sys
 
 import pytest
 from conftest import ROOT
-from slm_toolkit.study.comparison import PAPER
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import gpu_of_name, gpus
@@ -14,7 +13,9 @@ from slm_toolkit.predict.speed.attention import attention_seconds, kernel_of, pa
 from slm_toolkit.predict.speed.software import TODAY
 
 sys.path.insert(0, str(ROOT / "bench"))
+sys.path.insert(0, str(ROOT / "studies" / "ashkboos"))
 from attention_rates import Series, published
+from comparison import PAPER
 
 CAUSAL = [series for series in published() if series.is_causal and len(series.seq_lens) >= 3]
 

@@ -5,12 +5,13 @@ from statistics import median, quantiles
 
 import pytest
 from conftest import ROOT
-from slm_toolkit.study.comparison import PAPER
 
 from slm_toolkit.config.run_config import FLAGS
 from slm_toolkit.predict.speed.software import TODAY
 
 sys.path.insert(0, str(ROOT / "bench"))
+sys.path.insert(0, str(ROOT / "studies" / "ashkboos"))
+from comparison import PAPER
 from speed_rows import LLM_FOUNDRY, Row, asked, predicted_tokens_per_second_per_gpu, published_rows
 
 
