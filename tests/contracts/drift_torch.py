@@ -233,7 +233,7 @@ TORCH = (
     Leaning(
         "torch: process groups called by their number",
         ("_world", "group_count"),
-        "meet again, after the fp32 steps or --max_restarts, in a store that has addresses of the last attempt",
+        "meet again, after the fp32 steps or --max_restarts, in a store with addresses of the last attempt",
         "run/faults/restarts.py: name_groups_anew, by whatever names a group now",
         _group_names,
     ),

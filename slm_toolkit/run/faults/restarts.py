@@ -17,8 +17,8 @@ _MOST_GROUPS = 1000
 def name_groups_anew() -> None:
     """Give this attempt's process groups new names. Call it before the first group is made.
 
-    The launcher's store still holds the addresses of the groups of the last attempt, or of the fp32 steps that
-    ran before, under their names: ranks would wait for each other in vain.
+    The launcher's store still holds the addresses of the groups of the last attempt, or of the fp32 steps
+    before, under their names: ranks would wait for each other in vain.
     """
     dist.distributed_c10d._world.group_count += _attempt() * _MOST_GROUPS  # private: part of a group's name
 
