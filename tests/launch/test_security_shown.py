@@ -36,7 +36,7 @@ def evil_records(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, more in enumerate(
         (
             {"strategy": f"{EVIL}1", "identity": "1"},
-            {"strategy": f"{EVIL}[/][red]", "identity": "2", "engine": EVIL},
+            {"strategy": f"{EVIL}[/][red]", "identity": "2"},
             {
                 "strategy": "ddp",
                 "identity": "3",
