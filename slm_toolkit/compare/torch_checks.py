@@ -18,6 +18,11 @@ def check_with_torch(runs: list[PlannedRun], console: Console) -> None:
 
         for run in runs:
             check_optional(run.config)
+    if any(run.config.peft != "none" for run in runs):
+        from slm_toolkit.run.model.adapters import check_adapters
+
+        for run in runs:
+            check_adapters(run.config)
     if kernels := {run.config.attn_implementation for run in runs} - {"eager", "sdpa"}:
         from slm_toolkit.run.model.model import check_attention
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from chats import SPEC
-from conftest import ROOT, SMALL_LLAMA, launch, record_under, run, slm
+from conftest import ROOT, SMALL_LLAMA, launch, record_under, run, slm, slm_here
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -33,6 +33,9 @@ def test_a_peft_too_old_for_transformers_is_said_with_both_versions(monkeypatch:
     monkeypatch.setattr("slm_toolkit.run.model.adapters.MIN_PEFT_VERSION", "1000.0")
     with pytest.raises(ValueError, match=r"needs peft 1000\.0, but peft .*\n.*pip install -U peft"):
         build_model(SPEC, RunConfig(model="slm-1m", peft="lora", seq_len=8))
+    done = slm_here("compare", "--model", "slm-1m", "--peft", "lora", "--dry_run")
+    assert done.code == 2  # before any launch
+    assert "hint: pip install -U peft" in done.err
 
 
 def test_a_quantized_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
