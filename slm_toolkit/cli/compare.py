@@ -20,18 +20,26 @@ from slm_toolkit.cli.output import (
     print_records,
     read_baseline,
 )
-from slm_toolkit.compare.slurm import SLURM_TEMPLATE, SlurmNodes, slurm_nodes, write_script
+from slm_toolkit.compare.comparison import (
+    Prepared,
+    Request,
+    launch_all,
+    prepare,
+    prepare_script,
+    with_searches,
+)
+from slm_toolkit.compare.scripts import PAIRS, Script
+from slm_toolkit.compare.slurm import SLURM_TEMPLATE, SlurmJobs, SlurmNodes, slurm_nodes, write_script
 from slm_toolkit.config.flag_pairs import Pair, check_pairs, flags_given, pair_problems
 from slm_toolkit.config.flags import ONE_RUN_ONLY, add_flags, given_flags
 from slm_toolkit.config.parser import count, positive_number, whole_number
+from slm_toolkit.doctor.before_launch import check_launches
 from slm_toolkit.hardware.machine import advise
+from slm_toolkit.results import Records, Report
 from slm_toolkit.strategy.groups import help_of_strategies
 
 if TYPE_CHECKING:
-    from slm_toolkit.compare.comparison import Request
     from slm_toolkit.compare.grid import PlannedRun
-    from slm_toolkit.compare.scripts import Script
-
 
 _DESCRIPTION = """\
 Train under each strategy with its own `accelerate launch`, then print one table. Finished runs of an earlier
@@ -215,10 +223,6 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from slm_toolkit.compare.comparison import launch_all, prepare, prepare_script, with_searches
-    from slm_toolkit.compare.slurm import SlurmJobs
-    from slm_toolkit.doctor.before_launch import check_launches
-
     for name in ("SIGTERM", "SIGHUP"):  # handled like Ctrl-C: the ranks must end with this process
         number = getattr(signal, name, None)
         if number is None or (name, args.launcher) == ("SIGHUP", "slurm"):  # jobs must outlive the login
@@ -237,22 +241,13 @@ def _compare(args: argparse.Namespace) -> int:
         check_pairs(flags_given(args), _MEASURES_NOTHING)
         baseline = read_baseline(args.baseline)
         request = _request(args, nodes)
-        if (script := _script(args)) is not None:
-            prepared = prepare_script(request, script, console=console)
-        else:
-            prepared = prepare(
-                request,
-                names=flags_given(args),
-                check_launches=check_launches,
-                console=console,
-            )
-        runs = prepared.runs
+        prepared = _prepared(request, args, console)
         jobs = nodes and SlurmJobs(nodes, console, timeout_seconds=args.timeout)
         if args.slurm_only_write:
-            todo = [run for run in runs if args.force or jobs.kept_record(run) is None]
+            todo = [run for run in prepared.runs if args.force or jobs.kept_record(run) is None]
             return print_scripts(todo, nodes, console, timeout_seconds=args.timeout)
     if args.dry_run:
-        return _print_commands(runs, args)
+        return _print_commands(prepared.runs, args)
     done = launch_all(prepared, request, jobs=jobs, console=console, guard=user_errors)
     if done.interrupted and not done.records:
         return 130
@@ -263,10 +258,33 @@ def _compare(args: argparse.Namespace) -> int:
     return 130 if done.interrupted else code
 
 
-def _script(args: argparse.Namespace) -> "Script | None":
-    """Return the script of --script; None without it. Raises ValueError for what it excludes."""
-    from slm_toolkit.compare.scripts import PAIRS, Script
+def compared(args: argparse.Namespace) -> Report:
+    """Launch the runs that the flags ask for, and return their report. Progress goes to stderr.
 
+    Raises ValueError for a user's mistake, KeyboardInterrupt after Ctrl-C has ended the runs.
+    """
+    is_live = False if Console().is_jupyter else None  # a notebook would keep each state of a live bar
+    console = Console(stderr=True, force_jupyter=False, force_terminal=is_live)
+    nodes = nodes_asked(args)
+    request = _request(args, nodes)
+    prepared = _prepared(request, args, console)
+    jobs = nodes and SlurmJobs(nodes, console, timeout_seconds=args.timeout)
+    done = launch_all(prepared, request, jobs=jobs, console=console)
+    if done.interrupted:
+        raise KeyboardInterrupt
+    problems: list[str] = []
+    rows = with_searches(asked_rows(done.records, args, problems=problems), done.searches)
+    return Report(rows, Records(done.records), problems)
+
+
+def _prepared(request: Request, args: argparse.Namespace, console: Console) -> Prepared:
+    if (script := _script(args)) is not None:
+        return prepare_script(request, script, console=console)
+    return prepare(request, names=flags_given(args), check_launches=check_launches, console=console)
+
+
+def _script(args: argparse.Namespace) -> Script | None:
+    """Return the script of --script; None without it. Raises ValueError for what it excludes."""
     if args.script is None:
         if args.arguments:
             unknown = " ".join(args.arguments)
@@ -276,9 +294,7 @@ def _script(args: argparse.Namespace) -> "Script | None":
     return Script.of(args.script, args.arguments)
 
 
-def _request(args: argparse.Namespace, nodes: SlurmNodes | None) -> "Request":
-    from slm_toolkit.compare.comparison import Request
-
+def _request(args: argparse.Namespace, nodes: SlurmNodes | None) -> Request:
     return Request(
         given=given_flags(args),
         strategy=args.strategy,

@@ -4,11 +4,12 @@ import argparse
 import json
 import sys
 
-from slm_toolkit import api
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.cli.deployment_flags import add_network_flags, add_price_flags, deployment_flags
 from slm_toolkit.config.flags import add_flags, given_flags
+from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.predict.flag_checks import NOT_OF_AN_ESTIMATE, add_like_flag
+from slm_toolkit.results import Estimates
 from slm_toolkit.strategy.groups import help_of_strategies
 
 _DESCRIPTION = """\
@@ -69,19 +70,43 @@ def fill(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(verb=_estimate)
 
 
+def estimates(args: argparse.Namespace) -> Estimates:
+    """Return the estimates that the flags ask for. Raises ValueError with all problems."""
+    from slm_toolkit.predict import grid
+    from slm_toolkit.predict.deployments import deployments
+    from slm_toolkit.predict.flag_checks import gpus_asked
+    from slm_toolkit.predict.setup.other_trainers import as_liked, notes_like, trainer_named
+    from slm_toolkit.strategy.groups import strategies_asked
+
+    own_flags, trainer = given_flags(args), trainer_named(args.like)
+    notes = notes_like(trainer, own_flags)
+    given, trainer = as_liked(trainer, own_flags)
+    names = args.strategy or (list(trainer.strategies) if trainer else None)
+    strategies, left_out = strategies_asked(names, given, has_gpu=True)
+    gpus, counts = gpus_asked(args.gpu, args.num_gpus) if args.gpu else ([None], args.num_gpus)
+    rows = grid.estimates(
+        given,
+        strategies,
+        gpus=gpus,
+        num_gpus=counts or [8],
+        gpus_per_node=args.gpus_per_node,
+        find_largest_batch=args.largest_batch,
+        search_changes=True,
+        live_deepspeed=args.deepspeed == "live",
+        like=trainer,
+        deployments=deployments(**deployment_flags(args)),
+    )
+    notes += [
+        *left_out,
+        *grid.notes_on_models(given),
+        *grid.notes_on_strategies(strategies, given.get("numerics") or [RunConfig.numerics]),
+    ]
+    return Estimates(rows, notes, found_largest_batch=args.largest_batch)
+
+
 def _estimate(args: argparse.Namespace) -> int:
     with user_errors():
-        found = api.estimate(
-            strategy=args.strategy,
-            gpu=args.gpu,
-            num_gpus=args.num_gpus,
-            gpus_per_node=args.gpus_per_node,
-            find_largest_batch=args.largest_batch,
-            live_deepspeed=args.deepspeed == "live",
-            like=args.like,
-            flags=given_flags(args),
-            **deployment_flags(args),
-        )
+        found = estimates(args)
     for note in found.notes:
         print(note, file=sys.stderr)
     if args.json:

@@ -6,7 +6,7 @@ import os
 import sys
 
 from slm_toolkit import __version__
-from slm_toolkit.base.errors import about_path
+from slm_toolkit.base.errors import about_path, user_errors
 from slm_toolkit.base.interrupts import ending_at_once
 from slm_toolkit.config.parser import Parser, VerbParser, with_underscores
 
@@ -69,7 +69,7 @@ def _run(argv: list[str] | None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a locale may lack characters: they become ?
             stream.reconfigure(errors="replace")
-    with ending_at_once():  # a verb's modules are imported when it is parsed
+    with ending_at_once(), user_errors():  # a verb's modules are imported when it is parsed
         parser, words = _parser(), with_underscores(sys.argv[1:] if argv is None else argv)
         if instead := words and _REMOVED.get(words[0]):
             parser.error(f"slm {words[0]} was removed\nhint: {instead}")

@@ -4,7 +4,6 @@ import argparse
 import json
 from pathlib import Path
 
-from slm_toolkit import api
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.cli.deployment_flags import add_network_flags, add_price_flags, deployment_flags
 from slm_toolkit.cli.output import print_notes
@@ -12,7 +11,10 @@ from slm_toolkit.config.flags import add_flags, given_flags
 from slm_toolkit.config.parser import count, positive_number
 from slm_toolkit.config.run_config import number_of_tokens
 from slm_toolkit.predict.flag_checks import NOT_OF_AN_ESTIMATE, add_like_flag
+from slm_toolkit.results import Recommendation
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, shipped_strategies
+
+_FOLLOW_FROM_TOKENS = ("gradient_accumulation_steps", "max_steps", "max_tokens", "seed")
 
 
 def add_recommend_flags(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +79,6 @@ def add_recommend_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strategy",
         nargs="+",
-        default=["single", *STUDIED_STRATEGIES],
         metavar="NAME|YAML|JSON",
         help="shipped strategies, YAMLs or DeepSpeed JSONs (default: single, "
         f"{', '.join(STUDIED_STRATEGIES)}). Shipped: {', '.join(shipped_strategies())}",
@@ -103,7 +104,7 @@ def add_recommend_flags(parser: argparse.ArgumentParser) -> None:
     ).basic = True
     add_price_flags(parser)
     add_network_flags(parser)
-    add_flags(parser, grid=True, leave_out=(*NOT_OF_AN_ESTIMATE, *api.NOT_OF_A_RECOMMENDATION))
+    add_flags(parser, grid=True, leave_out=(*NOT_OF_AN_ESTIMATE, *_FOLLOW_FROM_TOKENS))
 
 
 def _tokens(text: str) -> float:
@@ -133,6 +134,63 @@ def fill(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(verb=_recommend)
 
 
+def recommendation(args: argparse.Namespace) -> Recommendation:
+    """Return the plans that the flags ask for. Raises ValueError for a user's mistake."""
+    from slm_toolkit.predict.deployments import deployments
+    from slm_toolkit.predict.setup.other_trainers import as_liked, notes_like, trainer_named
+    from slm_toolkit.recommend.job import Length, configs_of, offers_of, search_all, workloads_of
+    from slm_toolkit.recommend.plans import observations_of
+    from slm_toolkit.recommend.ranking import best_plans
+    from slm_toolkit.strategy.strategy import find_strategy, notes_on
+
+    if args.like is not None and args.records:
+        raise ValueError(
+            f"--like {args.like} with --records: the records are slm_toolkit's own runs\n"
+            "hint: give one of them"
+        )
+    own_flags, trainer = given_flags(args), trainer_named(args.like)
+    of_trainer = notes_like(trainer, own_flags)
+    given, trainer = as_liked(trainer, own_flags)
+    offers = offers_of(
+        args.gpu,
+        num_gpus=args.num_gpus,
+        gpus_per_node=args.gpus_per_node,
+        deployment_of=deployments(**deployment_flags(args)),
+    )
+    length = Length(
+        num_tokens=args.tokens,
+        target_loss=args.target_loss,
+        num_epochs=args.epochs,
+        global_batch_tokens=args.global_batch_tokens,
+    )
+    workloads, notes = workloads_of(given, length)
+    names = args.strategy or ["single", *(trainer.strategies if trainer else STUDIED_STRATEGIES)]
+    strategies = [find_strategy(name) for name in dict.fromkeys(names)]
+    if trainer and (problems := trainer.problems(strategies)):
+        raise ValueError("\n".join(problems) + "\nhint: leave --strategy or --like out")
+    found = search_all(
+        workloads,
+        offers,
+        strategies,
+        configs_of(given, gpus_per_node=args.gpus_per_node),
+        gpus_per_node=args.gpus_per_node,
+        observations=observations_of(args.records),
+        like=trainer,
+    )
+    limits = {"deadline_hours": args.deadline_hours, "budget_usd": args.budget_usd}
+    return Recommendation(
+        plans=best_plans(found.plans, objective=args.objective, **limits),
+        considered=found.plans,
+        left_out=found.left_out,
+        notes=[*of_trainer, *notes, *notes_on(strategies)],
+        offers=offers,
+        objective=args.objective,
+        gpus_per_node=args.gpus_per_node,
+        like=trainer,
+        **limits,
+    )
+
+
 def _recommend(args: argparse.Namespace) -> int:
     """Return exit code 0 if a plan was found, 1 if no plan is within the limits."""
     with user_errors():
@@ -140,23 +198,7 @@ def _recommend(args: argparse.Namespace) -> int:
             from slm_toolkit.recommend.launch_files import check_folder
 
             check_folder(args.write)
-        found = api.recommend(
-            gpu=args.gpu,
-            tokens=args.tokens,
-            target_loss=args.target_loss,
-            num_train_epochs=args.epochs,
-            global_batch_tokens=args.global_batch_tokens,
-            deadline_hours=args.deadline_hours,
-            budget_usd=args.budget_usd,
-            objective=args.objective,
-            num_gpus=args.num_gpus,
-            gpus_per_node=args.gpus_per_node,
-            strategy=args.strategy,
-            records=args.records,
-            like=args.like,
-            flags=given_flags(args),
-            **deployment_flags(args),
-        )
+        found = recommendation(args)
         notes = list(found.notes)
         if found.plans and args.write is not None:
             from slm_toolkit.recommend.launch_files import SKYPILOT_FILE

@@ -5,19 +5,19 @@ import json
 import sys
 from pathlib import Path
 
-from slm_toolkit import api
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.cli.output import (
     EXPORTS,
     add_output_flags,
+    asked_rows,
     check_exports,
     print_errors,
     print_records,
     read_baseline,
-    sort_of,
 )
 from slm_toolkit.config.flag_pairs import Pair, check_pairs, flags_given
 from slm_toolkit.record.files import schema
+from slm_toolkit.results import Records, Report, read_records
 
 _EXAMPLES = """\
   slm report                           the table of all records under runs
@@ -46,7 +46,7 @@ def add_picture_flags(parser: argparse.ArgumentParser) -> None:
     ).basic = True
 
 
-def write_pictures(report: api.Report, args: argparse.Namespace) -> None:
+def write_pictures(report: Report, args: argparse.Namespace) -> None:
     """The files that flags ask for; their names go to stderr."""
     from slm_toolkit.report.charts.files import write_images
 
@@ -89,23 +89,21 @@ def fill(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(verb=_report)
 
 
+def report_of(records: Records, args: argparse.Namespace) -> Report:
+    """Return the rows of records by the flags of a report. Raises ValueError for a user's mistake."""
+    problems = list(records.problems)
+    return Report(asked_rows(records.pairs, args, problems=problems), records, problems)
+
+
 def _report(args: argparse.Namespace) -> int:
     if args.schema:
         return _print_schema(args)
     with user_errors():
         check_pairs(flags_given(args), _ERRORS_ALONE)
         check_exports(args)
-        read = api.read_records(args.records)
+        read = read_records(args.records)
         baseline = read_baseline(args.baseline)
-    report = api.Report([], read, read.problems)
-    if not args.errors:
-        report = api.report(
-            read,
-            usd_per_gpu_hour=args.usd_per_gpu_hour,
-            parity_tolerance=args.parity_tolerance,
-            strict=args.strict,
-            sort=sort_of(args),
-        )
+    report = Report([], read, read.problems) if args.errors else report_of(read, args)
     for problem in report.problems:
         print(f"left out: {problem}", file=sys.stderr)
     broken = 1 if report.problems else 0

@@ -6,6 +6,7 @@ import itertools
 from functools import partial
 from typing import Any, get_args, get_origin
 
+from slm_toolkit.base.errors import user_errors
 from slm_toolkit.config.flag_metadata import Flag
 from slm_toolkit.config.parser import Parser, with_underscores
 from slm_toolkit.config.run_config import FLAGS, RunConfig
@@ -104,7 +105,8 @@ def training_config(words: list[str]) -> RunConfig:
     )
     parser.examples = _EXAMPLES
     add_flags(parser, grid=False)
-    return config_from_args(parser.parse_args(with_underscores(words)))
+    with user_errors():
+        return config_from_args(parser.parse_args(with_underscores(words)))
 
 
 class _Several(argparse.Action):

@@ -12,9 +12,6 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
-import yaml
-
-from slm_toolkit.base.errors import user_errors
 from slm_toolkit.base.user_files import read_text, typed_path, yaml_node, yaml_of
 from slm_toolkit.config.run_config import FLAGS
 
@@ -161,40 +158,55 @@ def _words_of_file(path: str, actions: Mapping[str, argparse.Action]) -> list[st
     if not isinstance(settings, dict):
         raise ValueError(f"{path} is not a mapping\nhint: {_CONFIG_HINT}")
     nodes = yaml_node(text, path, hint=_CONFIG_HINT).value
-    flags = [f"--{key.value.replace('-', '_')}" for key, _ in nodes]
-    flags = in_our_names(flags, actions)
+    values = [(key.value, settings[key.value], node.value) for key, node in nodes]
+    typed = [  # YAML reads 1:12:00:00 as a number in base 60
+        (name, text if isinstance(value, int | float) and ":" in text else value)
+        for name, value, text in values
+    ]
+    return words_of(typed, actions, where=f"{path}: ", hint=_CONFIG_HINT)
+
+
+def words_of(
+    settings: list[tuple[str, Any]],
+    actions: Mapping[str, argparse.Action],
+    *,
+    where: str = "",
+    hint: str = "",
+) -> list[str]:
+    """Return the words of flags that are given by name with values.
+
+    Raises ValueError, which begins with `where`, for an unknown name and a value that its flag can't take.
+    """
+    flags = in_our_names([f"--{name.replace('-', '_')}" for name, _ in settings], actions)
     if unknown := [flag for flag in flags if flag not in actions or flag in ("--help", "--config")]:
-        hint = "; ".join(filter(None, (_hint(flag, actions) for flag in unknown))) or _CONFIG_HINT
-        raise ValueError(f"{path}: unknown {', '.join(flag[2:] for flag in unknown)}\nhint: {hint}")
+        hint = "; ".join(filter(None, (_hint(flag, actions) for flag in unknown))) or hint
+        names = ", ".join(flag[2:] for flag in unknown)
+        raise ValueError(f"{where}unknown {names}" + (f"\nhint: {hint}" if hint else ""))
     if twice := [flag for flag in dict.fromkeys(flags) if flags.count(flag) > 1]:
-        raise ValueError(f"{path}: {', '.join(flag[2:] for flag in twice)} given twice\nhint: keep one value")
+        raise ValueError(f"{where}{', '.join(flag[2:] for flag in twice)} given twice\nhint: keep one value")
     return [
         word
-        for flag, value, (_, node) in zip(flags, settings.values(), nodes, strict=True)
-        for word in _words_of_setting(flag, _as_typed(value, node, actions[flag]), actions[flag], path)
+        for flag, (_, value) in zip(flags, settings, strict=True)
+        for word in _words_of_setting(flag, value, actions[flag], where)
     ]
 
 
-def _as_typed(value: Any, node: yaml.Node, action: argparse.Action) -> Any:
-    """Return the text where YAML reads another value: `no` is False, 1:12:00:00 a number in base 60."""
-    is_choice = isinstance(value, bool) and node.value in (action.choices or ())
-    is_time = isinstance(value, int | float) and ":" in node.value
-    return node.value if is_choice or is_time else value
-
-
-def _words_of_setting(flag: str, value: Any, action: argparse.Action, path: str) -> list[str]:
+def _words_of_setting(flag: str, value: Any, action: argparse.Action, where: str) -> list[str]:
     """`--seed=1`, or `--seed 1 2` of a list; nothing for null, and for false if the flag is a switch."""
+    if value is False and "no" in (action.choices or ()):  # YAML's `no`
+        value = "no"
     if value is None or (action.nargs == 0 and value is False):
         return []
     if action.nargs == 0 and value is True:
         return [flag]
+    value = list(value) if isinstance(value, tuple) else value
     values = value if isinstance(value, list) else [value]
     several = action.nargs in ("+", "*")
     if action.nargs == 0 or (isinstance(value, list) and not (several and value)):
         takes = "true or false" if action.nargs == 0 else "a list of values" if several else "one value"
-        raise ValueError(f"{path}: {flag[2:]} is {value!r}\nhint: it takes {takes}")
+        raise ValueError(f"{where}{flag[2:]} is {value!r}\nhint: it takes {takes}")
     if any(isinstance(each, dict | list | None) for each in values):
-        raise ValueError(f"{path}: {flag[2:]} holds {value!r}\nhint: {_CONFIG_HINT}")
+        raise ValueError(f"{where}{flag[2:]} holds {value!r}\nhint: it takes texts and numbers")
     texts = [str(each).lower() if isinstance(each, bool) else str(each) for each in values]
     return [flag, *texts] if several else [f"{flag}={texts[0]}"]
 
@@ -212,7 +224,7 @@ def with_underscores(argv: list[str]) -> list[str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with two sizes of help, other trainers' names of flags, and errors that end with exit code 2.
+    """argparse with two sizes of help and other trainers' names of flags; what is wrong raises ValueError.
 
     `--help` shows the flags whose action has `basic = True`, `--help all` shows every flag. A parser without
     basic flags has one help, which shows every flag.
@@ -234,8 +246,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = sys.argv[1:] if args is None else list(args)
         if "--config" in self._option_string_actions and self.prefix_chars:
-            with user_errors():
-                words = with_config_files(words, self._option_string_actions)
+            words = with_config_files(words, self._option_string_actions)
         arguments: list[str] = []
         if self.has_arguments and "--" in words:
             ours = words.index("--")
@@ -257,8 +268,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:
         problem, _, hint = message.partition("\nhint: ")
-        with user_errors():
-            raise ValueError(f"{problem}\nhint: {f'{hint}; ' if hint else ''}{self.prog} --help")
+        raise ValueError(f"{problem}\nhint: {f'{hint}; ' if hint else ''}{self.prog} --help") from None
 
     def format_help(self, *, every_flag: bool = False) -> str:
         basic = {action for action in self._actions if getattr(action, "basic", False)}
@@ -346,6 +356,17 @@ class VerbParser(Parser):
             import_module(self._filled_by).fill(self)
             self._filled_by = None
             self.set_defaults(parser=self)
+
+    def words_of(self, flags: Mapping[str, Any], *, leave_out: Collection[str]) -> list[str]:
+        """Return the words of flags that a Python program gives by name, as `parse_args` takes them.
+
+        `leave_out`: flags that the program can't give. Raises ValueError for a name or a value that no flag
+        can take.
+        """
+        self.fill()
+        known = self._option_string_actions
+        left = {flag: action for flag, action in known.items() if action.dest not in leave_out}
+        return words_of(list(flags.items()), left)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self.fill()

@@ -47,7 +47,7 @@ def test_a_users_own_script_is_compared_with_a_grid_of_its_arguments(tmp_path: P
         api.compare(script="train.py", arguments="--batch 2")
     with pytest.raises(ValueError, match="--parity with --script"):
         api.compare(script="train.py", parity=4)
-    with pytest.raises(ValueError, match="arguments without a script"):
+    with pytest.raises(ValueError, match="your own script's arguments need --script"):
         api.compare(arguments=["--batch", "2"])
 
 

@@ -1,7 +1,6 @@
 """The Python API: the same rows as the verbs, the same errors, and tables for consoles and notebooks."""
 
 import builtins
-import inspect
 import json
 import re
 from pathlib import Path
@@ -12,9 +11,7 @@ from conftest import ROOT, slm_here
 from rich.console import Console
 
 from slm_toolkit import api as slm
-from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.predict.estimate import Estimate
-from slm_toolkit.predict.flag_checks import NOT_OF_AN_ESTIMATE
 from slm_toolkit.recommend.plans import Plan
 from slm_toolkit.report.rows import Row
 
@@ -45,7 +42,8 @@ def test_estimates_are_those_of_the_verb() -> None:
         num_gpus=[8, 16],
         per_device_train_batch_size=2,
         usd_per_gpu_hour=2.0,
-        flags={"gradient_checkpointing": ["none", "full"], "seq_len": 2048},
+        gradient_checkpointing=["none", "full"],
+        seq_len=2048,
     )
     words = ("--model", "slm-500m", "slm-1b", "--strategy", "ddp", "ds_zero3", "--gpu", "a100-40gb")
     words += ("--num_gpus", "8", "16", "--per_device_train_batch_size", "2", "--usd_per_gpu_hour", "2")
@@ -60,7 +58,7 @@ def test_a_path_a_count_in_the_gpu_and_a_switch_are_taken() -> None:
         strategy=ROOT / "accel_configs" / "ddp.yaml", gpu="h200:16", gradient_checkpointing="true"
     )
     assert (row.strategy, row.num_gpus, row.gradient_checkpointing) == ("ddp", 16, "full")
-    (row,) = slm.estimate(strategy="ddp", flags={"gradient_checkpointing": True})
+    (row,) = slm.estimate(strategy="ddp", gradient_checkpointing=True)
     assert (row.gpu, row.gradient_checkpointing) == (None, "full")
 
 
@@ -74,7 +72,7 @@ def test_notes_say_what_an_estimate_does_not_follow(tmp_path: Path) -> None:
 
 
 def test_the_largest_batch_is_that_of_the_verb() -> None:
-    made = slm.estimate(model="slm-1b", strategy="ddp", gpu="l4", find_largest_batch=True)
+    made = slm.estimate(model="slm-1b", strategy="ddp", gpu="l4", largest_batch=True)
     words = ("--model", "slm-1b", "--strategy", "ddp", "--gpu", "l4", "--largest_batch")
     assert as_json(made.to_dicts()) == printed_json("estimate", *words)
     assert "batch with" in str(made)
@@ -195,7 +193,7 @@ def test_without_pandas_the_error_says_what_to_install(monkeypatch: pytest.Monke
         ({"num_gpus": 13}, ("--num_gpus", "13")),
         ({"strategy": "ddpp"}, ("--strategy", "ddpp")),
         ({"seq_len": [0, 7]}, ("--seq_len", "0", "7")),
-        ({"find_largest_batch": True}, ("--largest_batch",)),
+        ({"largest_batch": True}, ("--largest_batch",)),
         ({"usd_per_gpu_hour": 2, "provider": "AWS"}, ("--usd_per_gpu_hour", "2", "--provider", "AWS")),
     ],
     ids=lambda value: str(value),
@@ -217,9 +215,9 @@ def test_a_folder_without_records_has_the_message_of_the_command_line(tmp_path: 
 
 def test_an_unknown_flag_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(ValueError) as raised:  # noqa: PT011 - compared whole
-        slm.estimate(flags={"seqlen": 8, "gradient_checkpoint": "full", "seq_len": "8"})
+        slm.estimate(seqlen=8, gradient_checkpoint="full", json=True)
     assert str(raised.value) == (
-        "unknown flag: seqlen\nunknown flag: gradient_checkpoint\n--seq_len is '8': a whole number\n"
+        "unknown seqlen, gradient_checkpoint, json\n"
         "hint: did you mean --seq_len?; did you mean --gradient_checkpointing?"
     )
 
@@ -227,52 +225,20 @@ def test_an_unknown_flag_is_refused_with_the_nearest_one() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"model": "slm-1m"}, "given twice: model"),
-        ({"seq_len": []}, "--seq_len is an empty list"),
-        ({"learning_rate": "3e-4"}, "--learning_rate is '3e-4': a number"),
-        ({"torch_compile": 1}, "--torch_compile is 1: True or False"),
-        ({"seq_len": 8.0}, "--seq_len is 8.0: a whole number"),
-        ({"weight_decay": [0.1, 0.2]}, "--weight_decay takes one value, not 2"),
-        ({"output_dir": "runs"}, "unknown flag: output_dir"),
-    ],
-    ids=lambda value: str(value),
-)
-def test_a_flag_of_a_wrong_kind_is_refused(flags: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        slm.estimate(model="slm-1m", flags=flags)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+        ({"lr": 1e-3, "learning_rate": 1e-3}, "learning_rate given twice"),
+        ({"seq_len": []}, "seq_len is []\nhint: it takes a list of values"),
+        ({"learning_rate": "fast"}, "argument --learning_rate: invalid float value: 'fast'"),
+        ({"torch_compile": 2}, "argument --torch_compile: '2' is not true or false"),
+        ({"seed": 8.0}, "argument --seed: invalid int value: '8.0'"),
+        ({"weight_decay": [0.1, 0.2]}, "weight_decay is [0.1, 0.2]\nhint: it takes one value"),
+        ({"output_dir": "runs"}, "unknown output_dir"),
         ({"price_kind": "none"}, "argument --price_kind: invalid choice: 'none' (choose from "),
         ({"usd_per_gpu_hour": 0}, "argument --usd_per_gpu_hour: 0 is not a price per GPU-hour"),
-        ({"num_gpus": 8.5}, "argument --num_gpus: invalid int value: 8.5"),
-        ({"inter_node_gbps": -1}, "argument --inter_node_gbps: -1 is not above 0"),
+        ({"num_gpus": 8.5}, "argument --num_gpus: invalid int value: '8.5'"),
+        ({"largest_batch": 1}, "largest_batch is 1\nhint: it takes true or false"),
     ],
     ids=lambda value: str(value),
 )
-def test_a_number_or_choice_has_the_checks_of_the_command_line(
-    arguments: dict[str, Any], message: str
-) -> None:
+def test_a_flag_that_is_unknown_or_of_a_wrong_kind_is_refused(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        slm.estimate(gpu="h200", **arguments)
-
-
-def test_arguments_that_are_fields_of_run_config_have_its_names() -> None:
-    """So that a name works as an argument or as an entry of flags."""
-    own = {
-        slm.estimate: {"strategy", "gpu", "num_gpus", "gpus_per_node", "find_largest_batch", "flags"},
-        slm.compare: {"strategy", "num_processes", "repeats", "parity", "timeout_seconds", "flags"},
-    }
-    for function, others in own.items():
-        names = set(inspect.signature(function).parameters)
-        assert others <= names
-        assert {"model", "seq_len", "per_device_train_batch_size", "numerics"} <= names & FLAGS.keys()
-    of_estimates = names_of(slm.estimate)
-    assert not of_estimates & set(NOT_OF_AN_ESTIMATE)
-    assert {name for name in names_of(slm.compare) if getattr(RunConfig, name) is None} >= {"model"}
-
-
-def names_of(function: Any) -> set[str]:
-    return set(inspect.signature(function).parameters) & FLAGS.keys()
+        slm.estimate(gpu="h200", **flags)

@@ -14,17 +14,17 @@ LAYERS = (
     *("run/faults", "run"),
     *("report", "report/tables", "report/charts", "compare"),
     *("recommend", "doctor", "convert", "checkpoint_convert"),
-    *("train.py", "recorder.py", "run_script.py", "api.py", "cli"),
+    *("train.py", "recorder.py", "run_script.py", "results.py", "cli", "api.py"),
 )
 "from the lowest to the highest: a folder's own files, or a file of the package's root"
 SATELLITES = ("recommend", "doctor", "convert", "checkpoint_convert")
 ABOVE_SATELLITES = {
-    "recommend": {"recommend", "api"},
-    "doctor": {"doctor", "train", "compare", "api"},
+    "recommend": {"recommend", "results"},
+    "doctor": {"doctor", "train", "compare"},
     "convert": {"convert"},
     "checkpoint_convert": {"convert"},
 }
-"by satellite, the files of cli, and api.py, that import it: nothing else of the package does"
+"by satellite, the files of cli, and results.py, that import it: nothing else of the package does"
 
 
 def layer(path: Path) -> str:
@@ -87,7 +87,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         visit(name, ())
 
 
-def test_satellites_are_imported_by_their_own_verbs_and_inside_functions_of_the_api_alone() -> None:
+def test_satellites_are_imported_by_their_own_verbs_and_inside_functions_of_results_alone() -> None:
     for satellite in SATELLITES:
         importers = {
             path.stem
@@ -96,7 +96,7 @@ def test_satellites_are_imported_by_their_own_verbs_and_inside_functions_of_the_
         }
         assert importers <= ABOVE_SATELLITES[satellite]
     at_top = {
-        name for name, is_at_top in imports(MODULES["slm_toolkit.api"]) if is_at_top and name in MODULES
+        name for name, is_at_top in imports(MODULES["slm_toolkit.results"]) if is_at_top and name in MODULES
     }
     assert at_top == set()
 

@@ -19,12 +19,7 @@ def changed(asked: dict[str, object], change: str) -> Estimate:
     words = re.sub(r"batch (\d+) instead of \d+", r"--per_device_train_batch_size \1", change)
     pairs = re.findall(r"--(\w+) (\S+)", words)
     flags = {name: int(value) if value.isdigit() else value for name, value in pairs}
-    direct = {name: flags.pop(name) for name in ("strategy", "num_gpus") if name in flags}
-    old = {**asked, **direct}
-    old["flags"] = {**old.pop("flags", {}), **flags}
-    if "per_device_train_batch_size" in flags:
-        old.pop("per_device_train_batch_size", None)
-    return row_of(**old)
+    return row_of(**{**asked, **flags})
 
 
 ASKED = [
@@ -68,7 +63,7 @@ def test_each_change_fits_and_costs_what_it_says(asked: dict[str, object]) -> No
 def test_the_mildest_value_of_each_kind_is_named() -> None:
     before = row_of(**ASKED[0])
     assert before.changes_that_fit[0].change == "batch 8 instead of 32 with --gradient_accumulation_steps 4"
-    twice = {"per_device_train_batch_size": 16, "flags": {"gradient_accumulation_steps": 2}}
+    twice = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2}
     assert row_of(**{**ASKED[0], **twice}).verdict == "does not fit"
     for mode in ("selective_op", "full"):  # so that neither is named
         alone = row_of(**ASKED[0], gradient_checkpointing=mode)
@@ -116,8 +111,8 @@ def test_largest_batch_of_recommend_and_estimate_agree_and_name_their_flags() ->
         gpu="a100-40gb",
         num_gpus=8,
         strategy="ds_zero2",
-        find_largest_batch=True,
-        flags=flags,
+        largest_batch=True,
+        **flags,
     )
     said = " ".join(str(found).split())
     assert f"at most {largest.batch_with_margin} fits with its flags (`slm estimate --largest_batch`)" in said
@@ -131,7 +126,7 @@ def test_largest_batch_of_recommend_and_estimate_agree_and_name_their_flags() ->
 def test_shared_sequences_are_the_first_change_where_one_sequence_does_not_fit() -> None:
     shape = {"model": "slm-1b-hw", "seq_len": 131_072, "per_device_train_batch_size": 1}
     kernels = {"loss_kernel": "fused_linear", "norm_kernel": "fused"}
-    asked = {**shape, "gpu": "a100-40gb", "num_gpus": 8, "strategy": "fsdp_full_shard", "flags": kernels}
+    asked = {**shape, "gpu": "a100-40gb", "num_gpus": 8, "strategy": "fsdp_full_shard", **kernels}
     first = row_of(**asked).changes_that_fit[0].change
     assert first == "--gradient_accumulation_steps 8 --sp_size 8"
     assert changed(asked, first).fits

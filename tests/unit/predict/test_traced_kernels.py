@@ -34,7 +34,7 @@ def test_estimates_meet_traced_peaks(
         strategy=strategy,
         num_gpus=ranks,
         per_device_train_batch_size=batch,
-        flags={"seq_len": 1024, **FUSED, **flags},
+        **{"seq_len": 1024, **FUSED, **flags},
     )
     assert row.peak_allocated_bytes == pytest.approx(traced, rel=0.003)
 
@@ -42,7 +42,7 @@ def test_estimates_meet_traced_peaks(
 def test_compiled_float8_is_faster_than_what_it_replaces() -> None:
     def seconds(**flags: object) -> float:
         (row,) = api.estimate(
-            model="slm-2b-hw", strategy="ddp", gpu="h100-80gb", num_gpus=8, flags={**FUSED, **flags}
+            model="slm-2b-hw", strategy="ddp", gpu="h100-80gb", num_gpus=8, **{**FUSED, **flags}
         )
         return row.step_seconds
 
@@ -54,7 +54,7 @@ def test_compiled_float8_is_faster_than_what_it_replaces() -> None:
 
 def test_what_was_not_traced_is_refused() -> None:
     with pytest.raises(ValueError, match="--fp8 rowwise with --numerics stock: no closed form"):
-        api.estimate(strategy="ddp", flags={"fp8": "rowwise", "numerics": "stock"})
+        api.estimate(strategy="ddp", **{"fp8": "rowwise", "numerics": "stock"})
 
 
 def test_layers_unlike_llamas_are_refused(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_layers_unlike_llamas_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**neox, "architectures": ["GPTNeoXForCausalLM"]}))
     with pytest.raises(ValueError, match="no closed form; there is one for layers like Llama's"):
-        api.estimate(model=str(path), strategy="ddp", flags={"fp8": "rowwise"})
+        api.estimate(model=str(path), strategy="ddp", **{"fp8": "rowwise"})
 
 
 def test_every_combination_of_a_grid_is_checked() -> None:
@@ -71,13 +71,13 @@ def test_every_combination_of_a_grid_is_checked() -> None:
         api.estimate(
             strategy="ddp",
             per_device_train_batch_size=1,
-            flags={"fp8": ["none", "rowwise"], "seq_len": [1024, 1000]},
+            **{"fp8": ["none", "rowwise"], "seq_len": [1024, 1000]},
         )
 
 
 def test_float8_plans_are_not_limited_by_the_mfu_of_bf16() -> None:
     def fastest(fp8: str) -> float:
-        found = api.recommend(model="slm-2b-hw", tokens=1e9, gpu="rtx-4090:8", flags={"fp8": fp8})
+        found = api.recommend(model="slm-2b-hw", tokens=1e9, gpu="rtx-4090:8", **{"fp8": fp8})
         return max(plan.estimate.tokens_per_second for plan in found)
 
     assert fastest("rowwise") > 1.1 * fastest("none")
@@ -87,9 +87,9 @@ def test_a_gpu_that_emulates_float8_has_no_estimate_and_no_plan() -> None:
     with pytest.raises(
         ValueError, match="--fp8 rowwise on a100-80gb: no closed form, because this GPU emulates"
     ):
-        api.estimate(strategy="ddp", gpu="a100-80gb", flags={"fp8": "rowwise"})
+        api.estimate(strategy="ddp", gpu="a100-80gb", **{"fp8": "rowwise"})
     found = api.recommend(
-        model="slm-100m-hw", tokens=1e9, gpu=["a100-80gb:1", "h100-80gb:1"], flags={"fp8": "rowwise"}
+        model="slm-100m-hw", tokens=1e9, gpu=["a100-80gb:1", "h100-80gb:1"], **{"fp8": "rowwise"}
     )
     assert {plan.estimate.gpu for plan in found} == {"h100-80gb"}
     assert [line[:27] for line in found.left_out] == ["--fp8 rowwise on a100-80gb:"]

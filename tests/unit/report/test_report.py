@@ -252,7 +252,7 @@ def test_a_script_is_estimated_as_hugging_faces_trainer_with_what_was_observed()
         seq_len=512,
         per_device_train_batch_size=4,
         gradient_checkpointing="full",
-        flags={"gradient_accumulation_steps": 2, "max_grad_norm": 1.0},
+        **{"gradient_accumulation_steps": 2, "max_grad_norm": 1.0},
     ).rows
     assert found.peak_allocated_bytes == expected.peak_allocated_bytes
     unknown = dataclasses.replace(record, numerics={**record.numerics, "optimizer_class": "SGD"})

@@ -1,0 +1,317 @@
+"""What the verbs of `slm` compute: typed results that print as tables, export, and show in notebooks.
+
+The import loads neither torch nor rich: each function loads what it needs.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+if TYPE_CHECKING:
+    import pandas
+    from rich.console import RenderableType
+
+    from slm_toolkit.predict.estimate import Estimate
+    from slm_toolkit.predict.setup.other_trainers import OtherTrainer
+    from slm_toolkit.recommend.job import GpuOffer
+    from slm_toolkit.recommend.plans import Plan
+    from slm_toolkit.record.run_record import RunRecord
+    from slm_toolkit.report.charts.figures import Panel
+    from slm_toolkit.report.rows import Row
+    from slm_toolkit.report.tables.ledger import LedgerEntry
+
+Item = TypeVar("Item")
+_TEXT_WIDTH = 160
+"columns of a table as text"
+_NOTEBOOK_WIDTH = 120
+"columns of a table in a notebook, whose cells are about so wide"
+
+
+def read_records(paths: str | Path | Sequence[str | Path] = "runs") -> "Records":
+    """Read all record.json files in folders, at any depth, and files; in the order of a report.
+
+    Raises ValueError for a path that does not exist, and if there is no record at all.
+    """
+    from slm_toolkit.record.files import find_records
+    from slm_toolkit.record.run_record import RECORD_FILE
+    from slm_toolkit.report.rows import report_order
+
+    folders = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
+    found, problems = find_records(folders)
+    if not found:
+        nothing = f"no {RECORD_FILE} under {folders[0]}\nhint: `slm compare` writes records"
+        raise ValueError(problems[0] if problems else nothing)
+    return Records(sorted(found, key=report_order), problems)
+
+
+class _Displayed:
+    """Shows a result as its table: `print(result)`, rich consoles and notebooks."""
+
+    def table(self, *, width: int = _TEXT_WIDTH) -> "RenderableType":
+        """Return what the verb prints, as a rich renderable that fits `width` columns."""
+        raise NotImplementedError
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator["RenderableType"]:
+        yield self.table(width=options.max_width)
+
+    def __str__(self) -> str:
+        return _text_of(self.table(width=_TEXT_WIDTH), width=_TEXT_WIDTH)
+
+    def _repr_html_(self) -> str:
+        return _html_of(self.table(width=_NOTEBOOK_WIDTH), width=_NOTEBOOK_WIDTH)
+
+
+class _Listed(_Displayed, Generic[Item]):
+    """A result that is also a sequence of its rows."""
+
+    rows: list[Item]
+
+    @property
+    def _items(self) -> list[Item]:
+        return self.rows
+
+    def __iter__(self) -> Iterator[Item]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> Item:
+        return self._items[index]
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Return the objects that the verb prints with --json."""
+        raise NotImplementedError
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """Return a line for each row, with the names of `to_dicts`. Raises ValueError without pandas."""
+        return _data_frame(self.to_dicts())
+
+
+@dataclass(frozen=True, repr=False)
+class Estimates(_Listed["Estimate"]):
+    """Estimates of a grid, in its order."""
+
+    rows: list["Estimate"]
+    notes: list[str]
+    "sentences on what the estimates do not follow, and on strategies that were left out"
+    found_largest_batch: bool = False
+
+    def __repr__(self) -> str:
+        return f"<Estimates: {len(self)} rows>"
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Return the objects of `slm estimate --json`."""
+        return [
+            {**vars(row), "changes_that_fit": row.changes_that_fit and [*map(vars, row.changes_that_fit)]}
+            for row in self.rows
+        ]
+
+    def table(self, *, width: int = _TEXT_WIDTH) -> "RenderableType":
+        """Return the table of `slm estimate` as a rich renderable; print it with `crop=False`."""
+        from slm_toolkit.report.tables.estimate import estimate_table
+
+        return estimate_table(self.rows, width=width, largest_batch=self.found_largest_batch)
+
+
+@dataclass(frozen=True, repr=False)
+class Recommendation(_Listed["Plan"]):
+    """Plans for a whole training, the best first."""
+
+    plans: list["Plan"]
+    "empty: none is within the limits"
+    considered: list["Plan"]
+    "all that fit the GPUs"
+    left_out: list[str]
+    "what was not considered, as sentences with the reason"
+    notes: list[str]
+    offers: list["GpuOffer"]
+    objective: str
+    gpus_per_node: int
+    like: "OtherTrainer | None" = None
+    deadline_hours: float | None = None
+    budget_usd: float | None = None
+
+    @property
+    def _items(self) -> list["Plan"]:
+        return self.plans
+
+    def __repr__(self) -> str:
+        return f"<Recommendation: {len(self)} plans>"
+
+    @property
+    def unpriced(self) -> list[str]:
+        """Names of offered GPUs without a known price."""
+        return [offer.gpu.name for offer in self.offers if offer.deployment.price is None]
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Return the objects of `slm recommend --json`."""
+        from slm_toolkit.recommend.plans import as_json
+
+        return [as_json(plan) for plan in self.plans]
+
+    def table(self, *, width: int = _TEXT_WIDTH, top: int = 10) -> "RenderableType":
+        """Return what `slm recommend` prints, with the first `top` rows; print it with `crop=False`."""
+        from slm_toolkit.recommend.job import advice_on
+        from slm_toolkit.recommend.plan_table import nothing_found, plan_report
+
+        if not self.plans:
+            return nothing_found(
+                self.considered,
+                self.left_out,
+                deadline_hours=self.deadline_hours,
+                budget_usd=self.budget_usd,
+            )
+        advice = advice_on(
+            self.plans,
+            offers=self.offers,
+            gpus_per_node=self.gpus_per_node,
+            like=self.like,
+        )
+        return plan_report(self.plans, advice, top=top, objective=self.objective, width=width)
+
+    def write(self, folder: str | Path) -> list[Path]:
+        """Write the first plan's YAML, launch script and SkyPilot task; return the files.
+
+        Raises ValueError if there is no plan, and for a folder that can't be used.
+        """
+        from slm_toolkit.recommend.launch_files import check_folder, write_launch
+
+        if not self.plans:
+            raise ValueError("there is no plan to write\nhint: table() says what comes nearest")
+        check_folder(Path(folder))
+        return write_launch(self.plans[0], Path(folder))
+
+
+@dataclass(frozen=True, repr=False)
+class Records:
+    """Records of runs with their files, in the order of a report."""
+
+    pairs: list[tuple[Path, "RunRecord"]]
+    problems: list[str] = field(default_factory=list)
+    "a sentence for each file that could not be read"
+
+    def __iter__(self) -> Iterator["RunRecord"]:
+        return (record for _, record in self.pairs)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> "RunRecord":
+        return self.pairs[index][1]
+
+    def __repr__(self) -> str:
+        return f"<Records: {len(self)} runs>"
+
+
+@dataclass(frozen=True, repr=False)
+class Report(_Listed["Row"]):
+    """Ranked rows of recorded runs. Each row's fields are the keys of `slm report --json`."""
+
+    rows: list["Row"]
+    records: Records
+    problems: list[str] = field(default_factory=list)
+    "a sentence for each record that could not be read or shown"
+
+    def __repr__(self) -> str:
+        return f"<Report: {len(self)} rows of {len(self.records)} runs>"
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Return the objects of `slm report --json`."""
+        from slm_toolkit.report.tables.export import json_rows
+
+        return json_rows(self.rows)
+
+    def to_json(self) -> str:
+        from slm_toolkit.report.tables.export import json_text
+
+        return json_text(self.to_dicts())
+
+    def to_csv(self) -> str:
+        from slm_toolkit.report.tables.export import csv_text
+
+        return csv_text(self.to_dicts())
+
+    def to_markdown(self) -> str:
+        from slm_toolkit.report.tables.export import markdown_text
+
+        return markdown_text(self.rows)
+
+    def to_html(self, path: str | Path | None = None, *, panels: list["Panel"] | None = None) -> str:
+        """Return one HTML page with the table and the charts, which fetches nothing; write it to `path`.
+
+        `panels`: charts to draw (default: all).
+        """
+        from slm_toolkit.report.charts.files import html_page
+
+        panels = self.panels() if panels is None else panels
+        text = html_page(self.rows, panels, left_out=[f"left out: {line}" for line in self.problems])
+        if path is not None:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def caption(self) -> str:
+        """Return what the rows share, and the machine, the days and the versions of their runs."""
+        from slm_toolkit.report.tables.comparison import heading, provenance
+
+        return f"{heading(self.rows).plain}; {provenance(self.rows)}"
+
+    def verdict(self) -> list[str]:
+        """Return the conclusions as sentences: the fastest row, the cheapest, the smallest."""
+        from slm_toolkit.report.verdict import verdict
+
+        return verdict(self.rows)
+
+    def panels(self, *, problems: list[str] | None = None) -> list["Panel"]:
+        """Return all charts as plotly figures. `problems` takes a line for each damaged memory timeline."""
+        from slm_toolkit.report.charts.panels import panels_of
+        from slm_toolkit.report.rows import labelled
+
+        problems = [] if problems is None else problems
+        return panels_of(self.records.pairs, labelled(self.rows), problems=problems)
+
+    def errors(self) -> list["LedgerEntry"]:
+        """Return what `slm estimate` predicts for each run, beside what the run took, in bytes."""
+        from slm_toolkit.report.tables.ledger import ledger_of
+
+        return ledger_of(self.records.pairs)[0]
+
+    def table(self, *, width: int = _TEXT_WIDTH) -> "RenderableType":
+        """Return the tables and notes of `slm report` as a rich renderable; print it with `crop=False`."""
+        from rich.console import Group
+
+        from slm_toolkit.report.tables.sections import failed_references, sections
+
+        unchecked = failed_references(self.records.pairs)
+        return Group(*sections(self.rows, width=width, unchecked=unchecked))
+
+
+def _data_frame(rows: list[dict[str, Any]]) -> "pandas.DataFrame":
+    try:
+        import pandas
+    except ModuleNotFoundError:
+        raise ValueError("to_pandas() needs pandas\nhint: pip install pandas") from None
+    return pandas.DataFrame(rows)
+
+
+def _text_of(content: "RenderableType", *, width: int) -> str:
+    from rich.console import Console
+
+    console = Console(width=width, color_system=None, force_terminal=False, force_jupyter=False)
+    with console.capture() as captured:
+        console.print(content, crop=False)
+    return captured.get().rstrip("\n")
+
+
+def _html_of(content: "RenderableType", *, width: int) -> str:
+    """The table as preformatted text with rich's colours; a notebook scrolls what is wider than its cell."""
+    import io
+
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=width, record=True, force_jupyter=False)
+    console.print(content, crop=False)
+    style = "white-space:pre;overflow-x:auto;line-height:normal;font-family:monospace;font-size:12px"
+    return console.export_html(inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>')
