@@ -467,10 +467,10 @@ def _new_published_rows() -> str:
 def _rehearsed() -> str:
     return (
         "## Estimated memory against rehearsals\n\n"
-        "```bash\nslm report results/rehearsed --errors\n```\n\n```text\n"
-        + _report("results/rehearsed", "--errors").rpartition("\nerrors\n")[2]
-        + "```\n\nThe records are of 2026-11-20: `slm compare --rehearse 8 64 --model slm-100m slm-2b`, 227 s"
-        " on two cores. The command prints each record against its estimate, too; `--json` has all of it.\n"
+        "```bash\nslm report results/rehearsed\n```\n\n```text\n"
+        + "\n".join(line for line in _report("results/rehearsed").splitlines() if line[:1] in "┏┃┡│└")
+        + "\n```\n\nThe records are of 2026-11-20: `slm compare --rehearse 8 64 --model slm-100m slm-2b`,"
+        " 227 s on two cores.\n"
     )
 
 

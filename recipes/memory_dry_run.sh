@@ -27,5 +27,5 @@ slm compare --rehearse "${ranks[@]}" --model "$MODEL" --strategy "${strategies[@
   --per_device_train_batch_size "$BATCH" --loss_kernel fused_linear --norm_kernel fused \
   --output_dir runs/dry --memory # also shows which modules cause the peak
 
-# 3. Compare estimate and rehearsal. Where they differ, trust the rehearsal.
-slm report runs/dry --errors
+# 3. Both beside each other in one table. Where they differ, trust the rehearsal.
+slm report runs/dry

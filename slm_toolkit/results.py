@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from slm_toolkit.record.run_record import RunRecord
     from slm_toolkit.report.charts.figures import Panel
     from slm_toolkit.report.rows import Row
-    from slm_toolkit.report.tables.ledger import LedgerEntry
 
 Item = TypeVar("Item")
 _TEXT_WIDTH = 160
@@ -252,12 +251,6 @@ class Report(_Listed["Row"]):
             Path(path).write_text(text, encoding="utf-8")
         return text
 
-    def caption(self) -> str:
-        """Return what the rows share, and the machine, the days and the versions of their runs."""
-        from slm_toolkit.report.tables.comparison import heading, provenance
-
-        return f"{heading(self.rows).plain}; {provenance(self.rows)}"
-
     def verdict(self) -> list[str]:
         """Return the conclusions as sentences: the fastest row, the cheapest, the smallest."""
         from slm_toolkit.report.verdict import verdict
@@ -271,12 +264,6 @@ class Report(_Listed["Row"]):
 
         problems = [] if problems is None else problems
         return panels_of(self.records.pairs, labelled(self.rows), problems=problems)
-
-    def errors(self) -> list["LedgerEntry"]:
-        """Return what `slm estimate` predicts for each run, beside what the run took, in bytes."""
-        from slm_toolkit.report.tables.ledger import ledger_of
-
-        return ledger_of(self.records.pairs)[0]
 
     def table(self, *, width: int = _TEXT_WIDTH) -> "RenderableType":
         """Return the tables and notes of `slm report` as a rich renderable; print it with `crop=False`."""

@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import shutil
 import subprocess
 import tempfile
 import time
@@ -12,13 +13,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from slm_toolkit.report.charts.files import find_browser
-
+_NAMES = ("chromium", "google-chrome")
 _START_SECONDS = 60
 _ALONE = (  # without a window and without asking anybody; root, as in containers, has no sandbox
     *("--headless", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars"),
     *(["--no-sandbox"] if os.geteuid() == 0 else []),
 )
+
+
+def find_browser() -> str | None:
+    return next(filter(None, map(shutil.which, (os.environ.get("CHROME_PATH", ""), *_NAMES))), None)
 
 
 class Browser:

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+from browser import find_browser
 from conftest import made_record
 
 from slm_toolkit.model.model_spec import PRESETS, flops_per_token
@@ -12,7 +13,6 @@ from slm_toolkit.record.files import write_record
 from slm_toolkit.record.memory_timeline import PARTS, TIMELINE_FILE, MemoryTimeline, Segment, write_timeline
 from slm_toolkit.record.run_record import RunRecord, model_facts
 from slm_toolkit.record.step_breakdown import Anatomy
-from slm_toolkit.report.charts.files import find_browser
 
 ENGINES = {  # strategy: engine, ZeRO stage, reshard after forward, share of DDP's rate
     "ddp": ("ddp", None, None, 1.0),

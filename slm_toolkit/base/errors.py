@@ -125,7 +125,6 @@ OUT_OF_MEMORY = re.compile(
 # The optional packages, by the extras of pyproject.toml. Messages name the packages: the extras themselves
 # install from a checkout only (`pip install -e ".[peft]"`).
 PACKAGES = {
-    "figures": "kaleido",
     "fp8": "torchao",
     "peft": "peft bitsandbytes",
 }

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -208,24 +207,6 @@ def print_records(
     well = all(row.status in ("ok", "oom", "skipped") and row.parity_holds is not False for row in rows)
     worse = any(change.is_regression for change in found) or (bool(baseline) and not found)
     return 0 if well and not worse and not unchecked else 1
-
-
-def print_errors(records: list[tuple[Path, RunRecord]], args: argparse.Namespace) -> int:
-    """Print the prediction ledger; return 1 if no record can be compared with an estimate, else 0."""
-    from slm_toolkit.report.rows import labelled
-    from slm_toolkit.report.tables.ledger import ledger_of, ledger_table, summaries
-
-    entries, left_out = ledger_of(records)
-    for line in left_out:
-        print(f"left out: {line}", file=sys.stderr)
-    if args.json:
-        print(json.dumps([dataclasses.asdict(entry) for entry in entries], indent=2, allow_nan=False))
-    elif entries:
-        named = {row.record: label for label, row in labelled(asked_rows(records, args)).items()}
-        console = console_of_stdout()
-        table = ledger_table(entries, summaries(entries), named=named, width=console.width)
-        console.print(table, crop=False)
-    return 0 if entries else 1
 
 
 def asked_rows(

@@ -68,7 +68,9 @@ _UPLOAD = "`hf upload ME/MODEL runs/NAME/model`"
 REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
     "law": "leave it out: losses are by Besiroglu et al. 2024",
     "plot": "--html FILE draws all charts on one page",
-    "svg": "--html FILE, or --figures DIR for pictures of the charts",
+    "svg": "--html FILE draws all charts on one page, and its camera button saves one",
+    "figures": "--html FILE draws all charts on one page, and its camera button saves one",
+    "errors": "the table of `slm report` shows the estimated peak beside the measured one",
     "find_batch_size": "`slm estimate --largest_batch` and `slm compare --largest_batch` find it before",
     "stage_ends": "train a second run from the model of the first, with its own --dataset",
     "until_loss": "`slm report --html` draws the losses over time of all runs",

@@ -100,11 +100,6 @@ def _estimate_on(configuration: _Configuration, gpu: str | None) -> Estimate | N
     return result if result.peak_reserved_high_bytes <= LARGEST else None  # larger: the record is made up
 
 
-def offloads(record: RunRecord) -> bool:
-    """Return whether the strategy keeps part of the training state in host RAM or on disk."""
-    return strategy_that_ran(record).offloads
-
-
 def strategy_that_ran(record: RunRecord) -> Strategy:
     """Return the strategy with engine, stage and sharding as probed, and everything else as configured."""
     return Strategy(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from answers import Answers, answers, paragraphs
 from comparison import Comparison, comparisons, measured_cells
+from images import write_images
 from pictures import caption, pictures
 from rich.text import Text
 from tables import Best, best_configurations, best_table, figure_table
@@ -20,7 +21,6 @@ from tables import Best, best_configurations, best_table, figure_table
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.config.parser import positive_number, price_per_hour
 from slm_toolkit.record.files import find_records
-from slm_toolkit.report.charts.files import write_images
 from slm_toolkit.report.tables.fitted import console_of_stdout
 
 _TEXT_WIDTH = 110

@@ -12,10 +12,10 @@ from slm_toolkit.report.charts.figures import (
     Bar,
     Figure,
     Panel,
+    bars_layout,
     colour,
     curves_layout,
     escaped,
-    places_layout,
     rounded,
 )
 
@@ -192,7 +192,7 @@ def _best(name: str, title: str, cells: list[Cell]) -> Figure:
         trace["marker"] = {"color": known, "cmin": 0, "cmax": max(known), "colorscale": _UTILISATION}
     if all(cell.is_predicted for cell in shown):
         trace["marker"]["pattern"] = {"shape": "/", "fillmode": "overlay", "fgcolor": "#fff"}
-    layout = places_layout(bars, x_title="tokens/s per rank") | {"bargap": 0.62, "barmode": "stack"}
+    layout = bars_layout(bars, x_title="tokens/s per rank") | {"bargap": 0.62, "barmode": "stack"}
     return Figure(name, title, [trace], layout)
 
 

@@ -50,5 +50,5 @@ def test_every_pip_install_of_a_message_is_of_packages_that_pyproject_knows() ->
         for words in re.findall(r"pip install ((?:[a-z][\w-]* ?)+)", (ROOT / name).read_text())
         for word in words.split()
     }
-    assert {"peft", "bitsandbytes", "kaleido"} <= named
+    assert {"peft", "bitsandbytes"} <= named
     assert named <= known | {"scipy"}  # of a bench's fit

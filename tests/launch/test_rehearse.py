@@ -18,7 +18,7 @@ from slm_toolkit.record.parity import judge
 from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
 from slm_toolkit.report.rows import Row, ranked, row_of
 from slm_toolkit.report.tables.comparison import comparison_table
-from slm_toolkit.report.tables.memory import memory_chart, memory_picture
+from slm_toolkit.report.tables.memory import memory_picture, peak_table
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy
 
 FAST = ("ddp", "fsdp_full_shard", "ds_zero3")
@@ -368,11 +368,9 @@ def made_timeline() -> tuple[dict, list[Segment]]:
 
 
 @pytest.mark.quick
-def test_the_memory_chart_at_a_fixed_width() -> None:
-    text = drawn(
-        memory_chart("memory of x", memory_picture(*made_timeline(), most_rows=9), width=80), width=80
-    )
-    lines = [line.rstrip() for line in text.splitlines()]
+def test_the_owners_at_the_peak_and_the_moments_of_a_step() -> None:
+    picture = memory_picture(*made_timeline(), most_rows=9)
+    lines = [line.rstrip() for line in drawn(peak_table("memory of x", picture), width=80).splitlines()]
     assert lines[0] == "memory of x: peak 9.00 GiB in backward at loss"
     assert lines[1] == "parameters 2.00 GiB, activations 4.00 GiB, logits and loss 3.00 GiB"
     # four alike layers are one owner; shares: 4, 3 and 2 of 9
@@ -382,28 +380,19 @@ def test_the_memory_chart_at_a_fixed_width() -> None:
         ["logits and loss", "3.00 GiB", "33.3%", "-"],
         ["parameters", "2.00 GiB", "22.2%", "-"],
     ]
-    # 80 columns less 10 + 10 of words, 8 of the size, 3 spaces and 8 of the mark are 41 cells for 9 GiB,
-    # 4.556 each: 2 GiB end at cell 9, 3 at 14, 4 at 18, 6 at 27, 8 at 36, 9 at 41
-    assert lines[-11:-2] == [
-        "data                  2.00 GiB PPPPPPPPP",
-        "micro-step 1          8.00 GiB PPPPPPPPPAAAAAAAAAAAAAAAAAALLLLLLLLL",
-        "data                  2.00 GiB PPPPPPPPP",
-        "forward    layers 0-1 4.00 GiB PPPPPPPPPAAAAAAAAA",
-        "forward    layers 2-3 6.00 GiB PPPPPPPPPAAAAAAAAAAAAAAAAAA",
-        "backward   loss       9.00 GiB PPPPPPPPPAAAAAAAAAAAAAAAAAALLLLLLLLLLLLLL <- peak",
-        "backward   layers 2-3 6.00 GiB PPPPPPPPPAAAAAAAAAAAAAAAAAA",
-        "backward   layers 0-1 4.00 GiB PPPPPPPPPAAAAAAAAA",
-        "optimizer             3.00 GiB PPPPPPPPPttttt",
+    moments = [(moment.phase, moment.place, moment.num_bytes // GIB) for moment in picture.moments]
+    assert moments == [
+        ("data", "", 2),
+        ("micro-step", "1", 8),
+        ("data", "", 2),
+        ("forward", "layers 0-1", 4),
+        ("forward", "layers 2-3", 6),
+        ("backward", "loss", 9),
+        ("backward", "layers 2-3", 6),
+        ("backward", "layers 0-1", 4),
+        ("optimizer", "", 3),
     ]
-    assert "P  parameters" in lines[-2]
-
-
-@pytest.mark.quick
-def test_a_record_without_its_timeline_still_shows_the_peak() -> None:
-    at_peak, _ = made_timeline()
-    text = drawn(memory_chart("x", memory_picture(at_peak, []), width=80), width=80)
-    assert "peak 9.00 GiB" in text
-    assert "no timeline: memory_timeline.csv is missing" in text
+    assert [moment.place for moment in picture.moments if moment.is_peak] == ["loss"]
 
 
 def test_a_report_of_memory_nobody_followed_is_no_success(tmp_path: Path) -> None:

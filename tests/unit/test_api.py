@@ -132,13 +132,6 @@ def test_damaged_records_are_named_and_the_others_are_shown(tmp_path: Path) -> N
     assert problem.startswith(f"{tmp_path}/bad/record.json: ")
 
 
-def test_errors_of_estimates_are_those_of_the_verb() -> None:
-    rehearsed = ROOT / "results" / "rehearsed"
-    made = slm.report(rehearsed).errors()
-    verb = printed_json("report", str(rehearsed), "--errors")
-    assert [entry.error for entry in made] == [entry["error"] for entry in verb]
-
-
 def test_a_table_prints_and_shows_in_consoles_and_notebooks() -> None:
     for result in (slm.estimate(strategy="ddp"), slm.report(CPU)):
         console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115

@@ -20,7 +20,6 @@ _COLOURS = (  # Observable 10, for light and dark pages: https://observablehq.co
     *("#4269d0", "#efb118", "#ff725c", "#3ca951", "#a463f2", "#6cc5b0", "#ff8ab7", "#97bbf5"),
     *("#9c6b4e", "#9498a0"),
 )
-_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "cross", "hexagon")
 _MOST_NAMED = 3
 "most names in a sentence; the rest is a count"
 MOST_KEYS = 16
@@ -71,17 +70,7 @@ def colour(number: int) -> str:
 
 def strategy_colour(strategy: str, others: list[str]) -> str:
     """Return a strategy's colour. The study's strategies have fixed colours; `others` come after them."""
-    return colour(_strategy_number(strategy, others))
-
-
-def strategy_symbol(strategy: str, others: list[str]) -> str:
-    """Return a strategy's symbol, for readers and printers without colours."""
-    return _SYMBOLS[_strategy_number(strategy, others) % len(_SYMBOLS)]
-
-
-def _strategy_number(strategy: str, others: list[str]) -> int:
-    strategies = list(dict.fromkeys((*STUDIED_STRATEGIES, *others)))
-    return strategies.index(strategy)
+    return colour(list(dict.fromkeys((*STUDIED_STRATEGIES, *others))).index(strategy))
 
 
 def escaped(text: str) -> str:
@@ -96,13 +85,10 @@ def named(labels: list[str]) -> str:
 
 
 def bars_layout(bars: list[Bar], *, x_title: str, legend: bool = False) -> dict[str, Any]:
-    """Return a layout for horizontal stacked bars."""
-    return places_layout(bars, x_title=x_title, legend=legend) | {"barmode": "stack", "bargap": 0.62}
-
-
-def places_layout(bars: list[Bar], *, x_title: str, legend: bool = False) -> dict[str, Any]:
-    """Return a layout with each name above its bar or points, which lets phones use their whole width."""
+    """Return a layout of stacked bars with each name above its bar: phones use their whole width."""
     return {
+        "barmode": "stack",
+        "bargap": 0.62,
         "height": _PLACE_PIXELS * len(bars) + (110 if legend else 80),
         "margin": {"l": 12, "r": 36, "t": 30, "b": 50},
         "showlegend": legend,

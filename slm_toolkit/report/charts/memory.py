@@ -1,4 +1,4 @@
-"""Draw memory by part and by evidence, memory over a step, and the errors of predictions."""
+"""Draw memory by part and by evidence, and memory over a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,19 +18,18 @@ from slm_toolkit.report.charts.figures import (
     curves_layout,
     escaped,
     left_out,
-    places_layout,
     rounded,
-    strategy_colour,
-    strategy_symbol,
 )
 from slm_toolkit.report.rows import Row
-from slm_toolkit.report.tables.ledger import COUNTED_STATE, LedgerEntry
 from slm_toolkit.report.tables.memory import PARTS, ChartRow, MemoryPicture, size_text
 from slm_toolkit.report.verdict import PROBLEMS
 
+_COUNTED_STATE = ("parameters", "master_weights", "optimizer")
+"""The parts to show if live tensors were counted and nothing was traced. Gradients are left out: they are
+counted when the optimizer's step begins, but estimated at the peak."""
 UNSPLIT = "not split by part"
 DEEPSPEED = "model states, by DeepSpeed"
-_TITLES = {part.field: part.title for part in PARTS} | {"workspace": "workspace of libraries"}
+_TITLES = PARTS | {"workspace": "workspace of libraries"}
 _COLOURS = {name: colour(number) for number, name in enumerate((*TRACED_PARTS, "workspace"))} | {
     UNSPLIT: "#8a94a6",
     DEEPSPEED: "#b6a27c",
@@ -177,55 +176,6 @@ def timeline_panel(rows: dict[str, Row], pictures: dict[str, MemoryPicture]) -> 
     return Panel(name, title, figures, ("rank 0; each place shows its highest memory",))
 
 
-def errors_panel(rows: dict[str, Row], entries: list[LedgerEntry]) -> Panel:
-    """Show the relative errors of predicted bytes and rates."""
-    name, title = "errors", "Errors of the predictions"
-    labels = {row.record: label for label, row in rows.items()}
-    errors = [
-        (labels[entry.record], f"{entry.what.replace('_', ' ')}, {entry.evidence}", entry.error)
-        for entry in entries
-        if entry.error is not None and entry.record in labels
-    ]
-    errors += [
-        (label, "tokens/s, measured", row.estimated_tokens_per_second / row.tokens_per_second - 1)
-        for label, row in rows.items()
-        if row.estimated_tokens_per_second and row.tokens_per_second
-    ]
-    if not errors:
-        return Panel(name, title, missing="no record can be compared with an estimate")
-    errors.sort(key=lambda item: rows[item[0]].strategy)
-    others = [row.strategy for row in rows.values()]
-    data: list[dict[str, Any]] = []
-    for strategy, group in groupby(errors, key=lambda item: rows[item[0]].strategy):
-        points = list(group)
-        data.append(
-            {
-                **{"type": "scatter", "mode": "markers", "name": escaped(strategy), "hoverinfo": "text"},
-                "x": [float(f"{error:.4g}") for _, _, error in points],
-                "y": [what for _, what, _ in points],
-                "customdata": [label for label, _, _ in points],
-                "hovertext": [f"{escaped(label)}<br>{what}: {error:+.2%}" for label, what, error in points],
-                "marker": {
-                    "color": strategy_colour(strategy, others),
-                    "symbol": strategy_symbol(strategy, others),
-                    "size": 10,
-                    "opacity": 0.75,
-                },
-            }
-        )
-    bars = [Bar(what, what) for what in dict.fromkeys(what for _, what, _ in errors)]
-    layout = places_layout(bars, x_title="predicted / observed - 1", legend=True)
-    limit = max(0.001, *(abs(error) for _, _, error in errors)) * 1.15
-    layout["xaxis"] |= {
-        "tickformat": "+.2~%",
-        "range": [-limit, limit],
-        "zerolinewidth": 2,
-        "nticks": 5,
-        "tickangle": 0,
-    }
-    return Panel(name, title, (Figure(name, title, data, layout),))
-
-
 def _stacks(rows: dict[str, Row], estimates: dict[str, Estimate]) -> list[_Stack]:
     """Return one bar per kind of evidence, from the first of a configuration's rows that has the evidence."""
     stacks: dict[str, _Stack] = {}
@@ -234,7 +184,7 @@ def _stacks(rows: dict[str, Row], estimates: dict[str, Estimate]) -> list[_Stack
         if (estimate := estimates.get(label)) is not None:
             parts = {part: estimate.parts.get(part, 0) for part in _COLOURS}
             if "state only" in stack.evidence:
-                state = {part: parts[part] for part in COUNTED_STATE}
+                state = {part: parts[part] for part in _COUNTED_STATE}
                 stacks.setdefault("estimated", _Stack(label, "estimated, state only", state))
             elif "estimated" not in stacks or "state only" in stacks["estimated"].evidence:
                 stacks["estimated"] = _Stack(label, "estimated", parts)
@@ -263,7 +213,7 @@ def _observed(label: str, row: Row) -> _Stack | None:
         return _Stack(label, row.evidence, {**{part: state.get(part, 0) for part in STATE}, UNSPLIT: rest})
     if not state:
         return None
-    return _Stack(label, f"{row.evidence}, state only", {part: state.get(part, 0) for part in COUNTED_STATE})
+    return _Stack(label, f"{row.evidence}, state only", {part: state.get(part, 0) for part in _COUNTED_STATE})
 
 
 def _limits(

@@ -9,7 +9,6 @@ from slm_toolkit.report.charts import memory as memory_figures
 from slm_toolkit.report.charts.figures import Panel
 from slm_toolkit.report.recorded_estimate import estimate_of
 from slm_toolkit.report.rows import Row
-from slm_toolkit.report.tables.ledger import ledger_of
 from slm_toolkit.report.tables.memory import MemoryPicture, memory_picture
 
 
@@ -30,7 +29,6 @@ def panels_of(
         figures.loss_panel(rows),
         memory_figures.timeline_panel(rows, pictures_of(rows, problems=problems)),
         figures.anatomy_panel(rows),
-        memory_figures.errors_panel(rows, ledger_of(records)[0]),
     ]
     return [panel for panel in panels if panel is not None]
 

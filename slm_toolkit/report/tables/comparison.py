@@ -163,9 +163,7 @@ def notes(rows: list[Row], dropped: list[str]) -> list[Text]:
         definition = "largest batch: sequences per process that ran; one more ran out of memory"
         notes.append(Text(definition + at_limit * ended, style="dim"))
     if any(row.estimated_peak_bytes for row in rows) and "estimated GiB" not in dropped:
-        notes.append(
-            Text("estimated: by closed forms; `slm report --errors` shows their errors by part", style="dim")
-        )
+        notes.append(Text("estimated: by closed forms", style="dim"))
     if dropped:
         notes.append(Text(left_out_note(dropped), style="dim"))
     return notes

@@ -1,4 +1,4 @@
-"""Show a step's memory: what uses it at the peak (a table), and its course over the step (a chart)."""
+"""A step's memory: what uses it at the peak, and its course over the step, which the page draws."""
 
 import re
 from collections.abc import Iterable
@@ -12,31 +12,20 @@ from rich.text import Text
 from slm_toolkit.record.memory_timeline import OF_MODULES, Segment
 from slm_toolkit.report.tables.fitted import DASH, Column, table_of
 
-
-@dataclass(frozen=True)
-class _MemoryPart:
-    """The title, letter and style of one part of memory."""
-
-    field: str
-    title: str
-    letter: str
-    style: str
-
-
-PARTS = (
-    _MemoryPart("parameters", "parameters", "P", "white on blue"),
-    _MemoryPart("master_weights", "master weights", "M", "black on cyan"),
-    _MemoryPart("gradients", "gradients", "G", "black on yellow"),
-    _MemoryPart("optimizer", "optimizer states", "O", "white on magenta"),
-    _MemoryPart("activations", "activations", "A", "black on green"),
-    _MemoryPart("logits_and_loss", "logits and loss", "L", "white on red"),
-    _MemoryPart("gathered_parameters", "gathered parameters", "W", "black on bright_blue"),
-    _MemoryPart("communication", "communication buckets", "C", "black on bright_yellow"),
-    _MemoryPart("temporary", "temporary", "t", "white on bright_black"),
-)
+PARTS = {
+    "parameters": "parameters",
+    "master_weights": "master weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer states",
+    "activations": "activations",
+    "logits_and_loss": "logits and loss",
+    "gathered_parameters": "gathered parameters",
+    "communication": "communication buckets",
+    "temporary": "temporary",
+}
+"titles of the parts of a record's `memory_at_peak`"
 MOST_ROWS = 30
 _SMALLEST_SHARE = 0.005  # of the peak; smaller owners share one row, and smaller parts are not named
-_SHORTEST_BAR = 10  # characters; a narrower console wraps
 _OWNER_BAR = 24
 
 
@@ -85,25 +74,23 @@ def memory_picture(
     )
 
 
-def memory_chart(title: str, picture: MemoryPicture, *, width: int) -> RenderableType:
-    """Show the peak as a sentence, its owners as a table, and the step as bars. Print with `crop=False`."""
+def peak_table(title: str, picture: MemoryPicture) -> RenderableType:
+    """Show the peak as a sentence, and its owners as a table. Print it with `crop=False`."""
     parts = [
-        f"{part.title} {size_text(count)}"
-        for part in PARTS
-        if (count := picture.parts.get(part.field, 0)) > _SMALLEST_SHARE * picture.num_bytes
+        f"{part_title} {size_text(count)}"
+        for part, part_title in PARTS.items()
+        if (count := picture.parts.get(part, 0)) > _SMALLEST_SHARE * picture.num_bytes
     ]
     return Group(
         Text(f"{title}: peak {size_text(picture.num_bytes)} in {picture.where}", style="bold"),
         Text(", ".join(parts)),
         table_of(_owner_columns(picture)),
-        *_chart(picture.moments, width),
     )
 
 
 def _owners(at_peak: dict[str, Any]) -> list[Owner]:
     """List the owners, largest first: parts outside of modules, and modules; similar layers are joined."""
-    titles = {part.field: part.title for part in PARTS}
-    owners = [Owner(titles[part], size) for part, size in at_peak["parts"].items() if part not in OF_MODULES]
+    owners = [Owner(PARTS[part], size) for part, size in at_peak["parts"].items() if part not in OF_MODULES]
     bytes_by_layer: dict[int, int] = {}
     for module, count in at_peak["modules"].items():
         layer = _layer_of(module)
@@ -246,35 +233,6 @@ def _owner_columns(picture: MemoryPicture) -> list[Column]:
         ),
         Column("", ["#" * max(1, round(owner.num_bytes / longest * _OWNER_BAR)) for owner in owners]),
     ]
-
-
-def _chart(moments: tuple[ChartRow, ...], width: int) -> list[RenderableType]:
-    """Return a stacked bar per row of the chart, all on one scale, and the legend."""
-    if not moments:
-        return [Text("no timeline: memory_timeline.csv is missing from the record's folder", style="dim")]
-    longest = max(moment.num_bytes for moment in moments)
-    phase_width = max(len(moment.phase) for moment in moments)
-    place_width = max(len(moment.place) for moment in moments)
-    size_width = max(len(size_text(moment.num_bytes)) for moment in moments)
-    marks = {True: " <- peak", False: ""}
-    num_cells = max(_SHORTEST_BAR, width - phase_width - place_width - size_width - 3 - len(marks[True]))
-    lines = []
-    for moment in moments:
-        line = Text(no_wrap=True, overflow="ignore")
-        line.append(f"{moment.phase:<{phase_width}} {moment.place:<{place_width}} ")
-        line.append(f"{size_text(moment.num_bytes):>{size_width}} ")
-        num_bytes = drawn = 0
-        for part in PARTS:
-            num_bytes += moment.parts.get(part.field, 0)
-            end_cell = round(num_bytes / longest * num_cells)  # rounds the sum, so that totals are exact
-            line.append(part.letter * (end_cell - drawn), style=part.style)
-            drawn = max(drawn, end_cell)
-        lines.append(line.append(marks[moment.is_peak], style="bold"))
-    legend = Text("the step from top to bottom; each row shows its highest memory:")
-    for part in PARTS:
-        if any(moment.parts.get(part.field, 0) > 0 for moment in moments):
-            legend.append(" ").append(f" {part.letter} ", style=part.style).append(f" {part.title}")
-    return [*lines, legend]
 
 
 def size_text(num_bytes: int) -> str:

@@ -16,7 +16,7 @@ from slm_toolkit.report.tables.comparison import (
     parity_notes,
     phase_table,
 )
-from slm_toolkit.report.tables.memory import MemoryPicture, memory_chart
+from slm_toolkit.report.tables.memory import MemoryPicture, peak_table
 from slm_toolkit.report.tables.step_breakdown import anatomy_table
 
 
@@ -50,7 +50,7 @@ def sections(
     for label, picture in (pictures or {}).items():
         row = named[label]
         title = f"memory of {label}, {row.evidence} on rank 0 of {row.world_size}"
-        yield memory_chart(title, picture, width=width)
+        yield peak_table(title, picture)
     if anatomies := {label: Anatomy(**row.anatomy) for label, row in named.items() if row.anatomy}:
         yield anatomy_table(anatomies, width=width)
         yield Text(

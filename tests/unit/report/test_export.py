@@ -99,7 +99,6 @@ def test_the_baseline_is_a_column_as_in_json(runs: Path, capsys: pytest.CaptureF
         (("--latex", "-"), "--latex was removed: use --markdown"),
         (("--csv", "not/there/rows.csv"), "there is no folder not/there"),
         (("--markdown", "."), "is a folder"),
-        (("--errors", "--csv", "-"), "--csv with --errors"),
     ],
 )
 def test_what_cannot_be_written_is_bad_input(

@@ -182,7 +182,7 @@ def test_the_machine_is_told_though_the_first_run_did_not_come_to_name_it() -> N
         ("model.num_layers", lambda record: record["model"].update(num_layers=2**53)),
     ],
 )
-@pytest.mark.parametrize("option", ["", "--json", "--errors"])
+@pytest.mark.parametrize("option", ["", "--json"])
 def test_a_record_that_no_run_wrote_is_left_out_and_named(
     named: str, change: Callable[[dict], None], option: str, tmp_path: Path
 ) -> None:
