@@ -107,8 +107,7 @@ def kill_runs(strategy: str, kills: int, chance: random.Random, folder: Path, co
     while count.kills < kills:
         number += 1
         run = folder / f"chain{number}"
-        more = ("--async_save", "true") if number % 2 == 0 else ()
-        while not to_the_end(strategy, run, chance, count, more, pace, may_kill=count.kills < kills):
+        while not to_the_end(strategy, run, chance, count, pace, may_kill=count.kills < kills):
             pass
         losses = record_of(run)["losses"]
         first = record_of(run)["first_step"]
@@ -128,13 +127,12 @@ def to_the_end(
     run: Path,
     chance: random.Random,
     count: Count,
-    more: tuple[str, ...],
     pace: Pace,
     *,
     may_kill: bool,
 ) -> bool:
     """Start or go on, and kill it at a random moment; whether it came to its end before."""
-    process = start(strategy, run, *more, cold=may_kill)
+    process = start(strategy, run, cold=may_kill)
     if may_kill:
         (moment,) = chance.choices(list(MOMENTS), list(MOMENTS.values()))
         victim_is = chance.choice(VICTIMS)
@@ -194,12 +192,12 @@ def undisturbed(strategy: str, folder: Path, pace: Pace) -> list[float]:
     return record_of(folder)["losses"]
 
 
-def start(strategy: str, folder: Path, *more: str, cold: bool) -> subprocess.Popen:
+def start(strategy: str, folder: Path, *, cold: bool) -> subprocess.Popen:
     """Launch a run. `cold`: as a user's, whose processes import for themselves, even in a test."""
     words = ("--model", "slm-1m", "--seq_len", "32", "--max_steps", str(NUM_STEPS))
     words += ("--save_steps", str(SAVE_STEPS))
     words += ("--output_dir", str(folder), "--run_name", "run", "--resume_from_checkpoint", "auto")
-    words += ("--save_final_model", "true", *more)
+    words += ("--save_final_model", "true")
     launch = [str(Path(sys.executable).with_name("accelerate")), "launch", "--main_process_port", "0"]
     config = ["--config_file", str(ROOT / "accel_configs" / f"{strategy}.yaml")]
     return subprocess.Popen(

@@ -25,12 +25,12 @@ else # without a GPU, or with TRY=1: two steps of a tiny model, on chats made he
 fi
 
 # 2. The loss is on answers only. The learning rate is for 32 sequences per step: with more cards or another
-#    batch, --scale_lr multiplies it by the square root of the ratio, as is usual for AdamW. With `pip install
-#    flash-attn`, --attn_implementation flash_attention_2 separates packed chats without a mask.
+#    batch, multiply it by the square root of the ratio, as is usual for AdamW. With `pip install flash-attn`,
+#    --attn_implementation flash_attention_2 separates packed chats without a mask.
 # Runs `accelerate launch --config_file .../accel_configs/single.yaml -m slm_toolkit.train ...`.
 slm train --strategy single --model "$MODEL" "${data[@]}" \
   --tokenizer_name "$TOKENIZER" --loss_on answers --packing multipack --seq_len "$SEQ_LEN" \
   --per_device_train_batch_size "$BATCH" --gradient_accumulation_steps "$ACCUMULATE" \
-  --loss_kernel fused_linear --norm_kernel fused --learning_rate 3e-5 --base_batch_size 32 --scale_lr sqrt \
+  --loss_kernel fused_linear --norm_kernel fused --learning_rate 3e-5 \
   --weight_decay 0 --max_steps "$STEPS" --warmup_steps $((STEPS / 20)) --eval_steps 500 --save_steps 500 \
   --run_name chat-fine-tune

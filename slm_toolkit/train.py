@@ -9,6 +9,7 @@ YAML's), train, record.
 """
 
 import gc
+import math
 import os
 import sys
 
@@ -61,7 +62,7 @@ from slm_toolkit.record.measurement_warnings import warnings_of
 from slm_toolkit.record.memory_timeline import TIMELINE_FILE, MemoryTimeline, write_timeline
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.record.saved_files import MODEL_DIR, sweep
-from slm_toolkit.run.after_step import AfterStep, BadStepFiles, largest_loss
+from slm_toolkit.run.after_step import AfterStep, BadStepFiles
 from slm_toolkit.run.checkpoint.model_card import model_card
 from slm_toolkit.run.checkpoint.output_dir import hold_run, remove_earlier_run, save_model
 from slm_toolkit.run.checkpoint.resume import load_random_states
@@ -270,7 +271,7 @@ def around_steps(job: Job, prepared: Prepared, record: RunRecord) -> AroundSteps
         *(config, accelerator, model, loss_recorder, prepared.eval_loaders, progress, tracker, num_steps),
         sequence_group=job.sequence_group,
     )
-    max_loss = largest_loss(config, job.spec.vocab_size)
+    max_loss = 2 * math.log(job.spec.vocab_size)  # twice the loss of guessing
     if config.on_bad_step == "skip":
         loss_recorder.limit = max_loss
     after_step = AfterStep(

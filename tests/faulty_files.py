@@ -253,7 +253,7 @@ OF_FLAGS = (
         *("communication-dtype-differs", ZERO2),
         json={"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}},
     ),
-    Planted("flag-contradiction", DDP, flags={"fsdp_prefetch": 2}),
+    Planted("flag-contradiction", ZERO2, flags={"optim": "adamw_triton"}),
 )
 OF_MACHINES = (
     Planted("nvme-path", NVME, json={f"{_Z}offload_param.nvme_path": REMOVE}, host=_HERE, tag="absent"),

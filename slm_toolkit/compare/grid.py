@@ -210,11 +210,9 @@ def _parity_reference(config: RunConfig, *, numerics: str, num_processes: int) -
         attn_implementation=config.attn_implementation if has_fp32 else "sdpa",
         **PLAIN,
         torch_compile_mode="default",
-        fsdp_prefetch=0,
         profile=False,
         max_grad_norm=config.max_grad_norm or 0.0,  # with stock numerics the script does not clip
         save_steps=None,
-        save_strategy=None,
         resume_from_checkpoint=None,
         save_final_model=False,
         merge_adapter=False,

@@ -1,6 +1,4 @@
-"""LossChunks: tokens per chunk of the fused loss, for the kernels and for the closed forms."""
-
-from dataclasses import dataclass
+"""Tokens per chunk of the fused loss, for the kernels and for the closed forms."""
 
 _ELEMENTS = 2**24
 "fp32 probabilities per chunk: 2^24 x 4 bytes = 64 MiB keep a GPU busy, and are small compared to the logits"
@@ -11,36 +9,26 @@ _MOST_LOGITS = 2**28
 "logits of a chunk of so many tokens, at most: 512 MiB in bf16"
 _LOGITS_ON_CPU = _ELEMENTS // 2
 """16 MiB in bf16, small enough for a core's caches: a model of 256 units and a vocabulary of 32,000 takes
-1.30 s a step with --loss_chunk_tokens 256, 1.48 with 512, 1.57 with 2048 (bench/throughput.py, 2026-11-26)"""
+1.30 s a step with chunks of 256 tokens, 1.48 with 512, 1.57 with 2048 (bench/throughput.py, 2026-11-26)"""
 
 
-@dataclass(frozen=True)
-class LossChunks:
-    """Tokens per chunk; V is the vocabulary, h the hidden size, N the tokens of a micro-step."""
+def tokens_of_chunk(num_tokens: int, *, vocab_size: int, hidden_size: int, on_cpu: bool = False) -> int:
+    """Return the tokens per chunk of logits, of N tokens in a micro-step.
 
-    num_tokens_asked: int | None = None
-    "of --loss_chunk_tokens; None: by the rules below"
-    on_cpu: bool = False
-    "computed on a CPU. A rehearsal has a GPU's chunks"
+    Liger's chunks take little memory. But their matrix products may be too small for a GPU, and every chunk
+    reads and writes matrices of V x h. So a chunk has at least _FULL_WAVES tokens, or fewer if their logits
+    would be more than _MOST_LOGITS: V = 151936 gives 1766 tokens, so 1024, a power of two for the GPU's
+    tiles. On a CPU it has at least the tokens of _LOGITS_ON_CPU: V = 32000 gives 256.
+    """
+    as_in_liger = tokens_of_ligers_chunk(num_tokens, vocab_size=vocab_size, hidden_size=hidden_size)
+    full_waves = min(_FULL_WAVES, _MOST_LOGITS // vocab_size)
+    at_least = max(1, _LOGITS_ON_CPU // vocab_size if on_cpu else full_waves)
+    return min(num_tokens, max(as_in_liger, 1 << (at_least.bit_length() - 1)))
 
-    def of_logits(self, num_tokens: int, *, vocab_size: int, hidden_size: int) -> int:
-        """Return the tokens per chunk of logits.
 
-        Liger's chunks take little memory. But their matrix products may be too small for a GPU, and every
-        chunk reads and writes matrices of V x h. So a chunk has at least _FULL_WAVES tokens, or fewer if
-        their logits would be more than _MOST_LOGITS: V = 151936 gives 1766 tokens, so 1024, a power of two
-        for the GPU's tiles. On a CPU it has at least the tokens of _LOGITS_ON_CPU: V = 32000 gives 256.
-        """
-        if self.num_tokens_asked is not None:
-            return min(num_tokens, self.num_tokens_asked)
-        as_in_liger = tokens_of_ligers_chunk(num_tokens, vocab_size=vocab_size, hidden_size=hidden_size)
-        full_waves = min(_FULL_WAVES, _MOST_LOGITS // vocab_size)
-        at_least = max(1, _LOGITS_ON_CPU // vocab_size if self.on_cpu else full_waves)
-        return min(num_tokens, max(as_in_liger, 1 << (at_least.bit_length() - 1)))
-
-    def of_probabilities(self, num_tokens: int, *, vocab_size: int) -> int:
-        """Return the tokens whose fp32 probabilities exist at the same time."""
-        return min(num_tokens, self.num_tokens_asked or max(1, _ELEMENTS // vocab_size))
+def tokens_of_probabilities(num_tokens: int, *, vocab_size: int) -> int:
+    """Return the tokens whose fp32 probabilities exist at the same time."""
+    return min(num_tokens, max(1, _ELEMENTS // vocab_size))
 
 
 def tokens_of_ligers_chunk(num_tokens: int, *, vocab_size: int, hidden_size: int) -> int:

@@ -34,7 +34,6 @@ _PRECISION = (
     "mixed_precision bf16; fp16 is for GPUs without bf16; fp32 has no low precision"
 )
 _SCHEDULE = "--lr_scheduler_type cosine_to_tenth ends at a tenth of --learning_rate, cosine and linear at 0"
-_DECAY = "--lr_decay_steps N: the last steps of --lr_scheduler_type warmup_stable_decay"
 _SHARDING = "--strategy NAME or FILE: ddp, fsdp_full_shard, ds_zero2, ..., or your own file"
 _RANKS = "--num_processes N: ranks of all machines together"
 _ADAPTERS = "--peft lora, or --peft qlora for weights in 4 bits"
@@ -52,7 +51,7 @@ HINTS = {  # a name that is refused: the hint, which says what to write instead
     "fp16": "--numerics fp16",
     "warmup_ratio": "--warmup_steps N: a number of steps",
     "min_lr": _SCHEDULE,
-    "lr_scheduler_kwargs": _DECAY,
+    "lr_scheduler_kwargs": _SCHEDULE,
     **dict.fromkeys(("deepspeed", "deepspeed_config", "ds_config", "fsdp", "zero_stage"), _SHARDING),
     **dict.fromkeys(("num_gpus", "gpus", "nproc_per_node", "devices", "world_size"), _RANKS),
     "num_processes": "--num_gpus N",
@@ -71,6 +70,17 @@ REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
     "svg": "--html FILE draws all charts on one page, and its camera button saves one",
     "figures": "--html FILE draws all charts on one page, and its camera button saves one",
     "errors": "the table of `slm report` shows the estimated peak beside the measured one",
+    "fsdp_prefetch": "FSDP2 gathers about one layer ahead by itself",
+    "lr_decay_steps": "warmup_stable_decay falls in the last tenth of the steps",
+    **dict.fromkeys(("scale_lr", "base_batch_size"), "give the --learning_rate of the whole batch"),
+    **dict.fromkeys(
+        ("eval_strategy", "evaluation_strategy", "do_eval"),
+        "leave it out: --eval_steps N evaluates",
+    ),
+    "save_strategy": "leave it out: --save_steps N writes checkpoints",
+    "max_loss": "a loss above twice ln(vocabulary size) is bad",
+    "async_save": "checkpoints are written between two steps",
+    "loss_chunk_tokens": "the fused loss chooses its chunks by itself",
     "find_batch_size": "`slm estimate --largest_batch` and `slm compare --largest_batch` find it before",
     "stage_ends": "train a second run from the model of the first, with its own --dataset",
     "until_loss": "`slm report --html` draws the losses over time of all runs",
@@ -195,8 +205,6 @@ def words_of(
 
 def _words_of_setting(flag: str, value: Any, action: argparse.Action, where: str) -> list[str]:
     """`--seed=1`, or `--seed 1 2` of a list; nothing for null, and for false if the flag is a switch."""
-    if value is False and "no" in (action.choices or ()):  # YAML's `no`
-        value = "no"
     if value is None or (action.nargs == 0 and value is False):
         return []
     if action.nargs == 0 and value is True:

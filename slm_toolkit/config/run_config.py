@@ -17,7 +17,6 @@ from slm_toolkit.config.flag_metadata import (
     flags_of_fields,
     shortened,
 )
-from slm_toolkit.config.loss_chunks import LossChunks
 
 SYNTHETIC = "synthetic"
 OWN_SCHEDULE = "cosine_to_tenth"
@@ -115,20 +114,6 @@ class RunConfig:
         estimate="counts",
         label="loss",
         heading="loss {}",
-    )
-    loss_chunk_tokens: int | None = Flag(
-        None,
-        "tokens per chunk of --loss_kernel fused_linear. Fewer take less memory and more time on a GPU "
-        "(default: 4096 or more, but 512 MiB of bf16 logits at most, and on a CPU 16 MiB or more)",
-        group="model",
-        grid=True,
-        least=1,
-        excludes=(Excludes("loss_kernel", "it has no chunks", values=("hf",)),),
-        losses="rounded",
-        estimate="counts",
-        column="loss chunk",
-        label="chunk",
-        heading="loss chunks of {} tokens",
     )
     triton_loss: bool = Flag(
         False,
@@ -237,20 +222,6 @@ class RunConfig:
         no_closed_form="without the flag it is for the default mode",
         column="compile mode",
         heading="{}",
-    )
-    fsdp_prefetch: int = Flag(
-        0,
-        "FSDP2: gather this many layers ahead, in forward and backward. Each takes the memory of one "
-        "layer. 0: PyTorch's own way, about one layer",
-        group="model",
-        grid=True,
-        least=0,
-        excludes_strategies=(ExcludesStrategy("is_fsdp2", "{flag} is for FSDP2: leave it out", unless=True),),
-        losses="same",
-        estimate="counts",
-        no_closed_form="--rehearse N tells",
-        column="prefetch",
-        heading="{} layers prefetched",
     )
     numerics: str = Flag(
         "aligned",
@@ -791,7 +762,7 @@ class RunConfig:
         OWN_SCHEDULE,
         "learning-rate schedule. cosine_to_tenth: after --warmup_steps a cosine to a tenth of the peak. The "
         "others are transformers' own: cosine and linear fall to 0, warmup_stable_decay falls only in the "
-        "last --lr_decay_steps",
+        "last tenth of the steps",
         group="optimizer",
         choices=(
             *(OWN_SCHEDULE, "cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt"),
@@ -804,37 +775,6 @@ class RunConfig:
         column="schedule",
         label="schedule",
         heading="schedule {}",
-    )
-    lr_decay_steps: int | None = Flag(
-        None,
-        "last steps, in which warmup_stable_decay lowers the learning rate to 0 (default: a tenth of the "
-        "steps)",
-        group="optimizer",
-        other_names=("num_decay_steps",),
-        least=1,
-        needs=("lr_scheduler_type",),
-        excludes=tuple(
-            Excludes("lr_scheduler_type", "only warmup_stable_decay has such steps", values=(kind,))
-            for kind in ("cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt")
-        ),
-        estimate="ignores",
-        column="decay steps",
-    )
-    scale_lr: str = Flag(
-        "none",
-        "scale the learning rate with the sequences per step, relative to --base_batch_size. sqrt: by the "
-        "ratio's square root, for Adam. linear: by the ratio",
-        group="optimizer",
-        choices=("none", "sqrt", "linear"),
-        grid=True,
-    )
-    base_batch_size: int | None = Flag(
-        None,
-        "sequences per step that --learning_rate is meant for, with --scale_lr (default: one process's "
-        "micro-step)",
-        group="optimizer",
-        least=1,
-        needs=("scale_lr",),
     )
     warmup_steps: int = Flag(
         0,
@@ -894,20 +834,12 @@ class RunConfig:
     )
     on_bad_step: str = Flag(
         "stop",
-        "on a NaN or infinite loss or gradient, or a loss above --max_loss. stop: end the run and name "
-        "the step's sequences. skip: skip the step, at most 10 in a row. Weights are never updated with a "
-        "NaN or infinite value. In fp16 an infinite gradient halves the loss scale instead, 20 times at most",
+        "on a NaN or infinite loss or gradient, or a loss above twice ln(vocabulary size). stop: end the run "
+        "and name the step's sequences. skip: skip the step, at most 10 in a row. Weights are never updated "
+        "with a NaN or infinite value. In fp16 an infinite gradient halves the loss scale instead, 20 times "
+        "at most",
         group="optimizer",
         choices=("stop", "skip"),
-        losses="same",
-        column="",
-    )
-    max_loss: float | None = Flag(
-        None,
-        "a step with a larger loss is bad. With --on_bad_step skip, so is any micro-step on any rank "
-        "(default: twice ln(vocabulary size), the loss of guessing)",
-        group="optimizer",
-        above=0,
         losses="same",
         column="",
     )
@@ -921,14 +853,6 @@ class RunConfig:
         may_change_on_resume=False,
         estimate="ignores",
     )
-    eval_strategy: str | None = Flag(
-        None,
-        "no: never evaluate; steps: evaluate every --eval_steps (default: as --eval_steps is given)",
-        group="saving",
-        choices=("no", "steps"),
-        other_names=("evaluation_strategy",),
-        identity=False,
-    )
     eval_steps: int | None = Flag(
         None,
         "evaluate every N steps and at the end",
@@ -939,13 +863,6 @@ class RunConfig:
         column="",
     )
     eval_batches: int = Flag(20, "batches per process in one evaluation", group="saving", least=1, column="")
-    save_strategy: str | None = Flag(
-        None,
-        "no: write no checkpoints; steps: write one every --save_steps (default: as --save_steps is given)",
-        group="saving",
-        choices=("no", "steps"),
-        identity=False,
-    )
     save_steps: int | None = Flag(
         None,
         "write a checkpoint every N steps",
@@ -973,13 +890,6 @@ class RunConfig:
         "tokens; slm compare: no)",
         group="saving",
         excludes=_LEARNS_NOTHING,
-        identity=False,
-    )
-    async_save: bool = Flag(
-        False,
-        "write checkpoints while training goes on, from a copy in host RAM",
-        group="saving",
-        needs=("save_steps",),
         identity=False,
     )
     resume_from_checkpoint: str | None = Flag(
@@ -1082,17 +992,11 @@ class RunConfig:
         return self.max_steps
 
     def with_steps(self, sequences_per_step: int) -> "RunConfig":
-        """Return the config with the steps that --max_tokens takes, the last one whole; itself without it.
-
-        Raises ValueError if the learning rate's warm-up and decay take more steps.
-        """
+        """Return the config with the steps that --max_tokens takes, the last one whole; itself without it."""
         if self.max_tokens is None:
             return self
         num_steps = math.ceil(number_of_tokens(self.max_tokens) / (sequences_per_step * self.seq_len))
-        config = dataclasses.replace(self, max_steps=num_steps)
-        if problems := _step_problems(config):
-            raise ValueError("\n".join(problems))
-        return config
+        return dataclasses.replace(self, max_steps=num_steps)
 
     @property
     def max_seconds(self) -> float | None:
@@ -1105,17 +1009,6 @@ class RunConfig:
             )
         numbers = map(int, reversed(self.max_time.split(":")))
         return float(sum(number * unit for number, unit in zip(numbers, (1, 60, 3600, 86400), strict=False)))
-
-    def learning_rate_of(self, sequences_per_step: int) -> float:
-        """Return the peak learning rate for steps of this many sequences, over all ranks and micro-steps."""
-        power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[self.scale_lr]
-        base = self.base_batch_size or self.per_device_train_batch_size
-        return self.learning_rate * (sequences_per_step / base) ** power
-
-    @property
-    def loss_chunks(self) -> LossChunks:
-        """How the fused losses cut a micro-step's tokens."""
-        return LossChunks(self.loss_chunk_tokens)
 
     @property
     def computes_in(self) -> str:
@@ -1219,11 +1112,6 @@ def number_of_tokens(text: str) -> float:
 
 def _step_problems(config: RunConfig) -> list[str]:
     problems = []
-    for strategy, steps in (("eval_strategy", "eval_steps"), ("save_strategy", "save_steps")):
-        has_steps = getattr(config, steps) is not None
-        if getattr(config, strategy) == ("no" if has_steps else "steps"):
-            with_or_without = "with" if has_steps else "without"
-            problems.append(f"--{strategy} {getattr(config, strategy)} {with_or_without} --{steps}")
     try:
         _ = config.max_seconds
     except ValueError as error:
@@ -1232,16 +1120,6 @@ def _step_problems(config: RunConfig) -> list[str]:
         _ = config.max_tokens and number_of_tokens(config.max_tokens)
     except ValueError as error:
         problems.append(f"--max_tokens: {error}")
-    num_special = config.warmup_steps + (config.lr_decay_steps or 0)
-    num_steps = config.steps_asked
-    if config.lr_decay_steps is not None and num_steps is not None and num_special > num_steps:
-        steps = f"{num_steps} steps" if config.max_steps is None else f"--max_steps {num_steps}"
-        if config.max_tokens is not None:
-            steps = f"the {num_steps} steps of --max_tokens {config.max_tokens}"
-        problems.append(
-            f"--warmup_steps {config.warmup_steps} and --lr_decay_steps {config.lr_decay_steps} with "
-            f"{steps}: together they are at most as many"
-        )
     return problems
 
 

@@ -14,11 +14,6 @@ def learning_rate(config: RunConfig, step: int, num_steps: int) -> float:
     return config.learning_rate * share_of_peak(config, step, num_steps)
 
 
-def num_decay_steps(config: RunConfig, num_steps: int) -> int:
-    """The last steps of warmup_stable_decay, in which the rate falls."""
-    return config.lr_decay_steps or max(1, num_steps // 10)
-
-
 def share_of_peak(config: RunConfig, step: int, num_steps: int) -> float:
     """The rate of a step, which counts from 0, by the peak rate."""
     kind, warmup_steps = config.lr_scheduler_type, config.warmup_steps
@@ -37,7 +32,7 @@ def share_of_peak(config: RunConfig, step: int, num_steps: int) -> float:
     if kind == "inverse_sqrt":
         return ((step - warmup_steps) / (warmup_steps or 10_000) + 1) ** -0.5
     if kind == "warmup_stable_decay":
-        decay_steps = num_decay_steps(config, num_steps)
+        decay_steps = max(1, num_steps // 10)
         return _cosine(max(0, step - (num_steps - decay_steps)) / decay_steps)
     assert kind == "constant_with_warmup", kind
     return 1.0

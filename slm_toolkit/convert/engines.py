@@ -237,7 +237,7 @@ ZERO_ALONE = (
     Alone(ZERO + "allgather_bucket_size", "FSDP's bucket is a layer: one all-gather per layer"),
     Alone(
         ZERO + "stage3_prefetch_bucket_size",
-        "FSDP2 prefetches about one layer; slm_toolkit.train --fsdp_prefetch N prefetches more",
+        "FSDP2 prefetches about one layer",
     ),
     Alone(
         ZERO + "stage3_param_persistence_threshold",

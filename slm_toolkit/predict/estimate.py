@@ -72,7 +72,6 @@ class Estimate:
     gradient_checkpointing: str
     gradient_accumulation_steps: int
     loss_kernel: str
-    loss_chunk_tokens: int | None
     triton_loss: bool
     norm_kernel: str
     torch_compile: bool
@@ -210,7 +209,6 @@ def estimate(
         gradient_checkpointing=config.gradient_checkpointing,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         loss_kernel=config.loss_kernel,
-        loss_chunk_tokens=config.loss_chunk_tokens,
         triton_loss=config.triton_loss,
         norm_kernel=config.norm_kernel,
         torch_compile=config.torch_compile,

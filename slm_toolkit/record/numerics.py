@@ -96,7 +96,6 @@ _OF_OPTIMIZER = (
         "adam_epsilon",
         "optim",
         "lr_scheduler_type",
-        "lr_decay_steps",
         "warmup_steps",
         "max_steps",
         "max_tokens",
@@ -105,8 +104,6 @@ _OF_OPTIMIZER = (
     ),
     *(
         "num_train_epochs",
-        "scale_lr",
-        "base_batch_size",
         "dataset",
         "seq_len",
         "lora_r",

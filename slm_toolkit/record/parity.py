@@ -54,7 +54,7 @@ def settings_not_as_asked(record: RunRecord) -> list[str]:
 
 def _wrong_optimizer_settings(record: RunRecord, numerics: Numerics) -> list[str]:
     config = record.config
-    peak = config.learning_rate_of(_sequences_per_step(record))
+    peak = config.learning_rate
     num_steps = config.steps_asked or len(record.losses)
     problems = []
     clipping = config.max_grad_norm

@@ -111,7 +111,6 @@ class ResumedFrom(TypedDict, total=False):
     num_processes: PositiveInt
     per_device_train_batch_size: PositiveInt
     gradient_accumulation_steps: PositiveInt
-    base_batch_size: PositiveInt
     conversion: str | None
     "sentence about the differences of this run's launch"
 
@@ -250,7 +249,7 @@ class RunRecord:
     "above 0 if the run resumed"
     resumed_from: ResumedFrom | None = None
     """the checkpoint before first_step: path, step, strategy, num_processes, per_device_train_batch_size,
-    gradient_accumulation_steps, base_batch_size; conversion is a sentence about the values that this run
+    gradient_accumulation_steps; conversion is a sentence about the values that this run
     changed"""
     skipped_steps: list[Count] = field(default_factory=list)
     "steps without an update, because the loss or gradient was not finite or too large; counted from 1"

@@ -1,7 +1,6 @@
 """The work between two steps: write checkpoints, obey stop signals, detect bad steps and unequal ranks."""
 
 import json
-import math
 import signal
 from collections.abc import Iterator
 from itertools import islice
@@ -36,11 +35,6 @@ _MOST_TOKENS_IN_REPORT = 64
 "how many tokens of each sequence a bad step's file shows"
 _MOST_NAMES = 5
 "how many unequal tensors a record names: a fault in the gradient all-reduce changes every tensor"
-
-
-def largest_loss(config: RunConfig, vocab_size: int) -> float:
-    """Return the loss above which a step is bad: --max_loss, or twice the loss of random guessing, ln(V)."""
-    return config.max_loss if config.max_loss is not None else 2 * math.log(vocab_size)
 
 
 class AfterStep:
@@ -83,47 +77,31 @@ class AfterStep:
         self._weights_of_ranks: list[dict[str, Any]] = []
         "results of weights_of_ranks: one per checkpoint, and one for the end"
         self._signal = StopSignal(*_stop_signals(config))
-        self._begun_after = -1
-        "the last checkpoint was begun after this step"
         self._last_saved = resumed_from
 
     def run(self, step: int, loss: torch.Tensor, norm: Any) -> bool:
-        """Return True if a checkpoint was begun or finished; its time must not count as time of a step.
+        """Return True if a checkpoint was written; its time must not count as time of a step.
 
         `loss`: this rank's mean. `norm`: the norm of all gradients before clipping, None if the engine has
         none. The ranks exchange both in the background; they are checked one step later.
         """
         if self._config.rehearse is not None:  # a rehearsal has no other ranks, and its losses mean nothing
             return False
-        writer, config = self._writer, self._config
-        is_writing = writer is not None and writer.is_writing
-        stop = self._signal.number
+        config, stop = self._config, self._signal.number
         if not stop and config.max_seconds is not None and seconds_since_start() >= config.max_seconds:
             stop = _TIME_IS_OVER
-        seen = self._exchange.after(step, loss, norm, stop=stop, is_writing=is_writing)
-        self._judge(seen, step)
-        if writer is None:
+        self._judge(self._exchange.after(step, loss, norm, stop=stop), step)
+        if self._writer is None or (step + 1) % config.save_steps:
             return False
-        finishes = writer.is_unfinished and any(s.step > self._begun_after and not s.is_writing for s in seen)
-        saves = (step + 1) % config.save_steps == 0
-        if not finishes and not saves:
-            return False
-        if finishes:
-            self._finish_checkpoint()
-        if saves:
-            self._begin_checkpoint(step)
-            if not config.async_save:
-                self._finish_checkpoint()
+        self._save(step)
         return True
 
     def end(self, num_steps: int) -> None:
-        """Check the last steps and finish the last checkpoint, after `num_steps` steps."""
+        """Check the last steps, after `num_steps` steps."""
         self._signal.restore()
         if self._config.rehearse is not None:
             return
         self._judge(self._exchange.rest(), None)
-        if self._writer is not None:
-            self._finish_checkpoint()
         self._compare_weights(num_steps)
 
     def observed(self) -> dict[str, Any]:
@@ -144,19 +122,13 @@ class AfterStep:
         if (sentence := rank_differences(compared)) is not None:
             self._progress.say(sentence)
 
-    def _begin_checkpoint(self, step: int) -> None:
-        """Begin to write the state after `step` (counted from 0). First end the run if that step was bad."""
+    def _save(self, step: int) -> None:
+        """Write the state after `step` (counted from 0). First end the run if that step was bad."""
         self._judge(self._exchange.rest(), step)
-        self._finish_checkpoint()
         self._compare_weights(step + 1)
-        self._writer.begin(step + 1)
-        self._begun_after = step
-
-    def _finish_checkpoint(self) -> None:
-        if (saved := self._writer.finish()) is not None:
-            self._last_saved = saved
-            note_checkpoint(saved)
-            self._progress.say(f"checkpoint: {saved}")
+        self._last_saved = saved = self._writer.save(step + 1)
+        note_checkpoint(saved)
+        self._progress.say(f"checkpoint: {saved}")
 
     def _judge(self, seen: list[Seen], step: int | None) -> None:
         """Keep the exchanged losses and norms, and end the run after a bad step or a stop signal.
@@ -211,15 +183,14 @@ class AfterStep:
         norm_text = "unknown" if norm is None else f"{norm:.4g}"
         reason = f"the norm of the gradients is {norm_text}, the loss {losses}"
         if self._config.on_bad_step == "skip":  # a loss above the limit makes the gradients NaN
-            reason += f"; or the loss of a micro-step is above {self._max_loss:.4g} (--max_loss)"
+            reason += f"; or the loss of a micro-step is above {self._max_loss:.4g}"
         return reason
 
     def _stop(self, number: int, step: int) -> NoReturn:
         """End the run after `step`, because a rank got signal `number`; with --save_steps, save first."""
         hints = []
         if self._writer is not None:
-            self._begin_checkpoint(step)
-            self._finish_checkpoint()
+            self._save(step)
         else:
             hints = ["nothing was saved; with --save_steps N, a stopped run saves a checkpoint"]
         if number == _TIME_IS_OVER:

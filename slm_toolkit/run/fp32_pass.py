@@ -86,9 +86,9 @@ def _in_fp32(config: RunConfig, folder: Path) -> RunConfig:
 
 
 _LEFT_OUT = (
-    *("profile", "trace_memory", "eval_steps", "eval_dataset", "save_steps", "async_save"),
+    *("profile", "trace_memory", "eval_steps", "eval_dataset", "save_steps"),
     *("resume_from_checkpoint", "overwrite_output_dir", "merge_adapter", "report_to"),
-    *("eval_strategy", "save_strategy", "logging_steps", "max_time"),
+    *("logging_steps", "max_time"),
 )
 
 

@@ -69,7 +69,6 @@ from slm_toolkit.run.engine.engine import (
     build_optimizer,
     check_engine,
     describe_batch,
-    prefetch_as_asked,
     probe_engine,
     reduce_as_asked,
     scale_losses,
@@ -336,11 +335,8 @@ def _choose_start(request: _Request, folder: _ClaimedFolder) -> _Start:
         accelerator = start_accelerator(launch, config, project_dir=str(run_dir))
         group, sequence_group = control_group(accelerator), join_sequence_group(config.sp_size)
     checkpoint = choose(candidates, accelerator)
-    if checkpoint is not None and request.config.base_batch_size is None:
-        base = checkpoint.manifest.written_by["base_batch_size"]
-        config = dataclasses.replace(config, base_batch_size=base)
     return _Start(
-        config=dataclasses.replace(config, learning_rate=config.learning_rate_of(per_step)),
+        config=config,
         accelerator=accelerator,
         control_group=group,
         sequence_group=sequence_group,
@@ -491,7 +487,6 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
     with user_errors():
         running = probe_engine(model)
         check_engine(running, job.launch)
-        prefetch_as_asked(model, config.fsdp_prefetch)
         num_micro_steps = accelerator.gradient_accumulation_steps
         num_steps = NUM_TRACED_STEPS if loader is None else count_steps(config, loader, num_micro_steps)
         if job.checkpoint is not None:

@@ -180,8 +180,8 @@ def strategies_asked(
     """Return the strategies that `--strategy` names (default: the six), and notes for the user.
 
     The notes name default strategies that the flags exclude, and DeepSpeed JSONs that get a generated YAML.
-    `given` maps a field name of RunConfig to a value or a list of values. If the flags exclude all six, all
-    are returned, and the command reports the problem.
+    `given` maps a field name of RunConfig to a value or a list of values. No flag
+    excludes DDP.
     """
     if names is not None:
         named = [find_strategy(name) for name in dict.fromkeys(names)]
@@ -194,4 +194,4 @@ def strategies_asked(
             left_out.append(f"left out: {problems[0]}")
         else:
             kept.append(strategy)
-    return (kept, left_out) if kept else ([find_strategy(name) for name in STUDIED_STRATEGIES], [])
+    return kept, left_out

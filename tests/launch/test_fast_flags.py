@@ -1,11 +1,10 @@
 """Flags of the fast path: each does what it says where it can, and is refused with a reason elsewhere."""
 
-import csv
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import H100, ROOT, launch, record_under, slm
+from conftest import H100, launch, record_under, slm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from slm_toolkit.compare.grid import PlannedRun
@@ -56,37 +55,9 @@ def test_fp8_takes_the_layers_products_whose_widths_it_can() -> None:
         use_fp8(odd, RunConfig(fp8="rowwise"))
 
 
-def test_layers_asked_for_are_gathered_ahead(tmp_path: Path) -> None:
-    """With so many more layers whole at once, each of which takes its bf16 weights."""
-
-    def gathered(num_layers: int) -> dict[str, int]:
-        folder = tmp_path / str(num_layers)
-        flags = ("--model", "slm-100m", "--loss_kernel", "fused_linear", "--seq_len", "64")
-        done = launch(
-            *(*flags, "--rehearse", "8", "--fsdp_prefetch", str(num_layers), "--output_dir", str(folder)),
-            config="accel_configs/fsdp_full_shard.yaml",
-            launcher=("--num_processes", "1"),
-        )
-        assert done.code == 0, done.err
-        (path,) = folder.rglob("memory_timeline.csv")
-        with path.open(newline="") as file:
-            rows = [row for row in csv.DictReader(file) if row["module"] == "layers.4.mlp"]
-        return {row["phase"]: int(row["gathered_parameters_bytes"]) for row in rows}
-
-    layer = 2 * PRESETS["slm-100m"].params_per_layer
-    one, three = gathered(1), gathered(3)
-    assert {phase: three[phase] - one[phase] for phase in one} == {
-        "forward": pytest.approx(2 * layer, rel=0.01),
-        "backward": pytest.approx(2 * layer, rel=0.01),
-    }
-
-
-def test_prefetching_and_reading_ahead_change_no_loss(tmp_path: Path) -> None:
+def test_reading_ahead_changes_no_loss(tmp_path: Path) -> None:
     plain = trained(tmp_path / "plain", strategy="fsdp_full_shard")
-    ahead = trained(
-        *(tmp_path / "ahead", "--fsdp_prefetch", "2", "--dataloader_num_workers", "1"),
-        strategy="fsdp_full_shard",
-    )
+    ahead = trained(tmp_path / "ahead", "--dataloader_num_workers", "1", strategy="fsdp_full_shard")
     assert ahead["losses"] == plain["losses"]
     assert ahead["numerics"]["batch_hashes"] == plain["numerics"]["batch_hashes"]
 
@@ -126,7 +97,6 @@ def test_a_compile_mode_runs_where_parameters_stay(tmp_path: Path) -> None:
             {"fp8": "rowwise", "seq_len": 30, "per_device_train_batch_size": 1},
             "--fp8 rowwise with 30 tokens per process: float8 matrix products need a multiple of 16",
         ),
-        ({"fsdp_prefetch": -1}, "--fsdp_prefetch is -1: not below 0"),
         ({"dataloader_num_workers": -1}, "--dataloader_num_workers is -1: not below 0"),
         (
             {"fp8": "rowwise", "numerics": "fp32"},
@@ -137,13 +107,6 @@ def test_a_compile_mode_runs_where_parameters_stay(tmp_path: Path) -> None:
 )
 def test_what_makes_no_sense_is_a_sentence(flags: dict, says: str) -> None:
     assert RunConfig(**flags).problems() == [says]
-
-
-@pytest.mark.quick
-def test_prefetching_is_for_fsdp2() -> None:
-    (problem,) = contradictions(find_strategy("ds_zero3"), RunConfig(fsdp_prefetch=1))
-    assert problem.endswith("--fsdp_prefetch 1 is for FSDP2: leave it out")
-    assert contradictions(find_strategy("fsdp_shard_grad_op"), RunConfig(fsdp_prefetch=1)) == []
 
 
 def test_what_needs_a_gpu_says_so_before_anything_starts(tmp_path: Path) -> None:
@@ -164,7 +127,6 @@ def test_what_needs_a_gpu_says_so_before_anything_starts(tmp_path: Path) -> None
         ("--fp8", "tensorwise", "--numerics", "stock"),
         ("--tf32", "--numerics", "fp32"),
         ("--torch_compile", "--torch_compile_mode", "reduce-overhead", "--strategy", "ddp"),
-        ("--fsdp_prefetch", "2", "--strategy", "fsdp_full_shard"),
     ],
     ids=str,
 )
@@ -173,27 +135,6 @@ def test_estimates_say_what_they_know_nothing_of(flags: tuple[str, ...]) -> None
     assert done.code == 2
     assert "no closed form for it" in done.err
     assert done.err.count("error:") == 1
-
-
-def test_prefetching_finds_layers_in_the_wrapper_of_fsdps_own_checkpointing(tmp_path: Path) -> None:
-    shipped = (ROOT / "accel_configs" / "fsdp_full_shard.yaml").read_text()
-    own = tmp_path / "own.yaml"
-    off = "fsdp_activation_checkpointing: false"
-    own.write_text(shipped.replace(off, "fsdp_activation_checkpointing: true"))
-    assert off in shipped
-
-    def gathered(*flags: str) -> int:
-        folder = tmp_path / "-".join(("runs", *flags))
-        few = ("--model", "slm-10m", "--seq_len", "64", "--loss_kernel", "fused_linear", "--rehearse", "8")
-        done = launch(
-            *few, *flags, "--output_dir", str(folder), config=own, launcher=("--num_processes", "1")
-        )
-        assert done.code == 0, done.err
-        (path,) = folder.rglob("memory_timeline.csv")
-        with path.open(newline="") as file:
-            return max(int(row["gathered_parameters_bytes"]) for row in csv.DictReader(file))
-
-    assert gathered("--fsdp_prefetch", "3") > gathered()
 
 
 @pytest.mark.slow

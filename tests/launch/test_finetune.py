@@ -9,7 +9,6 @@ from conftest import ROOT, launch, record_under, run
 
 from slm_toolkit.config.dataset_files import Source, sources_of
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.model.names import find_model
 from slm_toolkit.run.data.batches import make_loader, num_labels
 from slm_toolkit.run.data.data import load_data
 from slm_toolkit.run.data.documents import documents_of
@@ -105,25 +104,3 @@ def test_held_out_sets_of_their_own_are_evaluated_apart(tmp_path: Path) -> None:
     assert list(data.held_out) == ["b", "c"]
     assert len(data.train) == len(data.held_out["b"])  # nothing is split off
     assert num_labels({"input_ids": torch.zeros(2, 128)}) == 2 * 127
-
-
-@pytest.mark.quick
-def test_the_learning_rate_follows_the_batch() -> None:
-    # 64 sequences a step for 4 of a micro-step: 16 times
-    config = RunConfig(learning_rate=1e-3, per_device_train_batch_size=4)
-    rates = {rule: RunConfig(**{**vars(config), "scale_lr": rule}) for rule in ("none", "sqrt", "linear")}
-    assert [rate.learning_rate_of(64) for rate in rates.values()] == pytest.approx([1e-3, 4e-3, 16e-3])
-    based = RunConfig(learning_rate=1e-3, scale_lr="linear", base_batch_size=128)
-    assert based.learning_rate_of(64) == pytest.approx(5e-4)
-
-
-def test_a_scaled_learning_rate_is_told_and_used(tmp_path: Path) -> None:
-    words = ["--model", "slm-1m", "--seq_len", "32", "--max_steps", "3", "--numerics", "fp32"]
-    out = {name: ["--output_dir", str(tmp_path / name)] for name in ("scaled", "plain")}
-    train = ["python", "-m", "slm_toolkit.train", *words, "--gradient_accumulation_steps", "4"]
-    done = run(*train, "--scale_lr", "linear", "--learning_rate", "1e-4", *out["scaled"])
-    assert "learning rate 0.0004: 0.0001 for 4 sequences, scaled by linear" in done.err
-    assert "a step is 16 sequences of 32 tokens: 4 x 4 micro-steps x 1 processes" in done.err
-    run(*train, "--learning_rate", "4e-4", *out["plain"])
-    assert record_under(tmp_path / "scaled")["losses"] == record_under(tmp_path / "plain")["losses"]
-    assert find_model("slm-1m").num_layers == 4

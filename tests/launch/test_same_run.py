@@ -27,7 +27,7 @@ from slm_toolkit.run.data.data import load_data
 SHORT = ("--model", "slm-1m", "--seq_len", "32", "--run_name", "run", "--numerics", "fp32")
 WRITTEN_BY = {
     **{"strategy": "ddp", "num_processes": 1},
-    **{"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "base_batch_size": 1},
+    **{"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1},
 }
 STREAM = ("--streaming", "true", "--eval_steps", "4", "--eval_batches", "3")
 
@@ -264,17 +264,6 @@ def test_a_stream_is_told_apart_by_its_first_sequence(streaming: bool, tmp_path:
     assert contents[0] == contents[1] != contents[2]
 
 
-def test_the_learning_rate_is_scaled_from_the_first_batch_on(tmp_path: Path) -> None:
-    words = ("--scale_lr", "sqrt", "--learning_rate", "0.01", "--max_steps", "2", "--save_steps", "2")
-    first = train(tmp_path, *words, batch=(4, 2))
-    assert "learning rate 0.0141: 0.01 for 4 sequences" in first.err  # a step of 8: sqrt(2) times
-    resume = ("--max_steps", "4", "--resume_from_checkpoint", "latest")
-    for batch in ((2, 4), (1, 8)):  # the second from the first one's checkpoint
-        moved = train(tmp_path, *words, *resume, batch=batch)
-        assert "learning rate 0.0141: 0.01 for 4 sequences" in moved.err
-        resume = ("--max_steps", "6", "--resume_from_checkpoint", "latest")
-
-
 @pytest.mark.parametrize("taken", ["runs", "runs/run"])
 def test_a_place_that_takes_no_run_is_a_line(taken: str, tmp_path: Path) -> None:
     (tmp_path / taken).parent.mkdir(exist_ok=True)
@@ -317,7 +306,7 @@ def test_a_checkpoint_from_nowhere_is_no_checkpoint() -> None:
         {"run": {}},
         {"run": {"data": 3}},
         {"run": {"data": [{"num_held_out": "all"}]}},
-        {"written_by": {**WRITTEN_BY, "base_batch_size": 0}},
+        {"written_by": {**WRITTEN_BY, "num_processes": 0}},
         {"files": [{"starts": {"a": 0}, "sizes": {}}]},
         {"files": [{"name": "../rank_0.safetensors"}]},
     ],

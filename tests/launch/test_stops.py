@@ -225,8 +225,8 @@ def test_gradients_without_numbers_end_the_run_although_the_losses_are_fine(tmp_
     (message,) = done.messages
     assert re.fullmatch(
         r"error: step 11: 10 steps in a row were bad: the norm of the gradients is (inf|nan), the loss "
-        r"\d\.\d+ on rank 0 and \d\.\d+ on rank 1; or the loss of a micro-step is above 11\.9 "
-        r"\(--max_loss\); its sequences: .*/bad-step-11\.json",  # 11.9 = 2 ln(384)
+        r"\d\.\d+ on rank 0 and \d\.\d+ on rank 1; or the loss of a micro-step is above 11\.9"
+        r"; its sequences: .*/bad-step-11\.json",  # 11.9 = 2 ln(384)
         message,
     )
     ranks = json.loads((tmp_path / "runs/run/bad-step-11.json").read_text())["ranks"]
@@ -236,22 +236,33 @@ def test_gradients_without_numbers_end_the_run_although_the_losses_are_fine(tmp_
     assert [rank["sequences"][0].keys() for rank in ranks] == [{"number"}, {"number"}]
 
 
-def test_a_loss_that_explodes_ends_the_run_and_changes_nothing_if_skipped(tmp_path: Path) -> None:
-    """A limit below the first loss, about ln(384) = 5.95: ten bad steps in a row are enough."""
-    flags = ("--max_loss", "5", "--max_steps", "20")
-    config = "accel_configs/single.yaml"
-    done = launch(*words(tmp_path / "stop", *flags), config=config)
+@pytest.mark.parametrize("on_bad_step", ["stop", "skip"])
+def test_a_loss_that_explodes_ends_the_run_and_changes_nothing_if_skipped(
+    on_bad_step: str, tmp_path: Path
+) -> None:
+    """From step 3 on it is a hundred times what it was, above 2 ln(384) = 11.9."""
+    flags = (
+        "--on_bad_step",
+        on_bad_step,
+        "--max_steps",
+        "20",
+        "--save_steps",
+        "1",
+        "--save_total_limit",
+        "20",
+    )
+    done = launch_with_fault(tmp_path, *flags, fault="large loss", step=3)
     assert done.code == 1
-    assert re.search(r"error: step 1: the loss is (5\.9|6\.0)\d+ on rank 0", done.err)
-    save = ("--on_bad_step", "skip", "--save_steps", "1", "--save_total_limit", "20")
-    done = launch(*words(tmp_path / "skip", *flags, *save), config=config)
-    assert done.code == 1
-    assert "error: step 10: 10 steps in a row were bad: the loss is " in done.err
-    folder = tmp_path / "skip" / "run" / "checkpoints"
-    first, last = (load_file(folder / f"step_{k}" / "rank_0.safetensors") for k in (1, 8))
-    weights = [name for name in first if name.startswith(("weights/", "exp_avg"))]
-    assert weights
-    assert all(first[name].equal(last[name]) for name in weights)
+    first = (
+        "step 3: the loss is 5" if on_bad_step == "stop" else "step 12: 10 steps in a row were bad: the loss"
+    )
+    assert f"error: {first}" in done.err
+    if on_bad_step == "skip":
+        folder = tmp_path / "runs" / "run" / "checkpoints"
+        before, after = (load_file(folder / f"step_{k}" / "rank_0.safetensors") for k in (2, 9))
+        weights = [name for name in before if name.startswith(("weights/", "exp_avg"))]
+        assert weights
+        assert all(before[name].equal(after[name]) for name in weights)
 
 
 def test_a_full_disk_keeps_the_last_checkpoint_and_names_rank_and_place(tmp_path: Path) -> None:

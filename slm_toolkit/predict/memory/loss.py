@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from slm_toolkit.config.loss_chunks import tokens_of_chunk, tokens_of_probabilities
 from slm_toolkit.predict.memory.activations import keeps_inputs
 from slm_toolkit.predict.setup.setup import AUTOCAST, BF16, FP32, Setup
 
@@ -65,9 +66,9 @@ def _loss_memory(setup: Setup) -> LossMemory:
         if keeps_inputs(setup.strategy) and config.loss_kernel != "fused_linear":
             kept, output = kept + output, 0
     if config.loss_kernel == "fused_linear":
-        chunk = config.loss_chunks.of_logits(T, vocab_size=V, hidden_size=h)
+        chunk = tokens_of_chunk(T, vocab_size=V, hidden_size=h)
         stores_fp32_probabilities = e == 2 and not (config.torch_compile or config.triton_loss)
-        wide = config.loss_chunks.of_probabilities(chunk, vocab_size=V) * V * stores_fp32_probabilities
+        wide = tokens_of_probabilities(chunk, vocab_size=V) * V * stores_fp32_probabilities
         gradients = e * h * T + weight_gradient
         # under autocast the norm's output in fp32 lives beside its bf16 copy
         cast = (2 if is_frozen else 4) * h * (compute == AUTOCAST)

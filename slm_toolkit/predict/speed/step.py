@@ -14,6 +14,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+from slm_toolkit.config.loss_chunks import tokens_of_chunk
 from slm_toolkit.config.run_config import RunConfig, fits_float8
 from slm_toolkit.hardware.calibration import NOT_CALIBRATED
 from slm_toolkit.hardware.gpus import Gpu
@@ -232,8 +233,7 @@ def micro_step_work(setup: Setup, rates: Rates, software: Software, loss_kernel:
     forward, backward, aligned = (spec.num_layers * seconds for seconds in products)
     chunk = tokens
     if loss_kernel == "fused_linear":
-        shape = {"vocab_size": spec.vocab_size, "hidden_size": spec.hidden_size}
-        chunk = setup.config.loss_chunks.of_logits(tokens, **shape)
+        chunk = tokens_of_chunk(tokens, vocab_size=spec.vocab_size, hidden_size=spec.hidden_size)
     head, ideal_head = (
         tokens
         / chunk

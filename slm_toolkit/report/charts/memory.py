@@ -37,7 +37,7 @@ _COLOURS = {name: colour(number) for number, name in enumerate((*TRACED_PARTS, "
 _CHANGES_NO_MEMORY = {  # flags that may differ between a rehearsal and the run that it stands for
     *("rehearse", "trace_memory", "profile", "max_steps", "timing_warmup_steps", "seed", "learning_rate"),
     *("save_steps", "eval_steps", "eval_batches", "dataset", "warmup_steps"),
-    *("lr_scheduler_type", "lr_decay_steps", "max_tokens"),
+    *("lr_scheduler_type", "max_tokens"),
 }
 _SMALLEST_SHARE_OF_LIMIT = 0.1
 "show a GPU's memory only if the longest bar reaches this share of it; else all bars would be too short"

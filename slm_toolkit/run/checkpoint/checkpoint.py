@@ -1,11 +1,10 @@
-"""Write a run's checkpoints in the background: every rank writes its share of the training state."""
+"""Write a run's checkpoints: every rank writes its share of the training state."""
 
 import dataclasses
 import hashlib
 import shutil
 import uuid
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from slm_toolkit.base.errors import DISK_FULL, RunEnded
 from slm_toolkit.record.saved_files import CHECKPOINTS_DIR, delete, finished, sweep_checkpoints
 from slm_toolkit.run.checkpoint.files import (
     Manifest,
-    RankFile,
     finish,
     remove,
     step_name,
@@ -56,17 +54,12 @@ class CheckpointWriter:
         self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
         self.folder, self.keep = run_dir / CHECKPOINTS_DIR, keep
         self.run, self.written_by, self.frozen = run, written_by, frozen
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._writing: Future[RankFile] | None = None
-        self._manifest: Manifest | None = None
-        self._unfinished: Path | None = None
 
-    def begin(self, step: int) -> None:
-        """Copy the state after `step` steps and start writing it. Every rank must call it.
+    def save(self, step: int) -> Path:
+        """Write the state after `step` steps and return the checkpoint's folder. Every rank must call it.
 
-        Raises RunEnded on all ranks if any rank fails to start, or failed to write the checkpoint before.
+        Raises RunEnded on all ranks if any rank fails.
         """
-        self.finish()
         accelerator = self.accelerator
         problem, order, token = None, 0, uuid.uuid4().hex[:8]
         if accelerator.is_main_process:
@@ -78,7 +71,7 @@ class CheckpointWriter:
             except OSError as error:
                 problem = _problem(error, self.folder)
         self._raise(problem)
-        self._unfinished = unfinished(self.folder, step, gather_to_all(token)[0])
+        folder = unfinished(self.folder, step, gather_to_all(token)[0])
         share = {RANDOM_CPU: (0, torch.get_rng_state())}
         if torch.cuda.is_available():
             share[RANDOM_CUDA] = (0, torch.cuda.get_rng_state())
@@ -91,7 +84,7 @@ class CheckpointWriter:
                 share[f"{part.kind}/{part.name}"] = (part.start, on_host)
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # otherwise the next step would change the state during the copies
-        self._manifest = Manifest(
+        manifest = Manifest(
             step=step,
             optimizer_steps=optimizer_steps(self.model, self.optimizer),
             order=order,
@@ -102,47 +95,26 @@ class CheckpointWriter:
             num_elements={name: num_elements(param) for name, param in trained(self.model)},
             files=(),
         )
-        rank = accelerator.process_index
-        self._writing = self._thread.submit(write_rank_file, self._unfinished, rank, share)
-
-    @property
-    def is_writing(self) -> bool:
-        """True if this rank's share is not on disk yet."""
-        return self._writing is not None and not self._writing.done()
-
-    @property
-    def is_unfinished(self) -> bool:
-        """True if a checkpoint was begun and does not exist yet. It has the same value on all ranks."""
-        return self._writing is not None
-
-    def finish(self) -> Path | None:
-        """Wait until all ranks have written the checkpoint that `begin` started, and rename it into place.
-
-        Returns None if no checkpoint was started. Raises RunEnded on all ranks if any rank failed to write.
-        """
-        if self._writing is None:
-            return None
-        file, problem = None, None
+        file = None
         try:
-            file = self._writing.result()
+            file = write_rank_file(folder, accelerator.process_index, share)
         except OSError as error:
-            problem = _problem(error, self._unfinished)
-        manifest, self._writing = self._manifest, None
+            problem = _problem(error, folder)
         try:
             self._raise(problem)
             files = tuple(gather_to_all(file))
-            if self.accelerator.is_main_process:
+            if accelerator.is_main_process:
                 try:
-                    finish(self._unfinished, dataclasses.replace(manifest, files=files))
+                    finish(folder, dataclasses.replace(manifest, files=files))
                     self._rotate()
                 except OSError as error:
-                    problem = _problem(error, self._unfinished)
+                    problem = _problem(error, folder)
             self._raise(problem)
         except RunEnded:
-            if self.accelerator.is_main_process:
-                delete(self._unfinished)
+            if accelerator.is_main_process:
+                delete(folder)
             raise
-        return self.folder / step_name(manifest.step)
+        return self.folder / step_name(step)
 
     def _stretches(self) -> Any:
         rank, world_size = self.accelerator.process_index, self.accelerator.num_processes

@@ -43,7 +43,6 @@ WRITTEN_BY = {
     "num_processes",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
-    "base_batch_size",
 }
 "keys of a manifest's written_by, which describes the launch that wrote the checkpoint"
 DATA, NUM_HELD_OUT = "data", "num_held_out"
@@ -187,7 +186,7 @@ def _makes_sense(manifest: Manifest) -> bool:
     datasets, names = manifest.run.get(DATA), [file.name for file in manifest.files]
     return (
         manifest.optimizer_steps <= manifest.step
-        and manifest.written_by.keys() == WRITTEN_BY
+        and manifest.written_by.keys() >= WRITTEN_BY
         and all(
             isinstance(value, str) and value.isprintable()
             if name == "strategy"

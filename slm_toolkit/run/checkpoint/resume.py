@@ -17,6 +17,7 @@ from slm_toolkit.run.checkpoint.checkpoint import (
 from slm_toolkit.run.checkpoint.files import (
     DATA,
     NUM_HELD_OUT,
+    WRITTEN_BY,
     Manifest,
     Reader,
     damage,
@@ -182,7 +183,7 @@ def described(checkpoint: Checkpoint, here: dict[str, Any]) -> dict[str, Any]:
     return {
         "path": str(checkpoint.path),
         "step": manifest.step,
-        **{name: value for name, value in manifest.written_by.items() if value is not None},
+        **{name: value for name in WRITTEN_BY if (value := manifest.written_by[name]) is not None},
         "conversion": conversion,
     }
 

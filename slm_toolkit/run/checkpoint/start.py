@@ -152,7 +152,6 @@ def launch_description(config: RunConfig, strategy: Strategy, num_processes: int
         "num_processes": num_processes,
         "per_device_train_batch_size": config.per_device_train_batch_size,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
-        "base_batch_size": config.base_batch_size or config.per_device_train_batch_size,
     }
 
 

@@ -189,20 +189,6 @@ def reduce_as_asked(model: torch.nn.Module, config: RunConfig) -> Fp32Gradients 
     return None
 
 
-def prefetch_as_asked(model: torch.nn.Module, num_layers: int) -> None:
-    """Set FSDP2's explicit prefetching: each layer starts the all-gathers of the next `num_layers` layers.
-
-    With 0, PyTorch gathers a layer when the host reaches it, and in backward one layer ahead.
-    """
-    if not num_layers:
-        return
-    # FSDP's own activation checkpointing wraps the unit that has the layer's parameters
-    layers = [units[0] for layer in decoder_layers(model) if (units := _units_of(layer))]
-    for index, layer in enumerate(layers):
-        layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + num_layers])
-        layer.set_modules_to_backward_prefetch(layers[max(0, index - num_layers) : index][::-1])
-
-
 def _units_of(module: torch.nn.Module) -> list[FSDPModule]:
     """Return the units in `module` that FSDP2 gathers, outermost first."""
     units = [part for part in module.modules() if isinstance(part, FSDPModule)]
@@ -437,16 +423,11 @@ def check_engine(running: RunningEngine, launch: Launch) -> None:
 
 
 def describe_batch(config: RunConfig, per_step: int, launch: Launch) -> str:
-    """Return one line: the effective batch size, and the learning rate if it is scaled."""
+    """Return one line: the effective batch size."""
     ranks = f"{launch.num_processes} processes"
     if config.sp_size > 1:
         ranks += f" / {config.sp_size} that share each sequence"
-    batch = (
+    return (
         f"a step is {per_step} sequences of {config.seq_len} tokens: {config.per_device_train_batch_size} x "
         f"{micro_steps(launch.strategy, config)} micro-steps x {ranks}"
     )
-    if config.scale_lr == "none":
-        return batch
-    base = config.base_batch_size or config.per_device_train_batch_size
-    scaled, rate = config.learning_rate_of(per_step), config.learning_rate
-    return f"{batch}; learning rate {scaled:.3g}: {rate:g} for {base} sequences, scaled by {config.scale_lr}"

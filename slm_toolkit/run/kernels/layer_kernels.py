@@ -106,8 +106,6 @@ def use_kernels(model: PreTrainedModel, config: RunConfig) -> None:
     """
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-    on_cpu = not torch.cuda.is_available() and config.rehearse is None
-    chunks = dataclasses.replace(config.loss_chunks, on_cpu=on_cpu)
     if config.loss_kernel == "fused_linear":
         head = model.get_output_embeddings()
         if type(head) is not torch.nn.Linear or head.bias is not None:
@@ -116,7 +114,10 @@ def use_kernels(model: PreTrainedModel, config: RunConfig) -> None:
                 "not a plain matrix\nhint: --loss_kernel hf"
             )
         head.__class__ = LossHead
-        head.arithmetic, head.chunks = _loss_arithmetic(config), chunks
+        head.arithmetic = _loss_arithmetic(config)
+        head.has_chunks_of_cpu = (
+            not torch.cuda.is_available() and config.rehearse is None
+        )  # which has a GPU's
         model.register_forward_pre_hook(give_labels_to_head, with_kwargs=True)
         model.loss_function = loss_of_head
     if config.norm_kernel == "fused":

@@ -12,11 +12,10 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from slm_toolkit.config.loss_chunks import LossChunks
+from slm_toolkit.config.loss_chunks import tokens_of_chunk, tokens_of_probabilities
 
 IGNORE_INDEX = -100
 "the label of a token without loss, same as in transformers"
-_BY_RULE = LossChunks()
 Arithmetic = Literal["pytorch", "compiled", "triton", "nothing"]
 """what computes a chunk's losses from its logits: PyTorch's operations, torch.compile, or `loss_triton.py`.
 nothing: on fake tensors, in the place of a kernel that allocates nothing"""
@@ -31,7 +30,7 @@ def token_losses(
     By PyTorch's operations, with an fp32 copy of a chunk: only several datasets without LossHead need it.
     """
     targets, flat = _next_tokens(labels, shift_labels).to(logits.device), logits.flatten(0, -2)
-    rows = _BY_RULE.of_probabilities(len(flat), vocab_size=flat.shape[1])
+    rows = tokens_of_probabilities(len(flat), vocab_size=flat.shape[1])
     losses = [
         _chunk_losses_(part, target, None, torch.empty_like(part, dtype=torch.float32), with_gradient=False)
         for part, target in zip(flat.split(rows), targets.split(rows), strict=True)
@@ -46,7 +45,7 @@ class LossHead(torch.nn.Linear):
     forward. transformers then calls the loss `logits`, and `loss_of_head` returns it.
 
     Peak memory in forward, in addition to hidden states [N, h] and weight [V, h]: their gradients, N x h x e
-    and V x h x e bytes, the only tensors saved for backward; one chunk of logits, `LossChunks.of_logits` x
+    and V x h x e bytes, the only tensors saved for backward; one chunk of logits, `tokens_of_chunk` x
     V x e bytes; and at most 64 MiB of fp32 probabilities (none in fp32, two of them on a CPU, none with
     kernels of torch.compile or Triton). All chunks share the two buffers of logits and probabilities.
     Backward allocates nothing: it scales both gradients in place. Under autocast, hidden states and weight
@@ -70,7 +69,8 @@ class LossHead(torch.nn.Linear):
     "if set, a tensor of one value per token; the next forward writes each token's loss into it"
     arithmetic: Arithmetic = "pytorch"
     "what computes the loss between the matrix products"
-    chunks: LossChunks = _BY_RULE
+    has_chunks_of_cpu: bool = False
+    "whether the chunks are as small as a CPU's caches"
     vocab_size: int | None = None
     "tokens, if the columns after them are padding (`run/model/padding.py`), which get the logit -inf"
 
@@ -88,7 +88,15 @@ class LossHead(torch.nn.Linear):
             targets = _next_tokens(labels, shift_labels).to(hidden.device)
             num_items = _num_valid(targets) if self.num_items is None else self.num_items
             with_gradient = torch.is_grad_enabled()
-            sums = (targets, num_items, with_gradient, self.arithmetic, self.chunks, losses, self.vocab_size)
+            sums = (
+                targets,
+                num_items,
+                with_gradient,
+                self.arithmetic,
+                self.has_chunks_of_cpu,
+                losses,
+                self.vocab_size,
+            )
             loss = _FusedLinearLoss.apply(hidden, weight, *sums)
         self.last_loss = loss.detach()
         return loss
@@ -104,19 +112,19 @@ class _FusedLinearLoss(torch.autograd.Function):
         num_items: torch.Tensor,
         with_gradient: bool,
         arithmetic: Arithmetic,
-        chunks: LossChunks,
+        on_cpu: bool,
         token_losses: torch.Tensor | None,
         num_known: int | None,
     ) -> torch.Tensor:
         vocab_size, hidden_size = weight.shape
         flat = hidden.reshape(-1, hidden_size)
-        rows = chunks.of_logits(len(flat), vocab_size=vocab_size, hidden_size=hidden_size)
+        rows = tokens_of_chunk(len(flat), vocab_size=vocab_size, hidden_size=hidden_size, on_cpu=on_cpu)
         grad_hidden = torch.empty_like(flat) if with_gradient else None
         # a frozen head needs no gradient
         grad_weight = torch.zeros_like(weight) if with_gradient and ctx.needs_input_grad[1] else None
         total = torch.zeros((), device=hidden.device, dtype=torch.float32)
         buffer = flat.new_empty(rows, vocab_size)
-        wide = _fp32_buffer(buffer, chunks, arithmetic)
+        wide = _fp32_buffer(buffer, arithmetic)
         for start in range(0, len(flat), rows):
             chunk, part = flat[start : start + rows], targets[start : start + rows]
             logits = torch.mm(chunk, weight.t(), out=buffer[: len(chunk)])
@@ -126,7 +134,6 @@ class _FusedLinearLoss(torch.autograd.Function):
                 logits,
                 part,
                 num_items,
-                chunks=chunks,
                 arithmetic=arithmetic,
                 with_gradient=with_gradient,
                 wide=wide,
@@ -185,7 +192,6 @@ def _sum_of_losses_(
     targets: torch.Tensor,
     num_items: torch.Tensor,
     *,
-    chunks: LossChunks,
     arithmetic: Arithmetic,
     with_gradient: bool,
     wide: torch.Tensor | None,
@@ -197,7 +203,7 @@ def _sum_of_losses_(
     row's loss to `token_losses`, if given.
     """
     kernel = _chunk_kernel(arithmetic)
-    rows = chunks.of_probabilities(len(logits), vocab_size=logits.shape[1])
+    rows = tokens_of_probabilities(len(logits), vocab_size=logits.shape[1])
     if arithmetic in ("triton", "nothing"):
         rows = len(logits)  # one launch: no probabilities are kept, so nothing need be small
     total = torch.zeros((), device=logits.device, dtype=torch.float32)
@@ -216,11 +222,11 @@ def _sum_of_losses_(
     return total
 
 
-def _fp32_buffer(logits: torch.Tensor, chunks: LossChunks, arithmetic: Arithmetic) -> torch.Tensor | None:
+def _fp32_buffer(logits: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor | None:
     """Return a buffer for a chunk's fp32 probabilities; None for fp32 logits or kernels that need none."""
     if logits.dtype == torch.float32 or arithmetic != "pytorch":
         return None
-    rows = chunks.of_probabilities(len(logits), vocab_size=logits.shape[1])
+    rows = tokens_of_probabilities(len(logits), vocab_size=logits.shape[1])
     return logits.new_empty(rows, logits.shape[1], dtype=torch.float32)
 
 

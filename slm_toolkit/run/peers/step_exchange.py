@@ -66,8 +66,6 @@ class Seen:
     "norm of all gradients before clipping, as each rank computed it; None if the engine gives no norm"
     stop_signal: int
     "a signal that any rank received; 0 if none did"
-    is_writing: bool
-    "True if any rank's share of a checkpoint is not on disk yet"
 
     def is_loss_bad(self, max_loss: float) -> bool:
         """Return True if a loss is not finite or the mean over ranks exceeds max_loss.
@@ -139,13 +137,13 @@ class StepExchange:
         self._on_device: deque[tuple[int, torch.Tensor, torch.cuda.Event | None]] = deque()
         self._sent: deque[tuple[int, list[torch.Tensor], Any]] = deque()
 
-    def after(self, step: int, loss: torch.Tensor, norm: Any, *, stop: int, is_writing: bool) -> list[Seen]:
+    def after(self, step: int, loss: torch.Tensor, norm: Any, *, stop: int) -> list[Seen]:
         """Send the values of `step` and return those received of earlier steps, in order.
 
         Every rank must call it after each step.
         """
-        values = torch.zeros(5, dtype=torch.float64, pin_memory=self._device.type == "cuda")
-        values[2], values[3], values[4] = stop, is_writing, norm is not None
+        values = torch.zeros(4, dtype=torch.float64, pin_memory=self._device.type == "cuda")
+        values[2], values[3] = stop, norm is not None
         values[0].copy_(loss.detach(), non_blocking=True)
         if isinstance(norm, torch.Tensor):
             values[1].copy_(norm.detach(), non_blocking=True)
@@ -187,6 +185,6 @@ class StepExchange:
 
 
 def _seen(step: int, columns: Sequence[Sequence[float]]) -> Seen:
-    losses, norms, stops, writing, has_norm = columns
+    losses, norms, stops, has_norm = columns
     grad_norms = tuple(norm if has else None for norm, has in zip(norms, has_norm, strict=True))
-    return Seen(step, tuple(losses), grad_norms, int(max(stops)), any(writing))
+    return Seen(step, tuple(losses), grad_norms, int(max(stops)))

@@ -62,9 +62,6 @@ def test_tokens_take_whole_steps_of_the_batch() -> None:
     for text in ("many", "0", "-1M", "1e400"):
         with pytest.raises(ValueError, match="is not a number of tokens such as 20B"):
             RunConfig(max_tokens=text).check()
-    decays = {"lr_scheduler_type": "warmup_stable_decay", "warmup_steps": 3, "lr_decay_steps": 9}
-    with pytest.raises(ValueError, match="with the 4 steps of --max_tokens 1K: together they are at most"):
-        RunConfig(max_tokens="1K", seq_len=64, **decays).with_steps(4)
 
 
 def test_all_problems_are_reported_at_once() -> None:

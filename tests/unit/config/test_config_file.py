@@ -51,9 +51,11 @@ def test_a_required_flag_and_a_positional_argument_work_with_it(tmp_path: Path) 
     assert (args.source, args.to, args.num_processes) == (["ddp"], "deepspeed_json", 4)
 
 
-def test_no_and_times_are_taken_as_they_are_written(tmp_path: Path) -> None:
-    config = training_config(["--config", write(tmp_path, "save_strategy: no\nmax_time: 1:12:00:00\n")])
-    assert config.save_strategy == "no"
+def test_times_are_taken_as_they_are_written(tmp_path: Path) -> None:
+    config = training_config(
+        ["--config", write(tmp_path, "gradient_checkpointing: none\nmax_time: 1:12:00:00\n")]
+    )
+    assert config.gradient_checkpointing == "none"
     assert config.max_seconds == 129_600  # 24 x 3600 + 12 x 3600; YAML 1.1 reads 3 days in base 60
 
 

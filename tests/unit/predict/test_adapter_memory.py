@@ -79,7 +79,7 @@ def test_fsdp_cuts_adapters_between_rows_so_that_a_rank_may_hold_more_than_its_s
     # gathered at the final norm: the unit of norm and head, a layer's with 64 rows of A, 832 or 2368 of B
     norm_and_head = 832 + 32_000 * 832
     layer = 4 * 832**2 + 3 * 832 * 2332 + 2 * 832 + 64 * (of_a + of_b)
-    flags = {"loss_kernel": "fused_linear", "loss_chunk_tokens": 512, "per_device_train_batch_size": 16}
+    flags = {"loss_kernel": "fused_linear", "per_device_train_batch_size": 64}
     row = estimate("fsdp_full_shard", num_gpus=64, model="slm-100m", peft="lora", lora_r=8, **flags)
     assert row.peak_instant == "backward: norm"
     assert row.parts["gathered_parameters"] == 2 * (norm_and_head + layer)

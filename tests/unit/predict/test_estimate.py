@@ -46,7 +46,7 @@ KEYS = {
         "like",
     ),
     "gradient_checkpointing",
-    *("gradient_accumulation_steps", "loss_kernel", "loss_chunk_tokens", "norm_kernel"),
+    *("gradient_accumulation_steps", "loss_kernel", "norm_kernel"),
     *("torch_compile", "pad_widths", "optim", "calibration", "peft", "lora_r"),
     *("lora_dropout", "triton_loss", "fp8"),
     *("adapted_modules", "num_trainable_params", "changes_that_fit"),

@@ -108,14 +108,6 @@ def test_states_at_the_loss_by_hand(strategy: str, bytes_per_parameter: float) -
     assert states == pytest.approx(bytes_per_parameter * 130_569_920 + bucket, rel=1e-6)
 
 
-def test_a_loss_chunk_of_so_many_tokens_by_hand() -> None:
-    flags = {"spec": TINY, "seq_len": 1000, "per_device_train_batch_size": 4, "loss_kernel": "fused_linear"}
-    few, many = (estimate("single", num_gpus=1, **flags, loss_chunk_tokens=tokens) for tokens in (3000, 4000))
-    assert few.peak_instant == many.peak_instant == "forward: the loss"
-    # a token's 40 logits take 2 bytes in bf16, and 4 as fp32 probabilities
-    assert many.peak_bytes - few.peak_bytes == 1000 * 40 * (2 + 4)
-
-
 def test_a_fused_linear_loss_takes_the_logits_away() -> None:
     hf, fused = (
         estimate("ddp", num_gpus=8, per_device_train_batch_size=16, loss_kernel=kernel)
@@ -134,7 +126,7 @@ def test_buckets_of_a_users_own_json_count(tmp_path: Path) -> None:
         f"  deepspeed_config_file: {json_path}\n"
     )
     config = RunConfig(
-        model="slm-100m", gradient_checkpointing="full", loss_kernel="fused_linear", loss_chunk_tokens=256
+        model="slm-100m", gradient_checkpointing="full", loss_kernel="fused_linear", seq_len=4096
     ).with_defaults(has_gpu=True)
     mine = peak(Setup(find_model("slm-100m"), read_strategy(yaml_path), config, num_gpus=8))
     ours = peak(Setup(find_model("slm-100m"), find_strategy("ds_zero2"), config, num_gpus=8))

@@ -4,7 +4,6 @@ import json
 
 from conftest import slm_here
 
-from slm_toolkit.strategy.groups import strategies_asked
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES
 
 QLORA = ("--model", "slm-1b", "--gpu", "rtx-4090", "--num_gpus", "2", "--peft", "qlora")
@@ -25,9 +24,3 @@ def test_what_is_named_is_refused() -> None:
     done = slm_here("estimate", *QLORA, "--strategy", "ddp", "ds_zero3")
     assert done.code == 2
     assert "--peft qlora with ZeRO-3" in done.err
-
-
-def test_where_all_are_wrong_all_are_taken_and_the_error_names_them() -> None:
-    of_none = {"fsdp_prefetch": [2], "torch_compile": True, "torch_compile_mode": "reduce-overhead"}
-    strategies, left_out = strategies_asked(None, of_none, has_gpu=True)
-    assert ([strategy.name for strategy in strategies], left_out) == ([*STUDIED_STRATEGIES], [])
