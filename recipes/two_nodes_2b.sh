@@ -9,7 +9,7 @@ set -euo pipefail
 
 # 1. A full shard would gather every parameter over 25 Gbit/s, twice per step. A hybrid shard gathers within a
 #    node and sends only gradients between nodes; ds_zeropp (hpZ) gathers between nodes once.
-slm recommend --model slm-2b-hw --tokens 40B --torch_compile --gpu a100-40gb:16 --inter_node_gbps 25 \
+slm recommend --model slm-2b-hw --tokens 40B --torch_compile --gpu a100-40gb:16 --network 25 \
   --strategy fsdp_hybrid_shard ds_zeropp fsdp_full_shard --loss_kernel fused_linear
 
 if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with GPUs: the real thing

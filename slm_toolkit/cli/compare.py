@@ -308,7 +308,7 @@ def _request(args: argparse.Namespace, nodes: SlurmNodes | None) -> Request:
         skip_oom=args.skip_oom,
         force=args.force,
         dry_run=args.dry_run,
-        usd_per_gpu_hour=args.usd_per_gpu_hour,
+        prices=args.prices,
         nodes=nodes,
     )
 

@@ -1,54 +1,89 @@
-"""Flags for prices and the network between GPUs, of `slm estimate`, `recommend` and `doctor`."""
+"""Flags for prices and for the network between GPUs, which several verbs share."""
 
 import argparse
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from slm_toolkit.config.parser import positive_number, price_per_hour
+from slm_toolkit.config.parser import positive_number
+from slm_toolkit.predict.setup.setup import Deployment
 
-_KINDS = ("on-demand", "spot", "reserved", "community")  # prices.KINDS, whose import takes its time
+if TYPE_CHECKING:
+    from slm_toolkit.hardware.gpus import Gpu
+    from slm_toolkit.hardware.network import MeasuredNetwork
+    from slm_toolkit.hardware.prices import OwnPrices
 
 
-def add_price_flags(parser: argparse.ArgumentParser) -> None:
-    prices = parser.add_argument_group("prices")
-    prices.add_argument(
-        "--usd_per_gpu_hour",
-        type=price_per_hour,
-        metavar="USD",
-        help="your price per GPU-hour, for every --gpu",
-    )
-    prices.add_argument(
+def add_price_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--prices",
-        type=Path,
-        metavar="YAML",
-        help="your prices by GPU, such as `h100-80gb: 2.49`; kind, provider, as_of and source are optional",
-    )
-    prices.add_argument(
-        "--price_kind", choices=_KINDS, help="kind of price in the shipped table (default: on-demand)"
-    )
-    prices.add_argument(
-        "--provider", metavar="NAME", help="provider in the shipped table (default: the median of all)"
+        type=_prices,
+        metavar="USD|YAML",
+        help="your price of one GPU for an hour, or a YAML of prices such as `h100-80gb: 2.49` (default: the "
+        "median of providers in our table). Without a GPU: of one process",
     )
 
 
-def add_network_flags(parser: argparse.ArgumentParser) -> None:
-    network = parser.add_argument_group("network")
-    network.add_argument(
-        "--inter_node_gbps",
-        type=positive_number,
-        metavar="GBIT",
-        help="network of one node in gigabit per second (default: as AWS rents eight GPUs: A100 400, "
-        "H100 3200; smaller nodes get their share)",
-    )
-    network.add_argument(
+def add_network_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--network",
-        type=Path,
-        metavar="JSON",
-        help="measurement of `slm compare --probe_network`, which replaces data sheets",
+        type=_network,
+        metavar="GBIT|JSON",
+        help="network of one node in gigabit per second, or a measurement of `slm compare --probe_network` "
+        "(default: as AWS rents eight GPUs: A100 400, H100 3200; smaller nodes get their share)",
     )
 
 
-def deployment_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the flags of prices and of the network by name; None where a verb lacks the flag."""
-    names = ("usd_per_gpu_hour", "prices", "price_kind", "provider", "inter_node_gbps", "network")
-    return {name: getattr(args, name, None) for name in names}
+def _prices(text: str) -> "OwnPrices":
+    from slm_toolkit.hardware.prices import own_prices
+
+    return _typed(own_prices, text)
+
+
+def _network(text: str) -> "float | MeasuredNetwork":
+    from slm_toolkit.hardware.network import read_network
+
+    try:
+        float(text)
+    except ValueError:
+        return _typed(read_network, text)
+    return positive_number(text)
+
+
+def _typed(read: Callable, text: str) -> object:
+    try:
+        return read(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def deployments(args: argparse.Namespace) -> "Callable[[Gpu | None], Deployment]":
+    """Return the function that gives each GPU the price and the network of the flags, else of our tables.
+
+    It raises ValueError for a network measured between other GPUs.
+    """
+
+    def deployment_of(gpu: "Gpu | None") -> Deployment:
+        if gpu is None:
+            return Deployment()
+        from slm_toolkit.hardware.network import cluster_of
+        from slm_toolkit.hardware.prices import price_of
+
+        is_rate = isinstance(args.network, float | None)
+        gbps, measured = (args.network, None) if is_rate else (None, args.network)
+        if measured is not None:
+            _check_measured(measured, gpu)
+        price = price_of(gpu.name, getattr(args, "prices", None))
+        return Deployment(cluster_of(gpu, inter_node_gbps=gbps, measured=measured), price)
+
+    return deployment_of
+
+
+def _check_measured(measured: "MeasuredNetwork", gpu: "Gpu") -> None:
+    from slm_toolkit.hardware.gpus import find_gpu
+
+    known = find_gpu(measured.gpu)
+    if known is None or known.name != gpu.name:
+        of = f"between {measured.gpu}s" if measured.gpu else f"between CPU processes ({measured.backend})"
+        raise ValueError(
+            f"--network was measured {of}, not {gpu.name}\nhint: `slm compare --probe_network` on these GPUs"
+        )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from slm_toolkit.base.errors import user_errors
-from slm_toolkit.cli.deployment_flags import add_network_flags, deployment_flags
+from slm_toolkit.cli.deployment_flags import add_network_flag, deployments
 from slm_toolkit.config.flag_pairs import Pair, flags_given, pair_problems
 from slm_toolkit.config.flags import add_flags, config_from_args
 from slm_toolkit.config.parser import count, positive_number
@@ -19,7 +19,6 @@ from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.doctor.finding import SEVERITIES, Finding
 from slm_toolkit.model.families import kernel_problems
 from slm_toolkit.model.from_config import position_problem
-from slm_toolkit.predict.deployments import deployments
 from slm_toolkit.predict.flag_checks import (
     NOT_OF_AN_ESTIMATE,
     all_of,
@@ -118,7 +117,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
     ).basic = True
     parser.add_argument("--overwrite", action="store_true", help="let --fix replace existing files")
     parser.add_argument("--json", action="store_true", help="print a list of findings").basic = True
-    add_network_flags(parser)
+    add_network_flag(parser)
     leave_out = tuple(name for name in NOT_OF_AN_ESTIMATE if name not in _SEEN)
     add_flags(parser, grid=False, leave_out=leave_out)
     parser.set_defaults(verb=_doctor)
@@ -133,7 +132,7 @@ def _doctor(args: argparse.Namespace) -> int:
             args.gpu, counts = gpus_asked(args.gpu, [args.num_gpus] if args.num_gpus else None)
             args.num_gpus = max(counts) if counts else None
         cases = _cases(args, config)
-        examined, found, notes = examine_all(cases, deployment_of=deployments(**deployment_flags(args)))
+        examined, found, notes = examine_all(cases, deployment_of=deployments(args))
         fixed = _fix(examined, args.fix, overwrite=args.overwrite) if args.fix is not None else []
     read = [one.strategy for one in examined if one.strategy is not None]
     for note in (*notes_on(read), *notes):

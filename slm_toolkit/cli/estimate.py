@@ -5,7 +5,7 @@ import json
 import sys
 
 from slm_toolkit.base.errors import user_errors
-from slm_toolkit.cli.deployment_flags import add_network_flags, add_price_flags, deployment_flags
+from slm_toolkit.cli.deployment_flags import add_network_flag, add_price_flag, deployments
 from slm_toolkit.config.flags import add_flags, given_flags
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.predict.flag_checks import NOT_OF_AN_ESTIMATE, add_like_flag
@@ -61,8 +61,8 @@ def fill(parser: argparse.ArgumentParser) -> None:
         "which takes seconds",
     )
     add_like_flag(parser)
-    add_price_flags(parser)
-    add_network_flags(parser)
+    add_price_flag(parser)
+    add_network_flag(parser)
     parser.add_argument(
         "--json", action="store_true", help="print a list of rows; unknown values are null"
     ).basic = True
@@ -73,7 +73,6 @@ def fill(parser: argparse.ArgumentParser) -> None:
 def estimates(args: argparse.Namespace) -> Estimates:
     """Return the estimates that the flags ask for. Raises ValueError with all problems."""
     from slm_toolkit.predict import grid
-    from slm_toolkit.predict.deployments import deployments
     from slm_toolkit.predict.flag_checks import gpus_asked
     from slm_toolkit.predict.setup.other_trainers import as_liked, notes_like, trainer_named
     from slm_toolkit.strategy.groups import strategies_asked
@@ -94,7 +93,7 @@ def estimates(args: argparse.Namespace) -> Estimates:
         search_changes=True,
         live_deepspeed=args.deepspeed == "live",
         like=trainer,
-        deployments=deployments(**deployment_flags(args)),
+        deployments=deployments(args),
     )
     notes += [
         *left_out,

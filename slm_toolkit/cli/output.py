@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slm_toolkit.base.errors import user_errors
-from slm_toolkit.config.parser import positive_number, price_per_hour
+from slm_toolkit.cli.deployment_flags import add_price_flag
+from slm_toolkit.config.parser import positive_number
 from slm_toolkit.record.files import find_records
 from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
 from slm_toolkit.report.tables.fitted import MANY_ROWS, console_of_stdout
@@ -84,13 +85,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print a list of rows; unknown values are null"
     ).basic = True
-    parser.add_argument(
-        "--usd_per_gpu_hour",
-        type=price_per_hour,
-        metavar="USD",
-        help="your price of one GPU for an hour, instead of the one in the table. Without a GPU: of one "
-        "process, so divide a machine's price by its processes",
-    )
+    add_price_flag(parser)
     parser.add_argument(
         "--sort",
         choices=("rank", "strategy", "memory", "cost"),
@@ -220,7 +215,7 @@ def asked_rows(
 
     rows = rows_of(
         records,
-        usd_per_gpu_hour=args.usd_per_gpu_hour,
+        prices=args.prices,
         parity_tolerance=args.parity_tolerance,
         strict=args.strict,
         problems=problems,

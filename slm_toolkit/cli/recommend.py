@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from slm_toolkit.base.errors import user_errors
-from slm_toolkit.cli.deployment_flags import add_network_flags, add_price_flags, deployment_flags
+from slm_toolkit.cli.deployment_flags import add_network_flag, add_price_flag, deployments
 from slm_toolkit.cli.output import print_notes
 from slm_toolkit.config.flags import add_flags, given_flags
 from slm_toolkit.config.parser import count, positive_number
@@ -102,8 +102,8 @@ def add_recommend_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print a list of rows; unknown values are null"
     ).basic = True
-    add_price_flags(parser)
-    add_network_flags(parser)
+    add_price_flag(parser)
+    add_network_flag(parser)
     add_flags(parser, grid=True, leave_out=(*NOT_OF_AN_ESTIMATE, *_FOLLOW_FROM_TOKENS))
 
 
@@ -136,7 +136,6 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 def recommendation(args: argparse.Namespace) -> Recommendation:
     """Return the plans that the flags ask for. Raises ValueError for a user's mistake."""
-    from slm_toolkit.predict.deployments import deployments
     from slm_toolkit.predict.setup.other_trainers import as_liked, notes_like, trainer_named
     from slm_toolkit.recommend.job import Length, configs_of, offers_of, search_all, workloads_of
     from slm_toolkit.recommend.plans import observations_of
@@ -155,7 +154,7 @@ def recommendation(args: argparse.Namespace) -> Recommendation:
         args.gpu,
         num_gpus=args.num_gpus,
         gpus_per_node=args.gpus_per_node,
-        deployment_of=deployments(**deployment_flags(args)),
+        deployment_of=deployments(args),
     )
     length = Length(
         num_tokens=args.tokens,

@@ -26,7 +26,7 @@ from slm_toolkit.config.flag_pairs import check_pairs
 from slm_toolkit.config.flags import every_config
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import Machine, this_machine
-from slm_toolkit.hardware.prices import find_price
+from slm_toolkit.hardware.prices import OwnPrices, find_price
 from slm_toolkit.launch.command_line import check_surroundings, check_training
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import check_tokenizer
@@ -58,7 +58,7 @@ class Request:
     skip_oom: bool = False
     force: bool = False
     dry_run: bool = False
-    usd_per_gpu_hour: float | None = None
+    prices: OwnPrices | None = None
     nodes: SlurmNodes | None = None
     "the nodes of Slurm; None: all runs are on this machine"
 
@@ -269,7 +269,7 @@ def _launch_all(
         console,
         searching=request.find_largest_batch,
         num_slots=len(slots) if jobs is None else None,  # the time in a queue is unknown
-        usd_so_far=_usd_so_far(runs, prepared.machine, jobs, usd_per_gpu_hour=request.usd_per_gpu_hour),
+        usd_so_far=_usd_so_far(runs, prepared.machine, jobs, prices=request.prices),
     )
     interrupted = False
     try:
@@ -307,14 +307,14 @@ def with_searches(rows: list[Row], searches: dict[str, BatchSearch]) -> list[Row
 
 
 def _usd_so_far(
-    runs: list[PlannedRun], machine: Machine, jobs: SlurmJobs | None, *, usd_per_gpu_hour: float | None
+    runs: list[PlannedRun], machine: Machine, jobs: SlurmJobs | None, *, prices: OwnPrices | None
 ) -> Callable[[], float] | None:
     """Return a function for the dollars spent so far; None without a price.
 
     It counts every GPU of this machine, idle ones included; on a CPU every process; under Slurm the GPU
     seconds of the jobs.
     """
-    price = find_price(machine.gpu, usd_per_gpu_hour=usd_per_gpu_hour)
+    price = find_price(machine.gpu, prices)
     if price is None:
         return None
     if jobs is not None:

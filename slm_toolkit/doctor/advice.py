@@ -164,9 +164,9 @@ def _network(setup: Setup) -> Iterator[Finding]:
     if row.tokens_per_second is None and not setup.strategy.offloads:
         yield _on(
             *(setup, "network", "unwise", "network-unknown"),
-            f"the bandwidth between nodes of {gpu} is not known: give it with --inter_node_gbps",
+            f"the bandwidth between nodes of {gpu} is not known: give it with --network",
             why="without it the time of communication can't be estimated",
-            change="--inter_node_gbps GBIT, or --network with the result of `slm compare --probe_network`",
+            change="--network GBIT, or --network with the result of `slm compare --probe_network`",
         )
     needed, has = row.inter_node_gbps_needed, row.inter_node_gbps
     if needed and has and needed > has:

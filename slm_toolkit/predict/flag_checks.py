@@ -99,7 +99,7 @@ def gpus_asked(words: list[str], num_gpus: list[int] | None) -> tuple[list[str],
             raise ValueError(f"--gpu {word}: not NAME or NAME:COUNT\nhint: --gpu a100-40gb --num_gpus 8")
         of_word, numbers, usd_per_hour = parsed
         if usd_per_hour is not None:
-            hint = f"hint: --gpu {' '.join(of_word)} --usd_per_gpu_hour {usd_per_hour:g}"
+            hint = f"hint: --gpu {' '.join(of_word)} --prices {usd_per_hour:g}"
             raise ValueError(f"--gpu {word}: a price\n{hint}")
         names += of_word
         counts.add(numbers)

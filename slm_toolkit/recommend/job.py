@@ -51,7 +51,7 @@ def offers_of(
     if texts is None:
         texts = [gpu.name for gpu in gpus() if deployment_of(gpu).price is not None]
         if not texts:
-            raise ValueError("no GPU type has such a price\nhint: --gpu NAME@USD, or --usd_per_gpu_hour")
+            raise ValueError("no GPU type has a price\nhint: --gpu NAME@USD, or --prices")
     for text in itertools.chain.from_iterable(map(_of_every_type, texts)):
         asked = gpus_and_count(text)
         if asked is None:

@@ -345,7 +345,7 @@ def _is_network_unknown(setup: Setup) -> bool:
 
 def _unknown_network(gpu_names: list[str]) -> str:
     names = ", ".join(dict.fromkeys(gpu_names))
-    return f"several nodes of {names}: the network between nodes is unknown (give --inter_node_gbps)"
+    return f"several nodes of {names}: the network between nodes is unknown (give --network)"
 
 
 def _observed(setup: Setup, observations: Observations) -> Observed | None:

@@ -13,7 +13,7 @@ import msgspec
 
 from slm_toolkit.config.run_config import FLAGS
 from slm_toolkit.hardware.gpus import find_gpu
-from slm_toolkit.hardware.prices import find_price
+from slm_toolkit.hardware.prices import OwnPrices, find_price
 from slm_toolkit.model.model_spec import flops_per_token, flops_per_token_without_attention
 from slm_toolkit.predict.cost import usd_per_million_tokens
 from slm_toolkit.record.measurement_warnings import padding_share, warnings_of
@@ -212,7 +212,7 @@ class Row:
 def row_of(
     repeats: list[tuple[Path, RunRecord]],
     *,
-    usd_per_gpu_hour: float | None = None,
+    prices: OwnPrices | None = None,
 ) -> Row:
     """Make the row of one run's launches. Impossible figures make the status failed: see `impossible`.
 
@@ -227,7 +227,7 @@ def row_of(
     rate = rate_with_padding and rate_with_padding.times(1 - padding)
     config = main_record.flags
     per_gpu = rate.tokens_per_second / main_record.world_size if rate and main_record.world_size else None
-    price = find_price(main_record.gpu, usd_per_gpu_hour=usd_per_gpu_hour)
+    price = find_price(main_record.gpu, prices)
     with_attention, without = _flops_per_token(main_record)
     mfu = mfu_of(main_record, per_gpu and per_gpu / (1 - padding), with_attention)
     status, reason = status_record.status, status_record.reason
@@ -410,7 +410,7 @@ def _largest_state(state_bytes: list[dict[str, int]]) -> dict[str, int] | None:
 def rows_of(
     records: list[tuple[Path, RunRecord]],
     *,
-    usd_per_gpu_hour: float | None = None,
+    prices: OwnPrices | None = None,
     parity_tolerance: float | None = None,
     strict: bool = False,
     problems: list[str] | None = None,
@@ -429,7 +429,7 @@ def rows_of(
     for indices in launches.values():
         try:
             launched = [records[index] for index in indices]
-            row = row_of(launched, usd_per_gpu_hour=usd_per_gpu_hour)
+            row = row_of(launched, prices=prices)
         except Exception as error:
             if problems is None:
                 raise

@@ -19,7 +19,7 @@ from rich.text import Text
 from tables import Best, best_configurations, best_table, figure_table
 
 from slm_toolkit.base.errors import user_errors
-from slm_toolkit.config.parser import positive_number, price_per_hour
+from slm_toolkit.config.parser import positive_number
 from slm_toolkit.record.files import find_records
 from slm_toolkit.report.tables.fitted import console_of_stdout
 
@@ -32,9 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     with user_errors():
         records, problems = find_records(args.records) if args.records else ([], [])
-        best = best_configurations(
-            args.gpu, usd_per_gpu_hour=args.usd_per_gpu_hour, inter_node_gbps=args.inter_node_gbps
-        )
+        best = best_configurations(args.gpu, usd_per_gpu_hour=args.prices, inter_node_gbps=args.network)
     for problem in problems:
         print(f"left out: {problem}", file=sys.stderr)
     measured = measured_cells(records)
@@ -63,9 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("records", nargs="*", type=Path, help="folders or files of measured runs")
     parser.add_argument("--figures", type=Path, metavar="DIR", help="draw the best configurations")
     parser.add_argument("--gpu", default="h100-80gb", help="GPU of the best configurations")
-    parser.add_argument("--usd_per_gpu_hour", type=price_per_hour, metavar="USD", help="price of that GPU")
+    parser.add_argument("--prices", type=positive_number, metavar="USD", help="price of that GPU")
     parser.add_argument(
-        "--inter_node_gbps", type=positive_number, metavar="GBIT", help="network of one node, gigabit/s"
+        "--network", type=positive_number, metavar="GBIT", help="network of one node, gigabit/s"
     )
     parser.add_argument("--json", action="store_true", help="print all numbers as one JSON object")
     return parser

@@ -71,7 +71,7 @@ def best_configurations(
     each step to MOST_TOKENS_PER_STEP, and only verdicts of "fits" count. Raise ValueError for an unknown GPU.
     """
     gpu = gpu_of_name(gpu_name)
-    given = Price(usd_per_gpu_hour, "given by --usd_per_gpu_hour") if usd_per_gpu_hour else None
+    given = Price(usd_per_gpu_hour, "given by --prices") if usd_per_gpu_hour else None
     deployment = Deployment(cluster_of(gpu, inter_node_gbps=inter_node_gbps), given or price_of(gpu.name))
     by_place: dict[tuple[str, int], list[Estimate]] = {}
     for num_nodes in NUM_NODES:
@@ -285,7 +285,7 @@ def _best_notes(bests: list[Best]) -> list[Text]:
     if price := next((best.price_source for best in bests if best.price_source), None):
         notes.append(f"price: {price}")
     else:
-        notes.append(f"the price of {bests[0].gpu} is unknown: give --usd_per_gpu_hour")
+        notes.append(f"the price of {bests[0].gpu} is unknown: give --prices")
     if gpu_of_name(bests[0].gpu).node_network_bytes_per_second is None:
-        notes.append(f"the network between nodes of {bests[0].gpu} is unknown: give --inter_node_gbps")
+        notes.append(f"the network between nodes of {bests[0].gpu} is unknown: give --network")
     return [Text(note, style="dim") for note in notes]

@@ -36,8 +36,8 @@ FILES = {
         (["--dataset", "blank.txt"], "blank.txt contains no text"),
         (["--num_processes", "0"], "--num_processes is 0"),
         (
-            ["--usd_per_gpu_hour", "-1"],
-            "argument --usd_per_gpu_hour: -1 is not a price per GPU-hour: 0.000001 to 1000000",
+            ["--prices", "-1"],
+            "argument --prices: -1 is not a price per GPU-hour: 0.000001 to 1000000",
         ),
         (["--timeout", "soon"], "invalid positive_number value: 'soon'"),
         (["--numerics", "fp4"], "invalid choice: 'fp4'"),

@@ -116,7 +116,7 @@ def test_a_second_comparison_keeps_the_records_and_prints_the_same(aligned: Comp
 def test_report_prints_a_table_of_the_same_rows(aligned: Comparison) -> None:
     as_json = json.loads(slm("report", str(aligned.folder), "--json").out)
     assert {row["strategy"]: row for row in as_json} == aligned.rows
-    table = slm("report", str(aligned.folder), "--usd_per_gpu_hour", "1.5").out
+    table = slm("report", str(aligned.folder), "--prices", "1.5").out
     for row in aligned.rows.values():
         assert f"{row['tokens_per_second']:,.0f}" in table
         assert f"{row['final_loss']:.4f}" in table

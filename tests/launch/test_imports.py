@@ -52,7 +52,7 @@ def test_a_rank_imports_no_compiler_and_no_datasets(tmp_path: Path) -> None:
         "import sys; from slm_toolkit import train\n"
         f"train.main(['--model', 'slm-1m', '--max_steps', '1', '--output_dir', {str(tmp_path)!r}])\n"
         "unused = ('torch._inductor.compile_fx', 'datasets', 'pandas')\n"
-        "print('imported:', [name for name in unused if name in sys.modules])\n"
+        "sys.stdout.write(f'imported: {[name for name in unused if name in sys.modules]}\\n')\n"
     )
     launch = ("accelerate", "launch", "--config_file", "accel_configs/ds_zero2.yaml", "--num_processes", "2")
     done = run(*launch, str(program), cold=True)

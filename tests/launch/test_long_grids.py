@@ -121,7 +121,7 @@ def test_what_a_killed_comparison_left_running_is_ended_before_the_next(tmp_path
 
 
 def test_runs_tell_time_and_cost(tmp_path: Path) -> None:
-    words = ("--strategy", "single", "--seed", "0", "1", "2", "--usd_per_gpu_hour", "3600")
+    words = ("--strategy", "single", "--seed", "0", "1", "2", "--prices", "3600")
     finished = slm("compare", "--json", *TINY, *words, "--output_dir", str(tmp_path))
     assert finished.code == 0, finished.err
     assert len(ok_records(tmp_path)) == 3

@@ -41,12 +41,12 @@ def test_estimates_are_those_of_the_verb() -> None:
         gpu="a100-40gb",
         num_gpus=[8, 16],
         per_device_train_batch_size=2,
-        usd_per_gpu_hour=2.0,
+        prices=2.0,
         gradient_checkpointing=["none", "full"],
         seq_len=2048,
     )
     words = ("--model", "slm-500m", "slm-1b", "--strategy", "ddp", "ds_zero3", "--gpu", "a100-40gb")
-    words += ("--num_gpus", "8", "16", "--per_device_train_batch_size", "2", "--usd_per_gpu_hour", "2")
+    words += ("--num_gpus", "8", "16", "--per_device_train_batch_size", "2", "--prices", "2")
     words += ("--gradient_checkpointing", "none", "full", "--seq_len", "2048")
     assert len(made) == 16  # two models, two strategies, two counts, with and without checkpointing
     assert isinstance(made[0], Estimate)
@@ -187,7 +187,6 @@ def test_without_pandas_the_error_says_what_to_install(monkeypatch: pytest.Monke
         ({"strategy": "ddpp"}, ("--strategy", "ddpp")),
         ({"seq_len": [0, 7]}, ("--seq_len", "0", "7")),
         ({"largest_batch": True}, ("--largest_batch",)),
-        ({"usd_per_gpu_hour": 2, "provider": "AWS"}, ("--usd_per_gpu_hour", "2", "--provider", "AWS")),
     ],
     ids=lambda value: str(value),
 )
@@ -225,8 +224,8 @@ def test_an_unknown_flag_is_refused_with_the_nearest_one() -> None:
         ({"seed": 8.0}, "argument --seed: invalid int value: '8.0'"),
         ({"weight_decay": [0.1, 0.2]}, "weight_decay is [0.1, 0.2]\nhint: it takes one value"),
         ({"output_dir": "runs"}, "unknown output_dir"),
-        ({"price_kind": "none"}, "argument --price_kind: invalid choice: 'none' (choose from "),
-        ({"usd_per_gpu_hour": 0}, "argument --usd_per_gpu_hour: 0 is not a price per GPU-hour"),
+        ({"deepspeed": "none"}, "argument --deepspeed: invalid choice: 'none' (choose from "),
+        ({"prices": 0}, "argument --prices: 0 is not a price per GPU-hour"),
         ({"num_gpus": 8.5}, "argument --num_gpus: invalid int value: '8.5'"),
         ({"largest_batch": 1}, "largest_batch is 1\nhint: it takes true or false"),
     ],

@@ -152,7 +152,7 @@ def notes(rows: list[Row], dropped: list[str]) -> list[Text]:
         and "$ per 1M tokens" not in dropped
         and any(row.status == "ok" and not row.is_rehearsed for row in rows)
     ):
-        notes.append(Text("no known price for this hardware: set one with --usd_per_gpu_hour", style="dim"))
+        notes.append(Text("no known price for this hardware: set one with --prices", style="dim"))
     if any(row.deepspeed_bytes for row in rows) and not any("DeepSpeed" in title for title in dropped):
         notes.append(
             Text("DeepSpeed's estimate: by its own function; model states only, no activations", style="dim")

@@ -45,7 +45,7 @@ _ABOVE_IF_DEFAULT = (
 NETWORK_SOURCES = {
     "measured": "the --network measurement",
     "measured in part": "the --network measurement and data sheets",
-    "given": "--inter_node_gbps and, inside a node, data sheets",
+    "given": "--network and, inside a node, data sheets",
     "data sheet": "data sheets, not measured",
 }
 _DECIDES_BATCH = (
@@ -311,7 +311,7 @@ def _speed_notes(rows: list[Estimate]) -> list[str]:
     for name in dict.fromkeys(row.gpu for row in rows if row.gpu):
         row = next(row for row in rows if row.gpu == name)
         if row.usd_per_gpu_hour is None:
-            notes.append(f"{name}: no known price: set one with --usd_per_gpu_hour or --prices")
+            notes.append(f"{name}: no known price: set one with --prices")
         else:
             notes.append(f"{name}: ${row.usd_per_gpu_hour:.2f} per GPU-hour, {row.price_source}")
     too_slow = [row for row in rows if row.inter_node_gbps_needed and row.inter_node_gbps]
@@ -326,7 +326,7 @@ def _speed_notes(rows: list[Estimate]) -> list[str]:
     if evidence := dict.fromkeys(row.network_evidence for row in rows if row.network_evidence):
         notes.append(f"network speed from {', '.join(NETWORK_SOURCES[name] for name in evidence)}")
     if any(row.gpu and row.tokens_per_second is None for row in rows):
-        notes.append("no tokens/s across nodes with an unknown network: set --inter_node_gbps")
+        notes.append("no tokens/s across nodes with an unknown network: set --network")
     return notes
 
 

@@ -168,7 +168,7 @@ def test_estimate_takes_the_number_with_the_gpu() -> None:
     for words, counts in ((["h200:8"], [4]), (["h200:8", "l4:4"], None), (["h200:8", "l4"], None)):
         with pytest.raises(ValueError, match="several numbers of GPUs\nhint: --gpu h200"):
             gpus_asked(words, counts)
-    with pytest.raises(ValueError, match="hint: --gpu h200 --usd_per_gpu_hour 2.5"):
+    with pytest.raises(ValueError, match="hint: --gpu h200 --prices 2.5"):
         gpus_asked(["h200@2.5"], None)
     done = slm_here("estimate", "--gpu", "2xL4", "--model", "slm-100m", "--strategy", "ddp", "--json")
     assert '"num_gpus": 2' in done.out

@@ -50,12 +50,12 @@ def test_what_does_not_fit_comes_with_the_batch_that_does() -> None:
 
 def test_a_network_too_slow_to_hide_communication_is_named() -> None:
     asked = ("--model", "slm-1b", "--gpu", "h100-80gb", "--num_gpus", "64", "--strategy", "fsdp_full_shard")
-    slow = doctored(*asked, "--inter_node_gbps", "10", code=1)
+    slow = doctored(*asked, "--network", "10", code=1)
     assert [f["topic"] for f in slow][0] == "network"
-    fast = doctored(*asked, "--inter_node_gbps", "100000", code=0)
+    fast = doctored(*asked, "--network", "100000", code=0)
     assert "network" not in {f["topic"] for f in fast}
     unknown = doctored(*asked[:2], "--gpu", "l40s", "--num_gpus", "16", "--strategy", "ddp", code=0)
-    assert any("give it with --inter_node_gbps" in f["sentence"] for f in unknown)
+    assert any("give it with --network" in f["sentence"] for f in unknown)
 
 
 def test_kernels_that_would_be_faster_are_named_with_what_they_give() -> None:

@@ -10,7 +10,6 @@ from conftest import own_strategy, slm_here
 from rich.console import Console
 from test_estimate import estimated
 
-from slm_toolkit.cli.deployment_flags import _KINDS
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import gpu_of_name
 from slm_toolkit.hardware.network import (
@@ -24,7 +23,6 @@ from slm_toolkit.hardware.network import (
     cluster_of,
     write_network,
 )
-from slm_toolkit.hardware.prices import KINDS
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.estimate import Estimate, estimate
 from slm_toolkit.predict.grid import estimates
@@ -164,7 +162,7 @@ def test_without_the_network_between_nodes_there_are_no_tokens_per_second_but_a_
     assert rows[1].traffic_bytes["inter_node"] > 0
     console = Console(width=400, file=io.StringIO())
     console.print(estimate_table(rows, width=400, largest_batch=False))
-    assert "unknown network: set --inter_node_gbps" in console.file.getvalue()
+    assert "unknown network: set --network" in console.file.getvalue()
 
 
 def test_pcie_is_a_range_until_it_is_measured(tmp_path: Path) -> None:
@@ -185,8 +183,8 @@ def test_pcie_is_a_range_until_it_is_measured(tmp_path: Path) -> None:
 
 
 def test_inter_node_gbps_gives_the_network() -> None:
-    (slow,) = estimated(*TWO_NODES, "l4", "--inter_node_gbps", "10")
-    (fast,) = estimated(*TWO_NODES, "l4", "--inter_node_gbps", "100")
+    (slow,) = estimated(*TWO_NODES, "l4", "--network", "10")
+    (fast,) = estimated(*TWO_NODES, "l4", "--network", "100")
     assert (slow["inter_node_gbps"], fast["inter_node_gbps"]) == (10, 100)
     assert slow["tokens_per_second"] < fast["tokens_per_second"]
 
@@ -196,7 +194,7 @@ def test_a_network_json_is_used_instead_of_data_sheets(tmp_path: Path) -> None:
     write_network(measured(num_nodes=2), tmp_path / "network.json")
     (row,) = estimated(*TWO_NODES, "l4", "--network", str(tmp_path / "network.json"))
     assert row["inter_node_gbps"] == pytest.approx(120 / NODE_NETWORK_SHARE)
-    (slower,) = estimated(*TWO_NODES, "l4", "--inter_node_gbps", "1")
+    (slower,) = estimated(*TWO_NODES, "l4", "--network", "1")
     assert row["tokens_per_second"] > slower["tokens_per_second"]
 
 
@@ -234,19 +232,16 @@ def test_a_usual_network_is_of_eight_gpus_and_smaller_nodes_have_their_share() -
 
 
 @pytest.mark.parametrize(
-    ("changes", "flags", "said"),
+    ("changes", "said"),
     [
-        ({"gpu": None, "backend": "gloo"}, (), "was measured between CPU processes (gloo), not a100-80gb"),
-        ({"gpu": "NVIDIA H100 80GB HBM3"}, (), "was measured between NVIDIA H100 80GB HBM3s, not a100-80gb"),
-        ({}, ("--inter_node_gbps", "100"), "which has a measurement between nodes"),
+        ({"gpu": None, "backend": "gloo"}, "was measured between CPU processes (gloo), not a100-80gb"),
+        ({"gpu": "NVIDIA H100 80GB HBM3"}, "was measured between NVIDIA H100 80GB HBM3s, not a100-80gb"),
     ],
 )
-def test_a_network_of_something_else_is_refused(
-    changes: dict, flags: tuple[str, ...], said: str, tmp_path: Path
-) -> None:
+def test_a_network_of_something_else_is_refused(changes: dict, said: str, tmp_path: Path) -> None:
     file = tmp_path / "network.json"
     write_network(dataclasses.replace(measured(num_nodes=2), **{"gpu": A100, **changes}), file)
-    done = slm_here("estimate", "--gpu", "a100-80gb", "--num_gpus", "16", "--network", str(file), *flags)
+    done = slm_here("estimate", "--gpu", "a100-80gb", "--num_gpus", "16", "--network", str(file))
     assert done.code == 2
     assert said in done.err
 
@@ -261,16 +256,9 @@ def test_whether_a_measurement_was_used_stands_in_the_row(tmp_path: Path) -> Non
     assert row["network_evidence"] == "data sheet"
 
 
-def test_prices_that_contradict_each_other_are_refused() -> None:
-    done = slm_here("estimate", "--gpu", "h200", "--usd_per_gpu_hour", "2", "--provider", "AWS")
+def test_a_price_that_no_table_can_show_is_refused() -> None:
+    done = slm_here("estimate", "--gpu", "h200", "--prices", "1e308", "--json")
     assert done.code == 2
-    assert "--usd_per_gpu_hour with --provider" in done.err
-    done = slm_here("estimate", "--gpu", "h200", "--usd_per_gpu_hour", "1e308", "--json")
-    assert done.code == 2
-
-
-def test_the_kinds_of_price_to_choose_from_are_all_there_are() -> None:
-    assert _KINDS == KINDS
 
 
 def test_a_json_without_overlap_hides_no_reduction(tmp_path: Path) -> None:

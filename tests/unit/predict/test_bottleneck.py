@@ -32,7 +32,7 @@ def levers_of(model: str, **flags: object) -> list[Lever]:
     [
         ("attention", "--model slm-500m-hw --attn_implementation eager --seq_len 8192 --strategy ddp"),
         ("launch_overhead", "--model slm-1m --per_device_train_batch_size 1 --strategy single"),
-        ("communication", "--model slm-2b --num_gpus 16 --inter_node_gbps 10 --strategy ds_zero3"),
+        ("communication", "--model slm-2b --num_gpus 16 --network 10 --strategy ds_zero3"),
         ("matmul", "--model slm-2b --strategy ddp --per_device_train_batch_size 16"),
     ],
 )

@@ -63,7 +63,7 @@ def test_dollars_by_hand() -> None:
     assert usd_per_million_tokens(tokens_per_second=1e4, usd_per_gpu_hour=3.6, num_gpus=2) == pytest.approx(
         0.2
     )
-    row = row_from(made_record(), usd_per_gpu_hour=3.6)
+    row = row_from(made_record(), prices=3.6)
     assert row.usd_per_million_tokens == pytest.approx(1e6 / 16384 * 2 * 3.6 / 3600)
 
 

@@ -25,7 +25,7 @@ def record(strategy: str, seconds: float = 0.5, peak_gib: int = 3, **changes: ob
 
 def rows(*records: RunRecord, usd_per_gpu_hour: float | None = None) -> list[Row]:
     pairs = [(f"{index}/record.json", one) for index, one in enumerate(records)]
-    return ranked([row_of([pair], usd_per_gpu_hour=usd_per_gpu_hour) for pair in pairs], strict=False)
+    return ranked([row_of([pair], prices=usd_per_gpu_hour) for pair in pairs], strict=False)
 
 
 def test_a_clear_winner_is_named_with_its_lead_its_cost_and_the_smallest() -> None:
@@ -252,7 +252,7 @@ def test_advice_to_align_a_script_is_only_given_where_it_changes_something() -> 
 
 def test_on_a_cpu_the_price_is_that_of_a_process() -> None:
     (row,) = rows(record("ddp", **CPU), usd_per_gpu_hour=2.0)
-    assert row.price == "$2.00 per process-hour (there is no GPU), given by --usd_per_gpu_hour"
+    assert row.price == "$2.00 per process-hour (there is no GPU), given by --prices"
     # two processes for $2 an hour each, 16,384 tokens/s: 4 / 3600 / 16,384 x 1e6 = $0.0678
     assert row.usd_per_million_tokens == pytest.approx(0.0678, abs=1e-4)
 

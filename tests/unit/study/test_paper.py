@@ -277,7 +277,7 @@ def test_the_script_gives_points_answers_and_configurations_as_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_record(record_of(), tmp_path / "run")
-    assert compare.main(["--json", "--gpu", "a40", "--inter_node_gbps", "100", str(tmp_path)]) == 0
+    assert compare.main(["--json", "--gpu", "a40", "--network", "100", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
     assert "cells of the paper measured by 1 records: 1" in err
     content = json.loads(out)
@@ -291,8 +291,8 @@ def test_the_script_gives_points_answers_and_configurations_as_json(
 def test_the_script_prints_figures_and_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert compare.main(["--gpu", "a40"]) == 0
     shown = capsys.readouterr().out
-    assert "the price of a40 is unknown: give --usd_per_gpu_hour" in shown
-    assert "the network between nodes of a40 is unknown: give --inter_node_gbps" in shown
+    assert "the price of a40 is unknown: give --prices" in shown
+    assert "the network between nodes of a40 is unknown: give --network" in shown
     assert "figure 4" in shown
     assert "Q4 Which communication scheme" in shown
 
