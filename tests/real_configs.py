@@ -3,18 +3,15 @@
 import dataclasses
 import json
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
-from accelerate import ParallelismConfig
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from transformers import HfArgumentParser, TrainingArguments
 from transformers.integrations import unset_hf_deepspeed_config
 
 OWN = dict(os.environ)
@@ -67,26 +64,7 @@ def of_yaml(path: Path) -> dict[str, Any]:
         facts |= deepspeed_facts(DeepSpeedPlugin())
     elif args.use_fsdp:
         facts |= fsdp_facts(FullyShardedDataParallelPlugin())
-    if args.use_parallelism_config:
-        facts["groups"] = groups()
     return facts
-
-
-def of_arguments(command: list[str]) -> dict[str, Any]:
-    """What the Trainer would make of the arguments of a command."""
-    words = command[command.index("train.py") + 1 :]
-    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(
-        [*words, "--use_cpu"], look_for_args_file=False
-    )
-    facts: dict[str, Any] = {"precision": args.mixed_precision}
-    if args.deepspeed_plugin:
-        facts |= deepspeed_facts(args.deepspeed_plugin)
-    return facts
-
-
-def groups() -> list[int]:
-    config = ParallelismConfig()
-    return [config.dp_replicate_size, config.dp_shard_size]
 
 
 def of_file(path: Path) -> dict[str, Any]:
@@ -94,9 +72,7 @@ def of_file(path: Path) -> dict[str, Any]:
     os.environ.clear()
     os.environ.update(OWN)
     try:
-        if path.suffix == ".yaml":
-            return of_yaml(path)
-        return of_arguments(shlex.split(path.read_text()))
+        return of_yaml(path)
     except (ValueError, OSError, RuntimeError, KeyError) as error:
         return {"error": str(error)}
     finally:
