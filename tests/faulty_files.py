@@ -113,12 +113,6 @@ OF_FSDP = (
 OF_DEEPSPEED = (
     Planted("refused", ZERO2, {f"{_D}deepspeed_config_file": "other.json"}, tag="absent"),
     Planted("refused", ZERO2, more_text={"json": '{"zero_optimization": '}, tag="cut off"),
-    Planted(
-        "duplicate-key",
-        ZERO2,
-        more_text={"json": '{"zero_optimization": {"stage": 2, "stage": 1}}'},
-        tag="json",
-    ),
     Planted("zero-stage-0", ZERO2, json={"zero_optimization": REMOVE}, tag="no section"),
     Planted("set-twice", ZERO2, {"mixed_precision": "bf16"}, tag="mixed_precision"),
     Planted("set-twice", ZERO2, {f"{_D}gradient_accumulation_steps": 4}, tag="accumulation"),

@@ -109,7 +109,11 @@ _RULES = (
         "every rank keeps all of {spec.name}, {gib:.2f} GiB, as under ZeRO-2",
     ),
     Rule(
-        *("unwise", "zero3-gathers-all", f"{ZERO}.stage3_max_live_parameters", _gathers_all, _enough_live),
+        "unwise",
+        "zero3-gathers-all",
+        f"{ZERO}.stage3_max_live_parameters",
+        _gathers_all,
+        _enough_live,
         sentence=_LARGER,
         why="parameters are gathered ahead until this many are live: here all of them, {gib:.1f} GiB on "
         "every rank",
@@ -117,7 +121,11 @@ _RULES = (
     ),
     *(
         Rule(
-            *("unwise", f"json-{section}", section, lambda case, value: value is not None, None),
+            "unwise",
+            f"json-{section}",
+            section,
+            lambda case, value: value is not None,
+            None,
             sentence="the JSON has a section {key}",
             why="slm_toolkit.train removes it because its flags decide; in other scripts accelerate refuses "
             "an optimizer, and DeepSpeed sets the learning rate by a scheduler",

@@ -18,7 +18,7 @@ from slm_toolkit.predict.estimate import estimate
 from slm_toolkit.predict.flag_checks import placement_problems
 from slm_toolkit.predict.setup.setup import Deployment, Setup, known_to_estimates, unlike_the_model
 from slm_toolkit.strategy.sharding import product_problem
-from slm_toolkit.strategy.strategy import Strategy, contradictions, group_problems, is_shipped, strategy_of
+from slm_toolkit.strategy.strategy import Strategy, contradictions, is_shipped, strategy_of
 
 _CHECKS = {  # each check, and the topic of its findings that name none
     key_faults: "launch",
@@ -101,9 +101,8 @@ def _strategy(case: Case) -> tuple[Strategy | None, list[Finding]]:
             case, "refused", sentences.splitlines(), "launch", why=why, change=hint or change
         )
     strategy = dataclasses.replace(strategy, name=case.name)
-    contradicted = contradictions(strategy, case.flags)
-    contradicted += [] if strategy.is_single else group_problems(case.flags, case.num_ranks)
     count, per_node = case.num_ranks, min(case.num_ranks, case.gpus_per_node)
+    contradicted = contradictions(strategy, case.flags, num_processes=None if strategy.is_single else count)
     sizes = product_problem(strategy.parallel_sizes, count)
     try:
         if strategy.is_fsdp2 and sizes and not is_shipped(case.files.yaml_path):

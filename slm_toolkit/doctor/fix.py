@@ -45,19 +45,19 @@ def _edited_yaml(text: str, edit: Edit) -> str:
         return f"{text[: key.end_mark.index]}: {as_yaml(value)}{text[_end(old) :]}"
     if section.flow_style:
         raise yaml.YAMLError(f"{edit.key} is not on a line of its own")
-    lines = [*text.splitlines(), ""]
+    lines = text.split("\n")
     if edit.value is not REMOVE:
         indent = " " * section.value[0][0].start_mark.column
-        lines.insert(_line(text, section), f"{indent}{keys[0]}: {as_yaml(value)}")
+        lines.insert(_line(text, _end(section)) + 1, f"{indent}{keys[0]}: {as_yaml(value)}")
     elif len(keys) == 1:
         for key, old in reversed(above if len(entries) == len(section.value) else entries):
-            del lines[key.start_mark.line : _line(text, old)]
+            del lines[_line(text, key.start_mark.index) : _line(text, _end(old)) + 1]
     return "\n".join(lines)
 
 
-def _line(text: str, node: yaml.Node) -> int:
-    """Return the number of the line after a node."""
-    return text[: _end(node)].count("\n") + 1
+def _line(text: str, index: int) -> int:
+    """Return the number of the line, from 0, of a place in the text."""
+    return text.count("\n", 0, index)
 
 
 def _end(node: yaml.Node) -> int:

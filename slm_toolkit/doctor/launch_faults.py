@@ -205,17 +205,16 @@ def meant_by(key: str, known: tuple[str, ...]) -> str | None:
 
 
 def _duplicates(case: Case) -> Iterator[Finding]:
-    for file, keys in case.files.duplicates:
-        value = value_at(case.config if file == "yaml" else case.files.deepspeed, keys)
+    for keys in case.files.duplicates:
+        key, value = ".".join(keys), value_at(case.config, keys)
         yield wrong(
             "duplicate-key",
-            f"{'.'.join(keys)} appears more than once: the last value, {value!r}, is used",
-            why="YAML and JSON parsers silently keep the last value, so the first value that you read in the "
-            "file is not the one that runs",
+            f"{key} appears more than once: the last value, {value!r}, is used",
+            why="YAML parsers silently keep the last value, so the first value that you read in the file is "
+            "not the one that runs",
             change=f"keep one {keys[-1]}",
-            file=file,
-            key=".".join(keys),
-            topic="launch" if file == "yaml" else "deepspeed",
+            file="yaml",
+            key=key,
         )
 
 

@@ -73,40 +73,48 @@ def host_ram_faults(case: Case, setup: Setup) -> Iterator[Finding]:
 
 # Faults of the environment variables that a launch from this shell passes to its ranks.
 
-_ON = ("1", "true", "yes", "on")
-_VARIABLES = (  # name, values that cost time, finding, severity, reason
-    (
-        *("NCCL_P2P_DISABLE", _ON, "nccl-p2p-disabled", "wrong"),
+_ON = ("1", "true", "yes", "on", "detail")
+_VARIABLES = {  # variables that cost time: finding, severity, reason
+    "NCCL_P2P_DISABLE": (
+        "nccl-p2p-disabled",
+        "wrong",
         "GPUs of a machine then communicate through the host's RAM instead of NVLink or PCIe",
     ),
-    (
-        *("NCCL_SHM_DISABLE", _ON, "nccl-shm-disabled", "unwise"),
+    "NCCL_SHM_DISABLE": (
+        "nccl-shm-disabled",
+        "unwise",
         "GPUs of a machine without peer access then communicate through network sockets",
     ),
-    (
-        *("NCCL_IB_DISABLE", _ON, "nccl-ib-disabled", "wrong"),
+    "NCCL_IB_DISABLE": (
+        "nccl-ib-disabled",
+        "wrong",
         "nodes then communicate by TCP over Ethernet instead of InfiniBand or RoCE",
     ),
-    (
-        *("CUDA_LAUNCH_BLOCKING", _ON, "cuda-launch-blocking", "wrong"),
+    "CUDA_LAUNCH_BLOCKING": (
+        "cuda-launch-blocking",
+        "wrong",
         "the host waits for each kernel: nothing overlaps, and steps take several times as long",
     ),
-    (
-        *("TORCH_DISTRIBUTED_DEBUG", ("detail",), "distributed-debug", "wrong"),
+    "TORCH_DISTRIBUTED_DEBUG": (
+        "distributed-debug",
+        "wrong",
         "PyTorch then compares shapes on all ranks before every collective",
     ),
-    (
-        *("PYTORCH_NO_CUDA_MEMORY_CACHING", _ON, "no-memory-caching", "wrong"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": (
+        "no-memory-caching",
+        "wrong",
         "every tensor then needs a cudaMalloc and a cudaFree, which stall the GPU",
     ),
-    (
-        *("TORCHDYNAMO_DISABLE", _ON, "dynamo-disabled", "wrong"),
-        "--torch_compile then compiles nothing",
-    ),
-)
+    "TORCHDYNAMO_DISABLE": ("dynamo-disabled", "wrong", "--torch_compile then compiles nothing"),
+}
 _LEFT_OVER = (
-    *("ACCELERATE_USE_", "ACCELERATE_DEEPSPEED_", "ACCELERATE_GRADIENT_", "ACCELERATE_MIXED_PRECISION"),
-    *("ACCELERATE_DYNAMO_", "FSDP_", "PARALLELISM_CONFIG_"),
+    "ACCELERATE_USE_",
+    "ACCELERATE_DEEPSPEED_",
+    "ACCELERATE_GRADIENT_",
+    "ACCELERATE_MIXED_PRECISION",
+    "ACCELERATE_DYNAMO_",
+    "FSDP_",
+    "PARALLELISM_CONFIG_",
 )
 
 
@@ -117,9 +125,9 @@ def environment_faults(case: Case) -> Iterator[Finding]:
         "NCCL_IB_DISABLE": case.num_ranks > case.gpus_per_node or case.num_machines > 1,
         "TORCHDYNAMO_DISABLE": case.flags.torch_compile,
     }
-    for name, values, slug, severity, why in _VARIABLES:
+    for name, (slug, severity, why) in _VARIABLES.items():
         value = case.host.variables.get(name, "")
-        if value.lower() in values and has_effect.get(name, True):
+        if value.lower() in _ON and has_effect.get(name, True):
             sentence = f"{name}={value} in the environment"
             yield fault(severity, slug, sentence, why=why, change=f"unset {name}", key=name)
     for check in (_left_over, _threads):
