@@ -21,15 +21,11 @@ def fsdp_facts(plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
     return {
         "version": plugin.fsdp_version,
         "reshard": plugin.reshard_after_forward,
-        "fsdp1": getattr(plugin.sharding_strategy, "name", None),
         "offload": type(plugin.cpu_offload).__name__,
         "wrap": getattr(plugin.auto_wrap_policy, "__name__", None),
-        "layers": plugin.transformer_cls_names_to_wrap,
-        "min_num_params": plugin.min_num_params,
         "state_dict": plugin.state_dict_type.name,
         "ram_efficient": bool(plugin.cpu_ram_efficient_loading),
         "checkpointing": bool(plugin.activation_checkpointing),
-        "checkpointing_offload": bool(plugin.activation_checkpointing_offload),
     }
 
 
@@ -41,10 +37,6 @@ def deepspeed_facts(plugin: DeepSpeedPlugin) -> dict[str, Any]:
         "init": plugin.zero3_init_flag,
         "optimizer": model.offload_optimizer and str(model.offload_optimizer.device),
         "param": model.offload_param and str(model.offload_param.device),
-        "hpz": model.zero_hpz_partition_size,
-        "gathers": model.gather_16bit_weights_on_model_save,
-        "bf16": plugin.deepspeed_config["bf16"],
-        "clipping": plugin.deepspeed_config["gradient_clipping"],
     }
 
 
@@ -59,7 +51,7 @@ def of_yaml(path: Path) -> dict[str, Any]:
     else:
         env = prepare_multi_gpu_env(args)
     os.environ.update(env)
-    facts: dict[str, Any] = {"ranks": args.num_processes, "precision": env["ACCELERATE_MIXED_PRECISION"]}
+    facts: dict[str, Any] = {"ranks": args.num_processes}
     if args.use_deepspeed:
         facts |= deepspeed_facts(DeepSpeedPlugin())
     elif args.use_fsdp:

@@ -81,15 +81,6 @@ def test_bad_flags_end_with_a_hint() -> None:
     assert "hint: " in done.err
 
 
-def test_shards_that_do_not_divide_the_gpus_are_found(tmp_path: Path) -> None:
-    key = "parallelism_config"
-    sizes = f"{key}:\n  {key}_dp_replicate_size: 2\n  {key}_dp_shard_size: 8\n"
-    hybrid = own_strategy(tmp_path, WRAPPED + sizes, name="hybrid")
-    asked = ("--model", "slm-1b-hw", "--gpu", "h100-80gb", "--num_gpus", "8", "--strategy", hybrid)
-    (finding,) = [f for f in doctored(*asked, code=1) if f["severity"] == "wrong"]
-    assert finding["sentence"] == "parallelism_config: dp_replicate_size 2 x dp_shard_size 8 with 8 ranks"
-
-
 def test_hidden_and_head_widths_off_the_multiple_of_8_are_named(tmp_path: Path) -> None:
     shape = {"num_hidden_layers": 12, "hidden_size": 780, "num_attention_heads": 13, "vocab_size": 32_000}
     (tmp_path / "config.json").write_text(json.dumps({**shape, "intermediate_size": 2048}))

@@ -1,6 +1,5 @@
 """`slm doctor` at the command line: `--fix`, exit codes, what it reads of a shell, how it prints."""
 
-import argparse
 import json
 import textwrap
 from pathlib import Path
@@ -9,8 +8,6 @@ from typing import Any
 import pytest
 from conftest import DEEPSPEED, own_strategy, slm_here
 
-from slm_toolkit.cli.doctor import _gpus_of
-from slm_toolkit.doctor.case import Host, read_files
 from slm_toolkit.doctor.finding import REMOVE, Edit
 from slm_toolkit.doctor.fix import with_edits
 from slm_toolkit.hardware.gpus import visible
@@ -284,18 +281,11 @@ def test_the_gpus_seen_are_those_that_cuda_would_see() -> None:
     assert visible(names, "1,7,0") == ("B",)  # CUDA stops at the first that is none
 
 
-def test_gpus_are_counted_where_they_are_asked_for_here_or_in_the_file(tmp_path: Path) -> None:
-    files = read_files(Path(own_strategy(tmp_path, "distributed_type: MULTI_GPU\nnum_processes: 6\n")))
-
-    def counted(num_gpus: int | None, per_node: int | None, here: int) -> tuple[int, int]:
-        args = argparse.Namespace(num_gpus=num_gpus, gpus_per_node=per_node)
-        return _gpus_of(args, files, Host(is_meant=True, gpu_names=("NVIDIA L4",) * here))
-
-    assert counted(None, None, 0) == (6, 6)
-    assert counted(None, 4, 0) == (6, 3)  # nodes of at most four that six ranks fill
-    assert counted(None, None, 4) == (4, 4)
-    assert counted(16, None, 4) == (16, 4)
-    assert counted(2, None, 4) == (2, 2)
-    assert counted(6, None, 4) == (6, 3)
-    with pytest.raises(ValueError, match="7 GPUs can't be the same number on each node of up to 4"):
-        counted(7, None, 4)
+def test_gpus_are_counted_in_the_file_or_given(tmp_path: Path) -> None:
+    text = "  fsdp_version: 2\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\nnum_processes: 6\n"
+    own = own_strategy(tmp_path, f"distributed_type: FSDP\nfsdp_config:\n{text}")
+    words = ("doctor", "--model", "slm-100m-hw", "--strategy", own)
+    assert "fits on each of 6 x" in slm_here(*words, env={"COLUMNS": "300"}).out
+    done = slm_here(*words, "--num_gpus", "7", "--gpus_per_node", "4")
+    assert done.code == 2
+    assert "7 GPUs can't be the same number on each node of up to 4" in done.err
