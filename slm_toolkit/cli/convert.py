@@ -32,6 +32,7 @@ checkpoint of a run, of accelerate's FSDP or of DeepSpeed."""
 _EXAMPLES = """\
   slm convert fsdp_full_shard --to accelerate_deepspeed --output mine   the same sharding under ZeRO
   slm convert ds_zero2 --to accelerate_fsdp --num_processes 8           the nearest FSDP2 settings
+  slm convert my_ds.json --to accelerate_deepspeed                      a YAML that names the JSON
 """
 _EPILOG = """\
 SOURCE: a shipped strategy (`slm configs`), an accelerate YAML or a DeepSpeed JSON; or the folder of a
@@ -41,7 +42,6 @@ forms:
 {forms}
 more examples:
   slm convert zero3_folder --to hf_model --model slm-1b --output model   weights out of a ZeRO checkpoint
-  slm convert my_ds.json --to accelerate_deepspeed                      a YAML that names the JSON
 The Trainer's --deepspeed takes the JSON of accelerate_deepspeed.
 exit codes:
   0  every key has a counterpart

@@ -92,7 +92,8 @@ _OF_DEEPSPEED = (
         "train_batch_size",
         lambda case, value: _differs(case, value, _train_batch(case)),
         "auto",
-        why="it is not batch x micro-steps x ranks, so " + _REFUSED,
+        sentence="{key} is {value}, not batch x micro-steps x ranks",
+        why=_REFUSED,
         then=_FLAGS_DECIDE,
     ),
     *(
