@@ -141,7 +141,10 @@ def convert(source: str, engine: str, *, num_processes: int | None, folder: Path
 
 def _read(strategy: Strategy, num_processes: int | None) -> tuple[list[Setting], list[KeyAccount]]:
     """Return the settings of a strategy's files, and a row for a section that has no effect there."""
-    config = {} if strategy.is_bare_json else dict(strategy.accelerate_config)
+    given = {} if strategy.is_bare_json else strategy.accelerate_config
+    config = {
+        key: value for key, value in given.items() if value or not isinstance(YAML_SETTINGS.get(key), dict)
+    }
     if unknown := [key for key in config if key not in YAML_SETTINGS]:
         raise ValueError(
             f"{strategy.path}: accelerate refuses the key {unknown[0]}\nhint: does it belong in another file?"
@@ -289,7 +292,8 @@ def _written(
     settings: list[Setting], rows: list[KeyAccount], strategy: Strategy, engine: str, folder: Path | None
 ) -> Converted:
     """Write the YAML and, under DeepSpeed, the JSON, unless the source's JSON is used unchanged."""
-    name, files, json_file = f"{strategy.name}_as_{engine}", {}, strategy.deepspeed_config_file
+    name, files = f"{strategy.name}_as_{engine}", {}
+    json_file = strategy.deepspeed_config_file if strategy.is_deepspeed else None
     named = _in_folder(folder, f"{name}.json")
     if engine == "deepspeed" and json_file is not None:
         of_json = [setting for setting in settings if setting.path[0] == "json"]

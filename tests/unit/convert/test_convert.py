@@ -139,6 +139,15 @@ def test_a_json_gets_a_yaml_that_points_to_it(tmp_path: Path) -> None:
     assert (strategy.zero_stage, strategy.num_processes) == (3, 8)
 
 
+def test_a_section_of_the_other_engine_has_no_effect(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        f"{FSDP2}deepspeed_config: {{deepspeed_config_file: gone.json}}\nfp8_config: null\n"
+    )
+    written = converted(str(tmp_path / "mine.yaml"), "deepspeed", folder=tmp_path, num_processes=2)
+    assert row(written, "deepspeed_config").fate == "ignored"
+    assert strategy_of(written, tmp_path).zero_stage == 3
+
+
 def test_two_machines_keep_their_meeting_point(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(
         f"{FSDP2}num_processes: 16\nnum_machines: 2\nmachine_rank: 1\nmain_process_ip: 10.0.0.1\n"
