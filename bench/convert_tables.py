@@ -2,39 +2,32 @@
 
 from typing import Any
 
-from slm_toolkit.convert.engines import (
-    FSDP_ALONE,
-    INIT_FLAG,
-    PAIRS,
-    PLUGIN_ALONE,
-    ZERO,
-    ZERO_ALONE,
-    Alone,
-    Pair,
-)
+from slm_toolkit.convert.tables import FSDP_ALONE, INIT_FLAG, PAIRS, ZERO, ZERO_ALONE, Pair
 
 
 def tables() -> dict[str, str]:
     """Return each table as Markdown, by its heading."""
+    pairs = [
+        (
+            _setting_text(pair.fsdp, pair.fsdp_value),
+            _setting_text(pair.zero, pair.zero_value) + _stages_text(pair),
+            pair.note or "nothing",
+        )
+        for pair in PAIRS
+    ]
     return {
-        "Pairs": _markdown(
-            ("FSDP2", "ZeRO", "what differs"),
-            [
-                (
-                    _setting_text(p.fsdp, p.fsdp_value),
-                    _setting_text(p.zero, p.zero_value) + _stages_text(p),
-                    p.note or "nothing",
-                )
-                for p in PAIRS
-            ],
-        ),
+        "Pairs": _markdown(("FSDP2", "ZeRO", "what differs"), pairs),
         "FSDP2 alone": _one_sided(FSDP_ALONE, "ZeRO"),
-        "ZeRO alone": _one_sided((*ZERO_ALONE, *PLUGIN_ALONE), "FSDP2"),
+        "ZeRO alone": _one_sided(ZERO_ALONE, "FSDP2"),
     }
 
 
-def _one_sided(rows: tuple[Alone, ...], other: str) -> str:
-    cells = [(_key_text(row.key), _values_text(row.as_other), row.note) for row in rows]
+def _one_sided(rows: dict[str, tuple[Any, ...]], other: str) -> str:
+    cells = []
+    for keys, (note, *values) in rows.items():
+        named = ", ".join(f"`{key.removeprefix(ZERO)}`" for key in keys.split())
+        same = dict.fromkeys(f"`{_value_text(value)}`" for value in values if value is not None)
+        cells.append((named, ", ".join(same) or "-", note))
     return _markdown(("key", f"value that matches {other}", "under " + other), cells)
 
 
@@ -44,7 +37,11 @@ def _markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def _setting_text(key: str, value: Any) -> str:
-    return f"`{key.removeprefix(ZERO)}: {str(value).lower() if isinstance(value, bool) else value}`"
+    return f"`{key.removeprefix(ZERO)}: {_value_text(value)}`"
+
+
+def _value_text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _stages_text(pair: Pair) -> str:
@@ -52,19 +49,3 @@ def _stages_text(pair: Pair) -> str:
     is_any = pair.zero == f"{ZERO}stage" or len(pair.stages) > 2 or pair.zero == INIT_FLAG
     stages = "" if is_any else f" (stage {' and '.join(map(str, pair.stages))})"
     return stages + {"both": "", "to_fsdp": ", to FSDP2 only", "to_zero": ", to ZeRO only"}[pair.way]
-
-
-def _key_text(key: str) -> str:
-    if not key:
-        return "all other keys"
-    if key.endswith("."):
-        return f"other keys of `{key.rstrip('.')}`"
-    return f"`{key.removeprefix(ZERO)}`"
-
-
-def _value_text(value: Any) -> str:
-    return "-" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"
-
-
-def _values_text(values: tuple[Any, ...]) -> str:
-    return ", ".join(dict.fromkeys(_value_text(value) for value in values if value is not None)) or "-"

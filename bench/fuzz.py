@@ -321,15 +321,11 @@ def _read_timeline(data: bytes, folder: Path) -> None:
 def _read_convert_file(data: bytes, folder: Path) -> None:
     name = f"mine.{_kind(data)}"
     _write(folder, name, data)
-    _convert([name], data, folder)
+    from slm_toolkit.cli.convert import _account, _as_json
+    from slm_toolkit.convert.convert import convert
 
-
-def _convert(source: list[str], data: bytes, folder: Path) -> None:
-    from slm_toolkit.cli.convert import _FORMS, _account, _as_json, convert
-
-    form = list(_FORMS)[sum(data) % len(_FORMS)]
     num = (None, 1, 2, 8, 12)[len(data) % 5]
-    written = convert(source, form, num_processes=num, gpus_per_node=None if num == 2 else 4, folder=None)
+    written = convert(name, ("fsdp", "deepspeed")[sum(data) % 2], num_processes=num, folder=None)
     _account(written)
     json.dumps(_as_json(written, []))
     for name, text in written.files.items():
@@ -619,7 +615,7 @@ PLACED = (
     "report . --markdown PLACE|report . --html PLACE|"
     "configs --copy PLACE|recipes --copy PLACE|recipes PLACE|doctor --strategy PLACE|"
     "doctor --model PLACE|doctor --model slm-1m --strategy PLACE --fix PLACE|doctor --dataset PLACE|"
-    "convert PLACE --to accelerate_fsdp|convert ddp --to accelerate_deepspeed --output PLACE|"
+    "convert PLACE --to accelerate_fsdp|convert ds_zero2 --to accelerate_fsdp --output PLACE|"
     "estimate --model PLACE|estimate --strategy PLACE --gpu l4|estimate --prices PLACE --gpu l4|"
     "recommend --model slm-1m --gpu l4:1 --tokens 1e6 --strategy ddp --per_device_train_batch_size 8 "
     "--gradient_checkpointing none --loss_kernel hf --write PLACE|"

@@ -3,17 +3,15 @@
 import dataclasses
 from pathlib import Path
 
-from slm_toolkit.cli.convert import convert
-from slm_toolkit.convert.settings import KeyAccount
-from slm_toolkit.convert.write import Converted
-from slm_toolkit.strategy.groups import fit_groups
+from slm_toolkit.convert.convert import Converted, KeyAccount, convert
 from slm_toolkit.strategy.strategy import Strategy, read_strategy
 
 
-def converted(*source: str, to: str, folder: Path | None = None, **ranks: int) -> Converted:
+def converted(
+    source: str, to: str, *, folder: Path | None = None, num_processes: int | None = None
+) -> Converted:
     """A conversion; with `folder` its files are written there."""
-    asked = {"num_processes": None, "gpus_per_node": None, **ranks}
-    written = convert(list(source), to, folder=folder, **asked)
+    written = convert(source, to, folder=folder, num_processes=num_processes)
     if folder is not None:
         folder.mkdir(exist_ok=True)
         for name, text in written.files.items():
@@ -33,17 +31,9 @@ def meaning(strategy: Strategy) -> Strategy:
     if "deepspeed_config" in config:
         section = {k: v for k, v in config["deepspeed_config"].items() if k != "deepspeed_config_file"}
         config["deepspeed_config"] = section
-    fitted = fit_groups(strategy, num_ranks=strategy.num_processes, ranks_per_node=2)
-    return dataclasses.replace(
-        strategy, name="", path=None, accelerate_config=config, deepspeed_config=fitted.deepspeed_config
-    )
+    return dataclasses.replace(strategy, name="", path=None, accelerate_config=config)
 
 
 def row(written: Converted, key: str) -> KeyAccount:
     (found,) = [row for row in written.rows if row.key == key]
     return found
-
-
-def write(folder: Path, text: str, name: str = "mine.yaml") -> str:
-    (folder / name).write_text(text)
-    return str(folder / name)

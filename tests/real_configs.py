@@ -3,18 +3,15 @@
 import dataclasses
 import json
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
-from accelerate import ParallelismConfig
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from transformers import HfArgumentParser, TrainingArguments
 from transformers.integrations import unset_hf_deepspeed_config
 
 OWN = dict(os.environ)
@@ -24,15 +21,11 @@ def fsdp_facts(plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
     return {
         "version": plugin.fsdp_version,
         "reshard": plugin.reshard_after_forward,
-        "fsdp1": getattr(plugin.sharding_strategy, "name", None),
         "offload": type(plugin.cpu_offload).__name__,
         "wrap": getattr(plugin.auto_wrap_policy, "__name__", None),
-        "layers": plugin.transformer_cls_names_to_wrap,
-        "min_num_params": plugin.min_num_params,
         "state_dict": plugin.state_dict_type.name,
         "ram_efficient": bool(plugin.cpu_ram_efficient_loading),
         "checkpointing": bool(plugin.activation_checkpointing),
-        "checkpointing_offload": bool(plugin.activation_checkpointing_offload),
     }
 
 
@@ -44,10 +37,6 @@ def deepspeed_facts(plugin: DeepSpeedPlugin) -> dict[str, Any]:
         "init": plugin.zero3_init_flag,
         "optimizer": model.offload_optimizer and str(model.offload_optimizer.device),
         "param": model.offload_param and str(model.offload_param.device),
-        "hpz": model.zero_hpz_partition_size,
-        "gathers": model.gather_16bit_weights_on_model_save,
-        "bf16": plugin.deepspeed_config["bf16"],
-        "clipping": plugin.deepspeed_config["gradient_clipping"],
     }
 
 
@@ -62,31 +51,12 @@ def of_yaml(path: Path) -> dict[str, Any]:
     else:
         env = prepare_multi_gpu_env(args)
     os.environ.update(env)
-    facts: dict[str, Any] = {"ranks": args.num_processes, "precision": env["ACCELERATE_MIXED_PRECISION"]}
+    facts: dict[str, Any] = {"ranks": args.num_processes}
     if args.use_deepspeed:
         facts |= deepspeed_facts(DeepSpeedPlugin())
     elif args.use_fsdp:
         facts |= fsdp_facts(FullyShardedDataParallelPlugin())
-    if args.use_parallelism_config:
-        facts["groups"] = groups()
     return facts
-
-
-def of_arguments(command: list[str]) -> dict[str, Any]:
-    """What the Trainer would make of the arguments of a command."""
-    words = command[command.index("train.py") + 1 :]
-    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(
-        [*words, "--use_cpu"], look_for_args_file=False
-    )
-    facts: dict[str, Any] = {"precision": args.mixed_precision}
-    if args.deepspeed_plugin:
-        facts |= deepspeed_facts(args.deepspeed_plugin)
-    return facts
-
-
-def groups() -> list[int]:
-    config = ParallelismConfig()
-    return [config.dp_replicate_size, config.dp_shard_size]
 
 
 def of_file(path: Path) -> dict[str, Any]:
@@ -94,9 +64,7 @@ def of_file(path: Path) -> dict[str, Any]:
     os.environ.clear()
     os.environ.update(OWN)
     try:
-        if path.suffix == ".yaml":
-            return of_yaml(path)
-        return of_arguments(shlex.split(path.read_text()))
+        return of_yaml(path)
     except (ValueError, OSError, RuntimeError, KeyError) as error:
         return {"error": str(error)}
     finally:

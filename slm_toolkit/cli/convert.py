@@ -7,7 +7,6 @@ import os
 import shlex
 import sys
 import textwrap
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -15,43 +14,25 @@ from slm_toolkit.base.errors import user_errors
 from slm_toolkit.base.safe_files import write_beside
 from slm_toolkit.base.user_files import typed_path
 from slm_toolkit.config.parser import count, positive_number
-from slm_toolkit.convert.engines import to_engine
-from slm_toolkit.convert.read import read_source
-from slm_toolkit.convert.settings import FATES, KeyAccount
-from slm_toolkit.convert.write import Converted, write_accelerate, write_deepspeed_json
+from slm_toolkit.convert.convert import FATES, Converted, KeyAccount, convert
 
-_FORMS = {  # name: (engine; writer; description)
-    "accelerate_fsdp": ("fsdp", write_accelerate, "an accelerate YAML for FSDP2"),
-    "accelerate_deepspeed": (
-        "deepspeed",
-        write_accelerate,
-        "an accelerate YAML and the DeepSpeed JSON it names",
-    ),
-    "accelerate_ddp": ("ddp", write_accelerate, "an accelerate YAML for DDP or one process"),
-    "deepspeed_json": ("deepspeed", write_deepspeed_json, "the DeepSpeed JSON alone"),
+_FORMS = {
+    "accelerate_fsdp": "an accelerate YAML for FSDP2",
+    "accelerate_deepspeed": "an accelerate YAML and the DeepSpeed JSON it names",
 }
 _CHECKPOINT_FORMS = {
     "hf_model": "of a checkpoint: its weights as a Hugging Face model",
     "fsdp_checkpoint": "of a checkpoint: a folder for Accelerator.load_state under FSDP2 (DCP)",
     "ds_universal": "of a checkpoint: a folder for DeepSpeed's load_universal, any ZeRO stage",
 }
-_OTHER_NAMES = {
-    **dict.fromkeys(("hf", "huggingface", "safetensors"), "hf_model"),
-    **dict.fromkeys(("dcp", "distcp"), "fsdp_checkpoint"),
-    **dict.fromkeys(("universal", "zero_checkpoint", "deepspeed_universal"), "ds_universal"),
-    **dict.fromkeys(("fsdp", "fsdp2", "accelerate_fsdp2"), "accelerate_fsdp"),
-    **dict.fromkeys(("deepspeed", "zero", "accelerate_zero"), "accelerate_deepspeed"),
-    **dict.fromkeys(("ddp", "multi_gpu"), "accelerate_ddp"),
-    **dict.fromkeys(("json", "ds_json", "deepspeed_config"), "deepspeed_json"),
-}
 _DESCRIPTION = """\
-Convert accelerate YAMLs (FSDP, DeepSpeed, DDP) and DeepSpeed JSONs into one another. The files go to stdout,
-or into --output DIR, where nothing is overwritten. stderr lists what became of each key, and why. Or rewrite
-a checkpoint of a run, of accelerate's FSDP or of DeepSpeed."""
+Convert accelerate YAMLs (FSDP2, DeepSpeed) and DeepSpeed JSONs into one another. The files go to stdout, or
+into --output DIR, where nothing is overwritten. stderr lists what became of each key, and why. Or rewrite a
+checkpoint of a run, of accelerate's FSDP or of DeepSpeed."""
 _EXAMPLES = """\
   slm convert fsdp_full_shard --to accelerate_deepspeed --output mine   the same sharding under ZeRO
-  slm convert fsdp_full_shard --to deepspeed_json                       for the Trainer's --deepspeed
   slm convert ds_zero2 --to accelerate_fsdp --num_processes 8           the nearest FSDP2 settings
+  slm convert my_ds.json --to accelerate_deepspeed                      a YAML that names the JSON
 """
 _EPILOG = """\
 SOURCE: a shipped strategy (`slm configs`), an accelerate YAML or a DeepSpeed JSON; or the folder of a
@@ -61,7 +42,7 @@ forms:
 {forms}
 more examples:
   slm convert zero3_folder --to hf_model --model slm-1b --output model   weights out of a ZeRO checkpoint
-  slm convert my_ds.json --to accelerate_deepspeed                      a YAML that names the JSON
+The Trainer's --deepspeed takes the JSON of accelerate_deepspeed.
 exit codes:
   0  every key has a counterpart
   1  at least one key has none
@@ -74,22 +55,19 @@ _WIDTH = 110
 def fill(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `slm convert`."""
     parser.description, parser.examples = _DESCRIPTION, _EXAMPLES
-    described = {name: what for name, (_, _, what) in _FORMS.items()} | _CHECKPOINT_FORMS
-    forms = "\n".join(f"  {name:22}{what}" for name, what in described.items())
+    forms = "\n".join(f"  {name:22}{what}" for name, what in {**_FORMS, **_CHECKPOINT_FORMS}.items())
     parser.epilog = _EPILOG.format(forms=forms)
-    parser.add_argument("source", nargs="+", metavar="SOURCE", help="what to convert; see below")
+    parser.add_argument("source", metavar="SOURCE", help="what to convert; see below")
     parser.add_argument(
-        "--to", required=True, type=_form, metavar="FORM", help="form to convert to; see below"
+        "--to",
+        required=True,
+        choices=[*_FORMS, *_CHECKPOINT_FORMS],
+        metavar="FORM",
+        help="form to convert to; see below",
     )
     parser.add_argument("--output", type=Path, metavar="DIR", help="write the files into DIR")
     parser.add_argument(
         "--num_processes", type=count, metavar="N", help="ranks in total (default: as in the source)"
-    )
-    parser.add_argument(
-        "--gpus_per_node",
-        type=count,
-        metavar="K",
-        help='size of the groups of hpZ "auto" and HYBRID_SHARD (default: ranks / machines)',
     )
     parser.add_argument(
         "--model",
@@ -108,37 +86,6 @@ def fill(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(verb=_convert)
 
 
-def _form(text: str) -> str:
-    """Return the name in _FORMS of a form or its other name. Raises ArgumentTypeError for unknown names."""
-    typed = text.lower().replace("-", "_")
-    name = _OTHER_NAMES.get(typed, typed)
-    if name in _FORMS or name in _CHECKPOINT_FORMS:
-        return name
-    hint = f"one of {', '.join([*_FORMS, *_CHECKPOINT_FORMS])}"
-    if typed in ("training_arguments", "trainer"):
-        hint = "Trainer's --deepspeed takes the file of --to deepspeed_json"
-    elif "zero" in typed:
-        hint = (
-            "--to accelerate_deepspeed or deepspeed_json; the source decides the ZeRO stage: FSDP full shard "
-            "becomes ZeRO-3, shard grad-op ZeRO-2"
-        )
-    elif close := get_close_matches(typed, [*_FORMS, *_CHECKPOINT_FORMS, *_OTHER_NAMES], n=1):
-        hint = f"did you mean {_OTHER_NAMES.get(close[0], close[0])}? {hint}"
-    raise argparse.ArgumentTypeError(f"{text!r} is not a form\nhint: {hint}")
-
-
-def convert(
-    source: list[str], form: str, *, num_processes: int | None, gpus_per_node: int | None, folder: Path | None
-) -> Converted:
-    """Convert `source` to `form`, a key of _FORMS.
-
-    Raises ValueError if the source can't be read, or has no counterpart in that form.
-    """
-    engine, write, _ = _FORMS[form]
-    draft = read_source(source, num_processes=num_processes, gpus_per_node=gpus_per_node)
-    return write(to_engine(draft, engine), folder)
-
-
 def _convert(args: argparse.Namespace) -> int:
     if args.to in _CHECKPOINT_FORMS:
         return _convert_checkpoint(args)
@@ -148,9 +95,8 @@ def _convert(args: argparse.Namespace) -> int:
                 raise ValueError(f"--{name} is for checkpoints, not for --to {args.to}\nhint: leave it out")
         written = convert(
             args.source,
-            args.to,
+            args.to.removeprefix("accelerate_"),
             num_processes=args.num_processes,
-            gpus_per_node=args.gpus_per_node,
             folder=args.output,
         )
         paths = []
@@ -173,18 +119,18 @@ def _convert(args: argparse.Namespace) -> int:
 
 def _convert_checkpoint(args: argparse.Namespace) -> int:
     with user_errors():
-        if len(args.source) != 1 or args.output is None:
+        if args.output is None:
             raise ValueError(
-                f"--to {args.to} takes the folder of one checkpoint, and a new folder as --output\n"
+                f"--to {args.to} takes a new folder as --output\n"
                 f"hint: slm convert runs/RUN/checkpoints/step_N --to {args.to} --output DIR"
             )
         unused = {"learning_rate": args.to == "hf_model", "num_processes": args.to != "ds_universal"}
-        for name, is_unused in {**unused, "gpus_per_node": True}.items():
+        for name, is_unused in unused.items():
             if is_unused and getattr(args, name) is not None:
                 raise ValueError(f"--{name} has no meaning with --to {args.to}\nhint: leave it out")
         from slm_toolkit.checkpoint_convert.rewrite import write_for_deepspeed, write_for_fsdp, write_model
 
-        folders = Path(os.path.realpath(typed_path(args.source[0]))), args.output
+        folders = Path(os.path.realpath(typed_path(args.source))), args.output
         model, rate = args.model, args.learning_rate
         if args.to == "hf_model":
             facts = write_model(*folders, model=model)

@@ -6,8 +6,8 @@ import sys
 import textwrap
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from rich.console import Console
 from rich.text import Text
 
 from slm_toolkit.base.errors import user_errors
@@ -16,7 +16,12 @@ from slm_toolkit.config.flag_pairs import Pair, flags_given, pair_problems
 from slm_toolkit.config.flags import add_flags, config_from_args
 from slm_toolkit.config.parser import count, positive_number
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.doctor.finding import SEVERITIES, Finding
+from slm_toolkit.doctor.case import Case, Files, Host, is_count, is_of_cpus, look_here, read_files
+from slm_toolkit.doctor.examine import Examined, examine_all
+from slm_toolkit.doctor.finding import SEVERITIES, Finding, as_json
+from slm_toolkit.doctor.fix import write_mended
+from slm_toolkit.hardware.gpus import find_gpu, gpus_here
+from slm_toolkit.hardware.machine import look_at_host_ram
 from slm_toolkit.model.families import kernel_problems
 from slm_toolkit.model.from_config import position_problem
 from slm_toolkit.predict.flag_checks import (
@@ -34,11 +39,6 @@ from slm_toolkit.strategy.strategy import (
     strategy_name,
     strategy_path,
 )
-
-if TYPE_CHECKING:
-    from slm_toolkit.doctor.case import Case, Files, Host
-    from slm_toolkit.doctor.examine import Examined
-    from slm_toolkit.doctor.finding import Finding
 
 _GPUS = ("a100-40gb", "a100-80gb", "h100-80gb")
 _NUM_GPUS = 8
@@ -124,8 +124,6 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from slm_toolkit.doctor.examine import examine_all
-
     with user_errors():
         config = _checked_config(args)
         if args.gpu is not None:
@@ -138,11 +136,12 @@ def _doctor(args: argparse.Namespace) -> int:
     for note in (*notes_on(read), *notes):
         print(note, file=sys.stderr)
     if args.json:
-        from slm_toolkit.doctor.finding import as_json
-
         print(json.dumps([as_json(finding) for finding in found], indent=2))
+    elif found:
+        console = Console(markup=False, emoji=False)
+        console.print(finding_text(found, width=console.width), soft_wrap=True)
     else:
-        _print(found, config)
+        print(f"{config.model}: no findings")
     for line in fixed:
         print(line, file=sys.stderr)
     left = [finding for finding in found if args.fix is None or not finding.is_fixed_in_files]
@@ -165,47 +164,39 @@ def _checked_config(args: argparse.Namespace) -> RunConfig:
     return config
 
 
-def _cases(args: argparse.Namespace, config: RunConfig) -> list["Case"]:
-    from slm_toolkit.doctor.case import Case, is_of_cpus, read_files
-    from slm_toolkit.hardware.gpus import find_gpu
-
+def _cases(args: argparse.Namespace, config: RunConfig) -> list[Case]:
     spec, host = model_to_estimate(config.model), _host(args)
     problems = [position_problem(spec, config.seq_len), *kernel_problems(spec, config)]
     if any(problems):
         raise all_of(list(filter(None, problems)), verb="doctor")
-    here = {gpu.name: None for name in host.gpu_names if (gpu := find_gpu(name))} if host.is_meant else {}
     if args.gpu is not None:
         names = tuple(dict.fromkeys(args.gpu))
+    elif host.gpu_names:
+        names = tuple(dict.fromkeys(gpu.name for name in host.gpu_names if (gpu := find_gpu(name))))
+        if not names:
+            print(f"note: {host.gpu_names[0]} is unknown: memory and speed are not checked", file=sys.stderr)
     else:
-        names = tuple(here) if host.gpu_names else _GPUS
-    if host.is_meant and host.gpu_names and not here:
-        print(f"note: {host.gpu_names[0]} is unknown: memory and speed are not checked", file=sys.stderr)
-    defaults = [] if "model" in flags_given(args) else [f"--model {spec.name}"]
-    defaults += [f"--gpu {' '.join(names)}"] if names == _GPUS and args.gpu is None else []
-    if defaults and not all(map(is_shipped, map(strategy_path, args.strategy))):
-        print(f"note: checked with {' '.join(defaults)}, the defaults; give your own", file=sys.stderr)
+        names = _GPUS
+    is_assumed = args.gpu is None and not host.gpu_names
+    given = args.num_gpus is not None or bool(host.is_meant and host.gpu_names)
     cases = []
-    for word in dict.fromkeys(args.strategy):
-        path = strategy_path(word)
+    for path in map(strategy_path, dict.fromkeys(args.strategy)):
         files = read_files(path)
-        num_gpus, per_node = _gpus_of(args, files, host)
-        given = args.num_gpus is not None or bool(host.is_meant and host.gpu_names)
-        gpus = () if names == _GPUS and args.gpu is None and is_of_cpus(files.config) else names
-        cases.append(
-            Case(strategy_name(path), files, spec, config, host, num_gpus, per_node, gpus, gpus_given=given)
-        )
+        gpus = () if is_assumed and is_of_cpus(files.config) else names
+        counts = _gpus_of(args, files, host)
+        cases.append(Case(strategy_name(path), files, spec, config, host, *counts, gpus, gpus_given=given))
+    defaults = [] if "model" in flags_given(args) else [f"--model {spec.name}"]
+    defaults += [f"--gpu {' '.join(names)}"] if is_assumed else []
+    if defaults and any(case.gpu_names and not is_shipped(case.files.yaml_path) for case in cases):
+        print(f"note: checked with {' '.join(defaults)}, the defaults; give your own", file=sys.stderr)
     return cases
 
 
-def _host(args: argparse.Namespace) -> "Host":
+def _host(args: argparse.Namespace) -> Host:
     """Return the facts of this machine. It is the target unless --gpu names other GPUs.
 
     Its RAM is checked only if its GPUs are the target.
     """
-    from slm_toolkit.doctor.case import look_here
-    from slm_toolkit.hardware.gpus import gpus_here
-    from slm_toolkit.hardware.machine import look_at_host_ram
-
     is_meant = args.gpu is None
     total = free = None
     if args.host_ram_gib is not None:
@@ -217,29 +208,27 @@ def _host(args: argparse.Namespace) -> "Host":
     return look_here(is_meant=is_meant, ram_bytes=total, free_ram_bytes=free)
 
 
-def _gpus_of(args: argparse.Namespace, files: "Files", host: "Host") -> tuple[int, int]:
+def _gpus_of(args: argparse.Namespace, files: Files, host: Host) -> tuple[int, int]:
     """Return the GPUs in total and per node: from flags, this machine, a user's own file, or eight."""
-    said = {key: files.config.get(key) for key in ("num_machines", "num_processes")}
-    machines, processes = (n if isinstance(n, int) and n >= 1 else None for n in said.values())
+    keys = ("num_machines", "num_processes")
+    machines, processes = (value if is_count(value := files.config.get(key)) else None for key in keys)
     machines = machines or 1
     here = len(host.gpu_names) if host.is_meant else 0
-    if args.num_gpus is not None:
-        per_node = args.gpus_per_node or here or _NUM_GPUS
-        if problems := node_problems(args.num_gpus, per_node):
-            raise all_of(problems, verb="doctor")
-        return args.num_gpus, ranks_of_each_node(args.num_gpus, per_node)
-    if here:
-        return here * machines, args.gpus_per_node or here
-    if processes is None or is_shipped(files.yaml_path) or not files.yaml_text:
-        return _NUM_GPUS, args.gpus_per_node or _NUM_GPUS
-    most = args.gpus_per_node or (processes // machines if machines > 1 else _NUM_GPUS)
-    return processes, next(k for k in range(min(max(1, most), processes), 0, -1) if processes % k == 0)
+    is_own = processes is not None and bool(files.yaml_text) and not is_shipped(files.yaml_path)
+    if is_own and not here and args.num_gpus is None:
+        per_node = args.gpus_per_node or (processes // machines if machines > 1 else _NUM_GPUS)
+        return processes, next(
+            k for k in range(min(max(1, per_node), processes), 0, -1) if processes % k == 0
+        )
+    per_node = args.gpus_per_node or here or _NUM_GPUS
+    num_gpus = args.num_gpus or (here * machines if here else _NUM_GPUS)
+    if problems := node_problems(num_gpus, per_node):
+        raise all_of(problems, verb="doctor")
+    return num_gpus, ranks_of_each_node(num_gpus, per_node)
 
 
-def _fix(examined: list["Examined"], folder: Path, *, overwrite: bool) -> list[str]:
+def _fix(examined: list[Examined], folder: Path, *, overwrite: bool) -> list[str]:
     """Write the corrected files. Returns a line for each file written and each change."""
-    from slm_toolkit.doctor.fix import write_mended
-
     lines = []
     for one in examined:
         if one.corrected.files == one.case.files:
@@ -249,16 +238,6 @@ def _fix(examined: list["Examined"], folder: Path, *, overwrite: bool) -> list[s
         lines += [f"{path}: corrected copy of {source}" for path, source in written.items()]
         lines += [f"  {finding.name}: {finding.change}" for finding in one.found if finding.is_fixed_in_files]
     return lines
-
-
-def _print(found: list["Finding"], config: RunConfig) -> None:
-    from rich.console import Console
-
-    console = Console(markup=False, emoji=False)
-    if found:
-        console.print(finding_text(found, width=console.width), soft_wrap=True)
-    else:
-        console.print(f"{config.model}: no findings")
 
 
 # Findings as text: the fault, why, and the change, wrapped to the width.

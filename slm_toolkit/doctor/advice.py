@@ -84,23 +84,6 @@ def _rate(setup: Setup) -> float:
     return (row.tokens_per_second or 0.0) if row.fits else -1.0
 
 
-def faster_strategies(setups: list[Setup]) -> Iterator[Finding]:
-    """Report a strategy if another that fits is clearly faster; `needless` covers ddp and single."""
-    for setup in setups:
-        others = [s for s in setups if (s.gpu, s.num_gpus) == (setup.gpu, setup.num_gpus)]
-        best, rate = max(others, key=_rate), _rate(setup)
-        if rate > 0 and _rate(best) / rate >= _CLEARLY_FASTER and not best.strategy.is_replicated:
-            speedup = _rate(best) / rate
-            yield _on(
-                *(setup, "strategy", "could be faster", "faster-strategy"),
-                f"{best.strategy.name} fits on {setup.num_gpus} x {setup.gpu.name} too and gives "
-                f"{speedup - 1:+.0%} tokens/s over {setup.strategy.name}",
-                why="it sends less data, or recomputes less",
-                change=f"--strategy {best.strategy.name}",
-                speedup=speedup,
-            )
-
-
 _MOST_LEVERS = 3
 _LOGIT_BYTES = 10
 "per token and vocabulary entry in transformers' loss: bf16 logits (2), an fp32 copy (4), log-softmax (4)"
@@ -110,7 +93,6 @@ def findings(setups: list[Setup]) -> list[Finding]:
     """Return the findings of all setups, gravest first; speed is checked on each GPU's fastest setup only."""
     all_findings = [finding for setup in setups for check in _OF_EACH for finding in check(setup)]
     all_findings += [f for setup in _fastest(setups) for check in _OF_FASTEST for f in check(setup)]
-    all_findings += faster_strategies(setups)
     return gravest_first(all_findings)
 
 

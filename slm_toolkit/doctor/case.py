@@ -73,8 +73,8 @@ class Files:
     json_text: str = ""
     deepspeed: Any = None
     "the JSON's content; None if there is no JSON, or it can't be read"
-    duplicates: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    "keys that appear twice in the same mapping: the file (yaml or json), and the path of keys"
+    duplicates: tuple[tuple[str, ...], ...] = ()
+    "keys that appear twice in the same mapping of the YAML"
 
 
 @dataclass(frozen=True)
@@ -212,8 +212,8 @@ def read_files(path: Path) -> Files:
     text = read_text(path, hint="give an accelerate YAML file")
     config = settings_of(text, path)
     if path.suffix == ".json" and "distributed_type" not in config:
-        return Files(path, "", yaml_around(path), path.resolve(), text, config, _json_duplicates(text))
-    duplicates = tuple(("yaml", keys) for keys in _duplicates(yaml_node(text, path, hint=_HINT)))
+        return Files(path, "", yaml_around(path), path.resolve(), text, config)
+    duplicates = tuple(_duplicates(yaml_node(text, path, hint=_HINT)))
     return with_json(Files(path, text, config, duplicates=duplicates))
 
 
@@ -229,24 +229,16 @@ def with_json(files: Files) -> Files:
         content = json_of(text, path, hint=_HINT)
     except ValueError:
         return files
-    duplicates = (*files.duplicates, *_json_duplicates(text))
-    return replace(files, json_path=path, json_text=text, deepspeed=content, duplicates=duplicates)
+    return replace(files, json_path=path, json_text=text, deepspeed=content)
 
 
 _HINT = "compare with ds_configs/zero2.json"
 
 
-def _duplicates(value: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the paths of keys that appear twice in a YAML node, or in a JSON read as lists of pairs."""
-    pairs = value.value if isinstance(value, yaml.MappingNode) else value
-    if not isinstance(pairs, list):
-        return
-    named = [(str(getattr(pair[0], "value", pair[0])), pair[1]) for pair in pairs if isinstance(pair, tuple)]
-    yield from ((*above, name) for name, count in Counter(name for name, _ in named).items() if count > 1)
-    for name, below in named:
-        yield from _duplicates(below, (*above, name))
-
-
-def _json_duplicates(text: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    found = _duplicates(json.loads(text, object_pairs_hook=list))
-    return tuple(("json", keys) for keys in dict.fromkeys(found))
+def _duplicates(node: yaml.Node, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the paths of keys that appear twice in the same mapping."""
+    entries = node.value if isinstance(node, yaml.MappingNode) else []
+    counts = Counter(str(key.value) for key, _ in entries)
+    yield from ((*above, name) for name, count in counts.items() if count > 1)
+    for key, below in entries:
+        yield from _duplicates(below, (*above, str(key.value)))

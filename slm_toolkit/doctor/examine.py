@@ -11,19 +11,19 @@ from slm_toolkit.doctor.finding import Finding, gravest_first, wrong
 from slm_toolkit.doctor.fix import edits_of, mended
 from slm_toolkit.doctor.flag_faults import flag_faults
 from slm_toolkit.doctor.fsdp_faults import fsdp_faults
-from slm_toolkit.doctor.launch_faults import group_faults, key_faults, launch_faults
+from slm_toolkit.doctor.launch_faults import key_faults, launch_faults
 from slm_toolkit.doctor.machine_faults import environment_faults, host_ram_faults, machine_faults
 from slm_toolkit.hardware.gpus import Gpu, gpu_of_name
 from slm_toolkit.predict.estimate import estimate
 from slm_toolkit.predict.flag_checks import placement_problems
 from slm_toolkit.predict.setup.setup import Deployment, Setup, known_to_estimates, unlike_the_model
-from slm_toolkit.strategy.strategy import Strategy, contradictions, group_problems, strategy_of
+from slm_toolkit.strategy.sharding import product_problem
+from slm_toolkit.strategy.strategy import Strategy, contradictions, is_shipped, strategy_of
 
 _CHECKS = {  # each check, and the topic of its findings that name none
     key_faults: "launch",
     launch_faults: "launch",
     fsdp_faults: "fsdp",
-    group_faults: "fsdp",
     deepspeed_faults: "deepspeed",
     flag_faults: "flags",
     machine_faults: "machine",
@@ -101,11 +101,14 @@ def _strategy(case: Case) -> tuple[Strategy | None, list[Finding]]:
             case, "refused", sentences.splitlines(), "launch", why=why, change=hint or change
         )
     strategy = dataclasses.replace(strategy, name=case.name)
-    contradicted = contradictions(strategy, case.flags)
-    contradicted += [] if strategy.is_single else group_problems(case.flags, case.num_ranks)
     count, per_node = case.num_ranks, min(case.num_ranks, case.gpus_per_node)
+    contradicted = contradictions(strategy, case.flags, num_processes=None if strategy.is_single else count)
+    sizes = product_problem(strategy.parallel_sizes, count)
     try:
-        undivided = placement_problems([strategy], num_gpus=[count], gpus_per_node=per_node)
+        if strategy.is_fsdp2 and sizes and not is_shipped(case.files.yaml_path):
+            undivided = [f"parallelism_config: {sizes}"]
+        else:
+            undivided = placement_problems([strategy], num_gpus=[count], gpus_per_node=per_node)
     except ValueError:  # there is no estimate of this strategy: `_setups` adds a note
         undivided = []
     why, change = "the trainer refuses to start", "remove the flag, or use another strategy"

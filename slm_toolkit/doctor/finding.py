@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -12,33 +11,52 @@ import yaml
 SEVERITIES = ("wrong", "unwise", "could be faster")
 "wrong: the launch fails, does not do what a setting says, or wastes most of its money"
 TOPICS = (
-    *("security", "launch", "fsdp", "deepspeed", "flags", "versions", "machine", "environment"),
-    *("alignment", "memory", "network", "strategy", "kernels"),
+    "security",
+    "launch",
+    "fsdp",
+    "deepspeed",
+    "flags",
+    "versions",
+    "machine",
+    "environment",
+    "alignment",
+    "memory",
+    "network",
+    "strategy",
+    "kernels",
 )
 
 TRAINS_ANYWAY = frozenset(
     [
-        *("zero3-never-releases", "no-wrap-policy", "size-based-wrap", "offload-param-below-stage-3"),
-        *("nvme-below-stage-3", "fsdp-version-missing", "fsdp1", "use-cpu"),
-        *("sharding-strategy-ignored", "ignored-section", "compiled-by-yaml", "accumulation-differs"),
-        *("clipping-differs", "zero1-becomes-another-optimizer", "fp8-emulated", "gpu-without-bf16"),
-        *("nccl-p2p-disabled", "nccl-ib-disabled", "cuda-launch-blocking", "distributed-debug"),
-        *("no-memory-caching", "dynamo-disabled", "launcher-variables"),
+        "zero3-never-releases",
+        "no-wrap-policy",
+        "size-based-wrap",
+        "offload-param-below-stage-3",
+        "fsdp-version-missing",
+        "fsdp1",
+        "use-cpu",
+        "sharding-strategy-ignored",
+        "ignored-section",
+        "compiled-by-yaml",
+        "accumulation-differs",
+        "clipping-differs",
+        "fp8-emulated",
+        "gpu-without-bf16",
+        "nccl-p2p-disabled",
+        "nccl-ib-disabled",
+        "cuda-launch-blocking",
+        "distributed-debug",
+        "no-memory-caching",
+        "dynamo-disabled",
+        "launcher-variables",
     ]
 )
 """names of findings of severity wrong that do not stop a launch: it is slow, or differs from its files.
 `slm compare` prints these findings and measures anyway; the record contains what ran"""
 
 
-class Special(Enum):
-    """Values of an Edit that are not written into the file."""
-
-    REMOVE = None
-    KEEP_LAST = "keep the last"
-    "of several entries with the same key, keep only the last"
-
-
-REMOVE, KEEP_LAST = Special.REMOVE, Special.KEEP_LAST
+REMOVE = None
+"the value of an Edit that removes its key"
 
 
 @dataclass(frozen=True)
@@ -50,7 +68,7 @@ class Edit:
     keys: tuple[str, ...]
     "the path of keys from the top of the file"
     value: Any
-    "the value to write, or one of Special"
+    "the value to write, or REMOVE"
 
     @property
     def key(self) -> str:
@@ -131,14 +149,19 @@ wrong, unwise, slow = partial(fault, "wrong"), partial(fault, "unwise"), partial
 
 
 def with_value(content: Any, keys: tuple[str, ...], value: Any) -> Any:
-    """Return a copy of `content` with `value` at `keys`; missing mappings on the path are created."""
+    """Return a copy of `content` with `value` at `keys`; missing mappings on the path are created.
+
+    A mapping whose last key is removed is removed, too.
+    """
     mapping = dict(content) if isinstance(content, dict) else {}
     if len(keys) > 1:
-        if value not in (REMOVE, KEEP_LAST) or isinstance(mapping.get(keys[0]), dict):
+        if value is not REMOVE or isinstance(mapping.get(keys[0]), dict):
             mapping[keys[0]] = with_value(mapping.get(keys[0]), keys[1:], value)
+            if not mapping[keys[0]]:
+                del mapping[keys[0]]
     elif value is REMOVE:
         mapping.pop(keys[0], None)
-    elif value is not KEEP_LAST:
+    else:
         mapping[keys[0]] = value
     return mapping
 
@@ -146,7 +169,9 @@ def with_value(content: Any, keys: tuple[str, ...], value: Any) -> Any:
 def change_by(edits: Sequence[Edit]) -> str:
     """Describe the edits: `key: value` for each written key, and the names of the removed keys."""
     written = [
-        f"{edit.keys[-1]}: {_as_written(edit)}" for edit in edits if not isinstance(edit.value, Special)
+        f"{edit.keys[-1]}: {(as_yaml if edit.file == 'yaml' else json.dumps)(edit.value)}"
+        for edit in edits
+        if edit.value is not REMOVE
     ]
     removed = ", ".join(edit.keys[-1] for edit in edits if edit.value is REMOVE)
     if removed:
@@ -154,12 +179,10 @@ def change_by(edits: Sequence[Edit]) -> str:
     return ", ".join(written)
 
 
-def _as_written(edit: Edit) -> str:
-    """Return the value as JSON, but a YAML string without quotes if it needs none."""
-    is_plain_string = (
-        isinstance(edit.value, str) and edit.file == "yaml" and yaml.safe_load(edit.value) == edit.value
-    )
-    return edit.value if is_plain_string else json.dumps(edit.value)
+def as_yaml(value: Any) -> str:
+    """Return a value as JSON, which YAML reads, too; a string without quotes if it needs none."""
+    is_plain = isinstance(value, str) and yaml.safe_load(value) == value
+    return value if is_plain else json.dumps(value)
 
 
 def gravest_first(findings: list[Finding]) -> list[Finding]:
@@ -176,13 +199,6 @@ def gravest_first(findings: list[Finding]) -> list[Finding]:
 
 
 def as_json(finding: Finding) -> dict[str, Any]:
-    """Return the finding's fields. An edit has `file`, `key` (with dots) and `value`.
-
-    `value` is null if the key is removed, and "keep the last" for KEEP_LAST.
-    """
-    values = [edit.value.value if isinstance(edit.value, Special) else edit.value for edit in finding.edits]
-    edits = [
-        {"file": edit.file, "key": edit.key, "value": value}
-        for edit, value in zip(finding.edits, values, strict=True)
-    ]
+    """Return the finding's fields. An edit has `file`, `key` (with dots) and `value` (null removes)."""
+    edits = [{"file": edit.file, "key": edit.key, "value": edit.value} for edit in finding.edits]
     return {**vars(finding), "edits": edits}

@@ -12,24 +12,60 @@ import yaml
 from slm_toolkit.base.safe_files import write_beside
 from slm_toolkit.base.user_files import YAML_LOADER
 from slm_toolkit.doctor.case import Case, Files, with_json
-from slm_toolkit.doctor.finding import Edit, Finding, with_value
+from slm_toolkit.doctor.finding import REMOVE, Edit, Finding, as_yaml, with_value
 
 
 def with_edits(text: str, edits: list[Edit], *, is_json: bool) -> str:
     """Return the text after `edits`, in their order. A YAML whose layout can't be kept is rewritten whole."""
     if is_json:
         return _edited_json(text, edits)
-    from ruamel.yaml.error import YAMLError
-
-    from slm_toolkit.doctor.yaml_edits import edited_yaml
-
-    content = _changed(yaml.load(text, YAML_LOADER), edits)
+    content, edited = _changed(yaml.load(text, YAML_LOADER), edits), text
     try:
-        edited = edited_yaml(text, edits)
+        for edit in edits:
+            edited = _edited_yaml(edited, edit)
         is_right = yaml.load(edited, YAML_LOADER) == content
-    except (YAMLError, yaml.YAMLError):
+    except yaml.YAMLError:
         is_right = False
     return edited if is_right else yaml.safe_dump(content, sort_keys=False)
+
+
+def _edited_yaml(text: str, edit: Edit) -> str:
+    """Return the text after one edit; all other lines and comments stay."""
+    section, keys, above = yaml.compose(text, yaml.SafeLoader), edit.keys, []
+    while True:
+        entries = [(key, value) for key, value in section.value if key.value == keys[0]]
+        if len(keys) == 1 or not entries or not isinstance(entries[-1][1], yaml.MappingNode):
+            break
+        section, keys, above = entries[-1][1], keys[1:], entries
+    value = edit.value
+    for key in reversed(keys[1:]):
+        value = {key: value}
+    if entries and edit.value is not REMOVE:
+        key, old = entries[-1]
+        return f"{text[: key.end_mark.index]}: {as_yaml(value)}{text[_end(old) :]}"
+    if section.flow_style:
+        raise yaml.YAMLError(f"{edit.key} is not on a line of its own")
+    lines = text.split("\n")
+    if edit.value is not REMOVE:
+        indent = " " * section.value[0][0].start_mark.column
+        lines.insert(_line(text, _end(section)) + 1, f"{indent}{keys[0]}: {as_yaml(value)}")
+    elif len(keys) == 1:
+        for key, old in reversed(above if len(entries) == len(section.value) else entries):
+            del lines[_line(text, key.start_mark.index) : _line(text, _end(old)) + 1]
+    return "\n".join(lines)
+
+
+def _line(text: str, index: int) -> int:
+    """Return the number of the line, from 0, of a place in the text."""
+    return text.count("\n", 0, index)
+
+
+def _end(node: yaml.Node) -> int:
+    """Return where a node's text ends, before the comments that follow it."""
+    while isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
+        last = node.value[-1]
+        node = last[1] if isinstance(last, tuple) else last
+    return node.end_mark.index
 
 
 def _edited_json(text: str, edits: list[Edit]) -> str:
@@ -64,18 +100,17 @@ def mended(case: Case, edits: list[Edit]) -> Case:
     """Return the case after `edits`; no file is written."""
     files = case.files
     by_file = {file: [edit for edit in edits if edit.file == file] for file in ("yaml", "json")}
-    duplicates = tuple((file, keys) for file, keys in files.duplicates if not by_file[file])
     if by_file["yaml"] and files.yaml_text:
         is_json = files.yaml_path.suffix == ".json"  # accelerate also reads its config from JSON
         text = with_edits(files.yaml_text, by_file["yaml"], is_json=is_json)
         config = yaml.load(text, YAML_LOADER)
-        files = dataclasses.replace(files, yaml_text=text, config=config, duplicates=duplicates)
+        files = dataclasses.replace(files, yaml_text=text, config=config)
         if files.json_path is None:  # the corrected YAML may name a JSON that can be read
             files = with_json(files)
     if by_file["json"] and files.json_text:
         text = with_edits(files.json_text, by_file["json"], is_json=True)
         content = json.loads(text)
-        files = dataclasses.replace(files, json_text=text, deepspeed=content, duplicates=duplicates)
+        files = dataclasses.replace(files, json_text=text, deepspeed=content)
     return dataclasses.replace(case, files=files)
 
 

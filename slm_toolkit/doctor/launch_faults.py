@@ -1,29 +1,25 @@
 """Find faults in the accelerate YAML: engine, processes, machines, parallel groups and unknown keys."""
 
-import math
 from collections.abc import Iterator
 from difflib import get_close_matches
 
 from slm_toolkit.doctor.case import Case, is_count, is_of_cpus, value_at
 from slm_toolkit.doctor.finding import (
-    KEEP_LAST,
     REMOVE,
     Edit,
     Finding,
-    fault,
     in_yaml,
     wrong,
 )
 from slm_toolkit.doctor.rule import Rule, faults_by
-from slm_toolkit.strategy.groups import not_run_yet
 from slm_toolkit.strategy.passed_on import refused_of_json, refused_of_yaml
 from slm_toolkit.strategy.settings import is_true
-from slm_toolkit.strategy.sharding import PREFIX, parallel_sizes, product_problem
-from slm_toolkit.strategy.strategy import is_shipped, precision_problem
+from slm_toolkit.strategy.strategy import precision_problem
 
 _SUPPORTED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
 _ON_SEVERAL_GPUS = ("MULTI_GPU", "FSDP", "DEEPSPEED")
 _SECTION_OF = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "parallelism_config": "FSDP"}
+_NUMERICS = ": --numerics decides"
 _ADDRESS = "main_process_ip: the first machine's address, or --main_process_ip at each launch"
 
 
@@ -33,7 +29,9 @@ def _compiles(case: Case, backend: object) -> bool:
 
 _RULES = (
     Rule(
-        *("wrong", "processes-without-engine", "num_processes"),
+        "wrong",
+        "processes-without-engine",
+        "num_processes",
         lambda case, value: case.engine == "NO" and is_count(value) and value > 1,
         1,
         sentence="{key} is {value} with distributed_type NO",
@@ -41,7 +39,9 @@ _RULES = (
         then=", or distributed_type: MULTI_GPU",
     ),
     Rule(
-        *("wrong", "more-processes-than-gpus", "num_processes"),
+        "wrong",
+        "more-processes-than-gpus",
+        "num_processes",
         lambda case, value: (
             case.gpus_given and case.engine in _ON_SEVERAL_GPUS and (case.num_processes or 0) > case.num_gpus
         ),
@@ -52,7 +52,11 @@ _RULES = (
     ),
     *(
         Rule(
-            *("wrong", "compiled-by-yaml", key, _compiles, REMOVE),
+            "wrong",
+            "compiled-by-yaml",
+            key,
+            _compiles,
+            REMOVE,
             why="accelerate compiles the whole prepared model for this strategy only and ignores "
             "--torch_compile: other strategies run without compilation",
             then=", and use --torch_compile",
@@ -60,7 +64,9 @@ _RULES = (
         for key in ("dynamo_backend", "dynamo_config.dynamo_backend", "dynamo_config.backend")
     ),
     Rule(
-        *("wrong", "use-cpu", "use_cpu"),
+        "wrong",
+        "use-cpu",
+        "use_cpu",
         lambda case, value: (
             is_true(value) and is_of_cpus(case.config) and (case.gpu_names or case.host.gpu_names)
         ),
@@ -69,7 +75,9 @@ _RULES = (
         why="the GPUs stay idle",
     ),
     Rule(
-        *("wrong", "gpu-ids", "gpu_ids"),
+        "wrong",
+        "gpu-ids",
+        "gpu_ids",
         lambda case, value: value is not None and not isinstance(value, str),
         lambda case: (
             ",".join(map(str, ids)) if isinstance(ids := case.config["gpu_ids"], list) and ids[1:] else "all"
@@ -77,27 +85,9 @@ _RULES = (
         why="accelerate expects a string with commas and fails on a number or a list (AttributeError)",
     ),
     Rule(
-        *("wrong", "machine-rank", "machine_rank"),
-        lambda case, value: (
-            value is not None and not (isinstance(value, int) and 0 <= value < case.num_machines)
-        ),
-        0,
-        sentence="{key} is {value} of {case.num_machines} machines",
-        why="machines are numbered from 0; with another number the rendezvous waits for a machine that never "
-        "connects",
-        then=" on the first machine, 1 on the next, or --machine_rank at each launch",
-    ),
-    Rule(
-        *("wrong", "processes-per-machine", "num_processes"),
-        lambda case, value: (
-            case.num_machines <= case.num_gpus and (case.num_processes or 0) % case.num_machines
-        ),
-        lambda case: max(1, case.num_processes // case.num_machines) * case.num_machines,
-        sentence="{key} is {value}, not a multiple of {case.num_machines} machines",
-        why="accelerate starts equal parts on all machines, and leaves the rest out",
-    ),
-    Rule(
-        *("wrong", "deepspeed-launcher", "deepspeed_config.deepspeed_multinode_launcher"),
+        "wrong",
+        "deepspeed-launcher",
+        "deepspeed_config.deepspeed_multinode_launcher",
         # no launch passes on any other launcher: see `key_faults`
         lambda case, value: case.engine == "DEEPSPEED" and case.num_machines > 1 and value is None,
         "standard",
@@ -106,16 +96,9 @@ _RULES = (
         "hostfile; with standard you run `accelerate launch` on each machine",
     ),
     Rule(
-        *("unwise", "main-process-ip-absent", "main_process_ip"),
-        # `slm configs` writes neither key: the launch command gives both
-        lambda case, value: case.num_machines > 1 and value is None and "machine_rank" in case.config,
-        None,
-        sentence="num_machines is {case.num_machines}, without main_process_ip",
-        why="unless the command gives --main_process_ip, every machine connects to an address called None",
-        change=_ADDRESS,
-    ),
-    Rule(
-        *("wrong", "main-process-ip-local", "main_process_ip"),
+        "wrong",
+        "main-process-ip-local",
+        "main_process_ip",
         lambda case, value: (
             case.num_machines > 1 and str(value).startswith(("localhost", "::1", "0.0.0.0", "127."))
         ),
@@ -124,9 +107,40 @@ _RULES = (
         why="this address means the machine itself, so each machine waits for the others and none connects",
         change=_ADDRESS,
     ),
+    Rule(
+        "wrong",
+        "unquoted-no",
+        "mixed_precision",
+        lambda case, value: value is False,
+        REMOVE,
+        sentence="{key}: no without quotes means false",
+        why="YAML 1.1 reads an unquoted no as false, and accelerate fails on it (AttributeError)",
+        then=_NUMERICS,
+    ),
+    Rule(
+        "wrong",
+        "mixed-precision-unknown",
+        "mixed_precision",
+        lambda case, value: value and str(value).lower() not in ("no", "bf16", "fp16", "fp8"),
+        REMOVE,
+        why="accelerate accepts only no, bf16, fp16 and fp8",
+        then=_NUMERICS,
+    ),
+    Rule(
+        "wrong",
+        "mixed-precision-differs",
+        "mixed_precision",
+        lambda case, value: value and not case.has_json and precision_problem(str(value).lower(), case.flags),
+        REMOVE,
+        sentence="{key} is {value}, --numerics is {case.flags.numerics}",
+        why="the trainer refuses to start: --numerics computes in {case.flags.computes_in}",
+        then=_NUMERICS,
+    ),
     *(
         Rule(
-            *("wrong", "ignored-section", name),
+            "wrong",
+            "ignored-section",
+            name,
             lambda case, value, engine=engine: (
                 value and case.config.get("distributed_type") in _SUPPORTED and case.engine != engine
             ),
@@ -137,18 +151,13 @@ _RULES = (
         )
         for name, engine in _SECTION_OF.items()
     ),
-    Rule(
-        *("unwise", "debug-mode", "debug", lambda case, value: is_true(value), False),
-        why="accelerate then compares shapes on all ranks before each gather and reduction",
-    ),
 )
 
 
 def launch_faults(case: Case) -> Iterator[Finding]:
     if not case.files.yaml_text:  # a DeepSpeed JSON alone
         return
-    for check in (_engine, _precision):
-        yield from check(case)
+    yield from _engine(case)
     yield from faults_by(_RULES, case, case.config, edit=in_yaml)
 
 
@@ -166,67 +175,6 @@ def _engine(case: Case) -> Iterator[Finding]:
         in_yaml(key, likely or next(iter(of_sections), several)),
         why="accelerate accepts only its own names, in capitals; this project supports "
         f"{', '.join(_SUPPORTED)}",
-    )
-
-
-def _precision(case: Case) -> Iterator[Finding]:
-    """Report a dtype in the YAML that --numerics overrides or contradicts; the edit removes the key."""
-    key, precision, numerics = "mixed_precision", case.config.get("mixed_precision"), case.flags.numerics
-    severity, sentence = "wrong", f"{key} is {precision}, --numerics is {numerics}"
-    if precision is None:
-        return
-    if precision is False:
-        name, sentence = "unquoted-no", f"{key}: no without quotes means false"
-        why = "YAML 1.1 reads an unquoted no as false, and accelerate fails on it (AttributeError)"
-    elif str(precision).lower() not in ("no", "bf16", "fp16", "fp8"):
-        name, why = "mixed-precision-unknown", "accelerate accepts only no, bf16, fp16 and fp8"
-    elif case.has_json:  # accelerate refuses it together with a JSON: see set-twice
-        return
-    elif (problem := precision_problem(str(precision).lower(), case.flags)) is not None:
-        name, why = "mixed-precision-differs", f"the trainer refuses to start: {problem}"
-    elif precision != ("no" if numerics == "fp32" else case.flags.computes_in):
-        severity, name = "unwise", "mixed-precision-overridden"
-        why = "other scripts, and --numerics stock, compute in the file's precision"
-    else:
-        return
-    yield fault(severity, name, sentence, in_yaml(key, REMOVE), why=why, then=": --numerics decides")
-
-
-def group_faults(case: Case) -> Iterator[Finding]:
-    """Report sizes from which FSDP2 can't form groups, and sizes whose product is not the number of ranks.
-
-    The groups of a shipped file follow the nodes.
-    """
-    section = case.section("parallelism_config")
-    sizes = parallel_sizes(section)
-    if not (section and case.is_fsdp2 and all(map(is_count, sizes.values()))):
-        return
-    if not all(str(key).startswith(PREFIX) for key in section):
-        return  # the sizes are only known once the keys are corrected
-    if sizes["dp_shard_size"] == sizes["cp_size"] == 1:
-        refused = "accelerate refuses FSDP2 without a group to shard over; use MULTI_GPU for copies alone"
-        yield wrong(
-            "nothing-to-shard",
-            f"parallelism_config has dp_replicate_size {sizes['dp_replicate_size']} and dp_shard_size 1",
-            in_yaml("parallelism_config", REMOVE),
-            why="; ".join([refused, *not_run_yet(sizes)]),
-            then=", or set dp_shard_size to the number of ranks per copy",
-        )
-        return
-    ranks = case.num_ranks if case.gpus_given else case.num_processes or case.num_ranks
-    if is_shipped(case.files.yaml_path) or (problem := product_problem(sizes, ranks)) is None:
-        return
-    product = math.prod(sizes.values())
-    shard, left = divmod(ranks * sizes["dp_shard_size"], product)
-    fits = left == 0 and (shard > 1 or sizes["cp_size"] > 1)
-    yield wrong(
-        "groups-do-not-divide",
-        problem,
-        *([in_yaml(f"parallelism_config.{PREFIX}dp_shard_size", shard)] if fits else []),
-        why="accelerate multiplies all five sizes and refuses a product that is not the number of ranks",
-        change=None if fits else f"use {product} ranks, or sizes whose product is {ranks}",
-        file="yaml",
-        key="parallelism_config",
     )
 
 
@@ -257,16 +205,16 @@ def meant_by(key: str, known: tuple[str, ...]) -> str | None:
 
 
 def _duplicates(case: Case) -> Iterator[Finding]:
-    for file, keys in case.files.duplicates:
-        value = value_at(case.config if file == "yaml" else case.files.deepspeed, keys)
+    for keys in case.files.duplicates:
+        key, value = ".".join(keys), value_at(case.config, keys)
         yield wrong(
             "duplicate-key",
-            f"{'.'.join(keys)} appears more than once: the last value, {value!r}, is used",
-            Edit(file, keys, KEEP_LAST),
-            why="YAML and JSON parsers silently keep the last value, so the first value that you read in the "
-            "file is not the one that runs",
+            f"{key} appears more than once: the last value, {value!r}, is used",
+            why="YAML parsers silently keep the last value, so the first value that you read in the file is "
+            "not the one that runs",
             change=f"keep one {keys[-1]}",
-            topic="launch" if file == "yaml" else "deepspeed",
+            file="yaml",
+            key=key,
         )
 
 

@@ -1,12 +1,9 @@
-"""Find faults of the machine and its environment: disks, RAM, GPUs, environment variables."""
+"""Find faults of the machine and its environment: RAM, GPUs, environment variables."""
 
 import re
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 from slm_toolkit.doctor.case import Case, is_of_cpus
-from slm_toolkit.doctor.deepspeed_faults import ZERO
 from slm_toolkit.doctor.finding import Finding, fault, in_yaml, slow, unwise, wrong
 from slm_toolkit.predict.memory.machine import host_bytes
 from slm_toolkit.predict.setup.setup import Setup
@@ -16,63 +13,11 @@ _WITHOUT_BF16 = r"V100|\bT4\b|P100|P40\b|RTX 20\d\d|GTX |TITAN|Quadro RTX"
 "names that the driver reports for GPUs before Ampere"
 _SMALL_SHM_BYTES = 2**28
 "containers have 64 MiB by default; NCCL needs about 10 MiB per pair of GPUs, each data worker one batch"
-_NO_DISK = ("tmpfs", "ramfs", "nfs", "nfs4", "cifs", "lustre", "beegfs", "ceph", "fuse.sshfs")
-_BYTES_ON_DISK = {"offload_optimizer": 12, "offload_param": 2}
-"per parameter: fp32 master weights and moments; bf16 weights"
 
 
 def machine_faults(case: Case) -> Iterator[Finding]:
     if not case.host.is_meant:
         return
-    for check in (_disk, _gpus):
-        yield from check(case)
-
-
-def _disk(case: Case) -> Iterator[Finding]:
-    """Check the folders of NVMe offload (ZeRO-3 only); DeepSpeed creates them with all their parents."""
-    import psutil
-
-    needed = 0
-    for part, num_bytes in _BYTES_ON_DISK.items():
-        if case.zero_stage != 3 or not case.has_json or case.offload(part) != "nvme":
-            continue
-        needed += num_bytes * case.spec.num_params
-        named = getattr(case.zero_settings, part).nvme_path
-        severity, name, sentence = "wrong", "nvme-path", f"{part} to nvme without an nvme_path"
-        why = "DeepSpeed does not know where to write"
-        if named not in (None, "auto"):
-            path = Path(named).expanduser().absolute()
-            existing = next(folder for folder in (path, *path.parents) if folder.exists()).resolve()
-            kinds = {Path(disk.mountpoint): disk.fstype for disk in psutil.disk_partitions(all=True)}
-            kind = next((kinds[above] for above in (existing, *existing.parents) if above in kinds), None)
-            free = shutil.disk_usage(existing).free
-            if kind in _NO_DISK:
-                severity, name, sentence = (
-                    "unwise",
-                    "nvme-not-a-disk",
-                    f"nvme_path of {part} is {named} on {kind}",
-                )
-                why = (
-                    "offload to a disk is meant for a state that exceeds the RAM, and it waits for each read"
-                )
-            elif free < needed:
-                name = "nvme-space"
-                sentence = f"{named} has {free / 2**30:.0f} GiB free, of {needed / 2**30:.0f} GiB"
-                why = f"all ranks of the machine together write {num_bytes} bytes per parameter there"
-            else:
-                continue
-        yield fault(
-            severity,
-            name,
-            sentence,
-            why=why,
-            change=f"{part}.nvme_path: a folder on a local NVMe disk with {needed / 2**30:.0f} GiB",
-            file="json",
-            key=f"{ZERO}.{part}.nvme_path",
-        )
-
-
-def _gpus(case: Case) -> Iterator[Finding]:
     old = [name for name in dict.fromkeys(case.host.gpu_names) if re.search(_WITHOUT_BF16, name)]
     if old and case.flags.computes_in == "bf16" and not is_of_cpus(case.config):
         yield wrong(
@@ -128,40 +73,48 @@ def host_ram_faults(case: Case, setup: Setup) -> Iterator[Finding]:
 
 # Faults of the environment variables that a launch from this shell passes to its ranks.
 
-_ON = ("1", "true", "yes", "on")
-_VARIABLES = (  # name, values that cost time, finding, severity, reason
-    (
-        *("NCCL_P2P_DISABLE", _ON, "nccl-p2p-disabled", "wrong"),
+_ON = ("1", "true", "yes", "on", "detail")
+_VARIABLES = {  # variables that cost time: finding, severity, reason
+    "NCCL_P2P_DISABLE": (
+        "nccl-p2p-disabled",
+        "wrong",
         "GPUs of a machine then communicate through the host's RAM instead of NVLink or PCIe",
     ),
-    (
-        *("NCCL_SHM_DISABLE", _ON, "nccl-shm-disabled", "unwise"),
+    "NCCL_SHM_DISABLE": (
+        "nccl-shm-disabled",
+        "unwise",
         "GPUs of a machine without peer access then communicate through network sockets",
     ),
-    (
-        *("NCCL_IB_DISABLE", _ON, "nccl-ib-disabled", "wrong"),
+    "NCCL_IB_DISABLE": (
+        "nccl-ib-disabled",
+        "wrong",
         "nodes then communicate by TCP over Ethernet instead of InfiniBand or RoCE",
     ),
-    (
-        *("CUDA_LAUNCH_BLOCKING", _ON, "cuda-launch-blocking", "wrong"),
+    "CUDA_LAUNCH_BLOCKING": (
+        "cuda-launch-blocking",
+        "wrong",
         "the host waits for each kernel: nothing overlaps, and steps take several times as long",
     ),
-    (
-        *("TORCH_DISTRIBUTED_DEBUG", ("detail",), "distributed-debug", "wrong"),
+    "TORCH_DISTRIBUTED_DEBUG": (
+        "distributed-debug",
+        "wrong",
         "PyTorch then compares shapes on all ranks before every collective",
     ),
-    (
-        *("PYTORCH_NO_CUDA_MEMORY_CACHING", _ON, "no-memory-caching", "wrong"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": (
+        "no-memory-caching",
+        "wrong",
         "every tensor then needs a cudaMalloc and a cudaFree, which stall the GPU",
     ),
-    (
-        *("TORCHDYNAMO_DISABLE", _ON, "dynamo-disabled", "wrong"),
-        "--torch_compile then compiles nothing",
-    ),
-)
+    "TORCHDYNAMO_DISABLE": ("dynamo-disabled", "wrong", "--torch_compile then compiles nothing"),
+}
 _LEFT_OVER = (
-    *("ACCELERATE_USE_", "ACCELERATE_DEEPSPEED_", "ACCELERATE_GRADIENT_", "ACCELERATE_MIXED_PRECISION"),
-    *("ACCELERATE_DYNAMO_", "FSDP_", "PARALLELISM_CONFIG_"),
+    "ACCELERATE_USE_",
+    "ACCELERATE_DEEPSPEED_",
+    "ACCELERATE_GRADIENT_",
+    "ACCELERATE_MIXED_PRECISION",
+    "ACCELERATE_DYNAMO_",
+    "FSDP_",
+    "PARALLELISM_CONFIG_",
 )
 
 
@@ -172,9 +125,9 @@ def environment_faults(case: Case) -> Iterator[Finding]:
         "NCCL_IB_DISABLE": case.num_ranks > case.gpus_per_node or case.num_machines > 1,
         "TORCHDYNAMO_DISABLE": case.flags.torch_compile,
     }
-    for name, values, slug, severity, why in _VARIABLES:
+    for name, (slug, severity, why) in _VARIABLES.items():
         value = case.host.variables.get(name, "")
-        if value.lower() in values and has_effect.get(name, True):
+        if value.lower() in _ON and has_effect.get(name, True):
             sentence = f"{name}={value} in the environment"
             yield fault(severity, slug, sentence, why=why, change=f"unset {name}", key=name)
     for check in (_left_over, _threads):
@@ -195,31 +148,19 @@ def _left_over(case: Case) -> Iterator[Finding]:
 
 
 def _threads(case: Case) -> Iterator[Finding]:
-    """Check OMP_NUM_THREADS; accelerate's launcher and torchrun set it to 1 if the shell does not set it."""
-    cores, name = case.host.num_cores, "OMP_NUM_THREADS"
-    if not case.host.is_meant or cores is None:
-        return
-    has_gpus = bool(case.host.gpu_names) and not is_of_cpus(case.config)
-    ranks = -(-(case.num_processes or 1) // case.num_machines)
-    if has_gpus and case.gpus_given:
-        ranks = min(case.num_ranks, case.gpus_per_node)
+    """Report one thread for each rank that computes on the CPU: launchers set 1 if the shell sets nothing."""
+    name, cores = "OMP_NUM_THREADS", case.host.num_cores or 0
     value = case.host.variables.get(name, "")
-    threads, most = int(value) if value.isdigit() else 1, max(1, cores // ranks)
-    if threads > most:
-        yield unwise(
-            "too-many-threads",
-            f"{name}={threads} for {ranks} ranks on {cores} cores",
-            why="more threads than cores slow each other down",
-            change=f"{name}={most}",
-            key=name,
-        )
+    ranks = min(case.num_processes or case.num_ranks, case.gpus_per_node)
+    threads = cores // ranks
     offloads = case.offload("offload_optimizer") != "none" or is_true(case.fsdp.get("fsdp_offload_params"))
-    if (offloads or not has_gpus) and most > 1 and value in ("", "1"):
+    on_cpu = offloads or not case.host.gpu_names or is_of_cpus(case.config)
+    if case.host.is_meant and on_cpu and threads > 1 and value in ("", "1"):
         yield slow(
             "one-thread-per-rank",
             f"{name} is {value or 'unset (the launcher sets 1)'}: {ranks} ranks on {cores} cores",
             why="AdamW on the host, or a whole rank without a GPU, then uses one core; `slm compare` "
             "distributes the cores",
-            change=f"{name}={most}",
+            change=f"{name}={threads}",
             key=name,
         )

@@ -1,6 +1,6 @@
 """Rule: a fault of one setting as data."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +30,12 @@ class Rule:
 def faults_by(
     rules: Iterable[Rule],
     case: Case,
-    settings: dict[str, Any],
+    settings: Mapping[str, Any],
     *,
-    edit: Callable[[str, Any], Edit],
+    edit: Callable[[str, Any], Edit] | None,
     shown: Callable[[Case, str, Any], str] = lambda case, key, value: as_written(value),
 ) -> Iterator[Finding]:
-    """Yield a finding for each rule that `settings` break."""
+    """Yield a finding for each rule that `settings` break. `edit`: None if they are in no file."""
     for rule in rules:
         value = value_at(settings, rule.key.split("."))
         if not rule.is_fault(case, value):
@@ -43,7 +43,7 @@ def faults_by(
         key = rule.key.split(".")[-1]
         facts = {"key": key, "value": shown(case, key, value), "case": case, "spec": case.spec}
         facts["gib"] = 2 * case.spec.num_params / 2**30
-        change = edit(rule.key, rule.write(case) if callable(rule.write) else rule.write)
+        change = edit(rule.key, rule.write(case) if callable(rule.write) else rule.write) if edit else None
         yield fault(
             rule.severity,
             rule.name,
@@ -52,6 +52,6 @@ def faults_by(
             why=rule.why.format(**facts),
             change=rule.change,
             then=rule.then,
-            file=change.file,
-            key=change.key,
+            file=change.file if change else None,
+            key=change.key if change else None,
         )

@@ -10,14 +10,16 @@ FEW = ("--model", "slm-1m", "--seq_len", "64", "--max_steps", "2")
 
 
 @pytest.mark.parametrize(
-    ("source", "form", "ours"),
+    ("source", "engine", "ours"),
     [
-        ("fsdp_full_shard", "accelerate_deepspeed", "ds_zero3"),
-        pytest.param("ds_zero2_offload", "accelerate_fsdp", "fsdp_shard_grad_op", marks=pytest.mark.slow),
+        ("fsdp_full_shard", "deepspeed", "ds_zero3"),
+        pytest.param("ds_zero2_offload", "fsdp", "fsdp_shard_grad_op", marks=pytest.mark.slow),
     ],
 )
-def test_a_converted_strategy_trains_as_ours_does(source: str, form: str, ours: str, tmp_path: Path) -> None:
-    written = converted(source, to=form, folder=tmp_path / "new")
+def test_a_converted_strategy_trains_as_ours_does(
+    source: str, engine: str, ours: str, tmp_path: Path
+) -> None:
+    written = converted(source, engine, folder=tmp_path / "new")
     losses = {}
     for name, config in (
         ("new", tmp_path / "new" / next(iter(written.files))),

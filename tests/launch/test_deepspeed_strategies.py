@@ -205,7 +205,7 @@ def test_compare_refuses_all_that_doctor_finds_wrong_before_it_launches_anything
     done = slm("compare", "--model", "slm-1m", "--strategy", path, "--output_dir", str(tmp_path / "runs"))
     assert done.code == 2
     assert "did you mean stage3_max_live_parameters?" in done.err
-    assert "train_batch_size is 64 under DeepSpeed; batch x steps x ranks is 8" in done.err
+    assert "train_batch_size is 64, not batch x micro-steps x ranks" in done.err
     assert "zero_hpz_partition_size 3 with --num_gpus 2" in done.err
     assert f"slm doctor --strategy {path}" in done.err
     assert not (tmp_path / "runs").exists()

@@ -92,9 +92,9 @@ def test_their_checkpoint_continues_here_with_their_losses(
 @pytest.mark.parametrize(
     ("strategy", "form", "engine"),
     [
-        pytest.param("ds_zero2", "dcp", "fsdp2", marks=pytest.mark.slow),
-        pytest.param("fsdp_full_shard", "universal", "zero3", marks=pytest.mark.slow),
-        pytest.param("ddp", "universal", "zero2", marks=pytest.mark.slow),
+        pytest.param("ds_zero2", "fsdp_checkpoint", "fsdp2", marks=pytest.mark.slow),
+        pytest.param("fsdp_full_shard", "ds_universal", "zero3", marks=pytest.mark.slow),
+        pytest.param("ddp", "ds_universal", "zero2", marks=pytest.mark.slow),
     ],
 )
 def test_our_checkpoint_continues_with_accelerate_alone(

@@ -3,25 +3,20 @@
     pytorch_model_fsdp_0/, optimizer_0/           accelerate under FSDP: torch.distributed.checkpoint (DCP)
     pytorch_model_fsdp.bin, optimizer.bin         the same with FULL_STATE_DICT
     latest, pytorch_model/*_optim_states.pt       accelerate or DeepSpeed under ZeRO-1, 2 or 3
-    latest_universal, universal/zero/<parameter>  DeepSpeed's ds_to_universal
 
-All are pickles around tensors. The index of a DCP folder is unpickled into stand-ins: classes of ours, made
-anew for each index, that only keep what they are given. So nothing of torch is called or changed, and the
-shards are read here, not by DCP. Every other file is read by `torch.load` with weights_only=True, DeepSpeed's
-with the classes of `_load_pt`. Tensors are as large as their parameters, whatever a file claims. A small file
-that would take much time or memory is refused before it is read.
+All are pickles around tensors. The index of a DCP folder is unpickled with stand-ins in place of whatever it
+names: new classes of ours that only keep what they are given. So nothing is called or changed, and the shards
+are read here, not by DCP. Every other file is read by `torch.load` with weights_only=True, DeepSpeed's with
+the classes of `_load_pt`. A small file that claims a large tensor is refused.
 """
 
 import io
 import math
 import pickle
-import pickletools
 import re
-import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -32,32 +27,14 @@ import torch
 from slm_toolkit.base.user_files import read_bytes
 from slm_toolkit.run.engine.training_state import WEIGHTS, parameter_name
 
-_ANOTHER = "hint: give the folder that Accelerator.save_state or DeepSpeed's save_checkpoint wrote"
-_INDEX_BYTES = 2**28
-_MOST_RANKS, _MOST_STEPS = 2**16, 10**12
-_NOT_HASHED = ([pickletools.pylist], [pickletools.pydict])
-_MOST_NESTED = 2**20
-"largest weight of a value in a pickle: that of 20 tuples in one another, or of one tuple with 500,000 items"
-_METADATA = "torch.distributed.checkpoint.metadata"
-_DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
-_OF_INDEX = frozenset(
-    {
-        *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
-        *((_METADATA, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata")),
-        *((_METADATA, name) for name in ("ChunkStorageMetadata", "_MEM_FORMAT_ENCODING")),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch.serialization", "_get_layout"),
-        ("torch", "Size"),
-        *(("torch", name) for name in _DTYPES),
-        *(("pathlib", name) for name in ("Path", "PosixPath", "PurePosixPath")),
-        ("collections", "OrderedDict"),
-    }
-)
-"what the index of a DCP folder names: module and name of each class or function"
+_ANOTHER = "give the folder that Accelerator.save_state or DeepSpeed's save_checkpoint wrote"
+_MOST_STEPS = 10**12
 _MOMENT = re.compile(r"((?:optim(?:izer)?\.)?state\.(.+))\.exp_avg")
 _RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_00_optim_states\.pt")
 _OPTIONS = ("lr", "betas", "eps", "weight_decay")
 "of AdamW"
+_Shard = tuple[Path, int, int, tuple[int, ...]]
+"a rectangular part of a tensor: file, first byte, number of bytes, its first element in the whole tensor"
 
 
 class ForeignReader(ABC):
@@ -96,7 +73,7 @@ class ForeignReader(ABC):
                 self._last = name, torch.cat(parts)[:expected].float()
         if start + size > len(self._last[1]):
             missing = f"{start + size - len(self._last[1]):,} elements of {name}"
-            raise ValueError(f"{self.folder} lacks {missing}\n{_ANOTHER}")
+            raise ValueError(f"{self.folder} lacks {missing}\nhint: {_ANOTHER}")
         return self._last[1][start : start + size]
 
     @abstractmethod
@@ -106,15 +83,13 @@ class ForeignReader(ABC):
 
 def is_foreign(folder: Path) -> bool:
     """Return whether the folder may be a checkpoint of accelerate or DeepSpeed."""
-    return any(find(folder) for find in (_index_files, _whole_files, _rank_files, _universal_folders))
+    return any(find(folder) for find in _READERS.values())
 
 
 def open_foreign(folder: Path) -> ForeignReader:
     """Return a reader of the folder. Raises ValueError if it is incomplete, or may run code."""
     with _as_value_error(folder):
-        readers = {DcpReader: _index_files, WholeReader: _whole_files, ZeroReader: _rank_files}
-        kind = next((reader for reader, find in readers.items() if find(folder)), UniversalReader)
-        reader = kind(folder)
+        reader = next(kind for kind, find in _READERS.items() if find(folder))(folder)
         if not 0 <= reader.num_optimizer_steps <= reader.num_steps <= _MOST_STEPS:
             raise ValueError(f"it says that {reader.num_steps} steps are done")
         return reader
@@ -130,28 +105,50 @@ class DcpReader(ForeignReader):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._tensors: dict[str, tuple[int, ...]] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._shards: dict[str, list[_Shard]] = {}
         for file in _index_files(folder):
-            tensors, shards = _index(file)
-            self._tensors |= tensors
-            self._shards |= shards
+            with _as_value_error(file):
+                self._add_index(file)
         self._keys: dict[str, tuple[str, str]] = {}  # by parameter: of its weights, of its state
-        for match in filter(None, map(_MOMENT.fullmatch, self._tensors)):
+        for match in filter(None, map(_MOMENT.fullmatch, self._shapes)):
             raw = match[2]
-            weights = f"model.{raw}" if f"model.{raw}" in self._tensors else raw
+            weights = f"model.{raw}" if f"model.{raw}" in self._shapes else raw
             self._keys[parameter_name(raw)] = weights, match[1]
         if not self._keys:
             raise ValueError("it contains no moments of AdamW (state.<parameter>.exp_avg)")
         self.num_elements = {
-            name: math.prod(self._tensors[f"{state}.exp_avg"]) for name, (_, state) in self._keys.items()
+            name: math.prod(self._shapes[f"{state}.exp_avg"]) for name, (_, state) in self._keys.items()
         }
-        names = {shard.file.name for shards in self._shards.values() for shard in shards}
-        self.num_processes = len(
-            {name.lstrip("_").partition("_")[0] for name in names}
-        )  # __<rank>_<number>.distcp
+        names = {file.name for shards in self._shards.values() for file, *_ in shards}
+        ranks = {name.lstrip("_").partition("_")[0] for name in names}  # __<rank>_<number>.distcp
+        self.num_processes = len(ranks)
         (first, *_) = self._keys.values()
         self.num_steps = self.num_optimizer_steps = int(self._read(f"{first[1]}.step", 1))
+
+    def _add_index(self, file: Path) -> None:
+        """Read the shapes of a DCP folder's tensors, and where their parts are.
+
+        Raises ValueError if the index names a file outside its folder.
+        """
+        index = _IndexUnpickler(
+            io.BytesIO(read_bytes(file, what="", hint=_ANOTHER, limit_bytes=2**28))
+        ).load()
+        for key, entry in index.state_dict_metadata.items():
+            if type(entry).__name__ == "TensorStorageMetadata":
+                self._shapes[key] = tuple(map(int, entry.size.arguments[0]))
+        for place, info in index.storage_data.items():
+            path = file.parent / info.relative_path
+            if Path(info.relative_path).name != info.relative_path or not path.is_file():
+                raise ValueError(f"it names the file {info.relative_path!r}, which is not in its folder")
+            if not 0 <= info.offset <= info.offset + info.length <= path.stat().st_size:
+                raise ValueError(f"{path.name} is shorter than it says")
+            if getattr(info, "transform_descriptors", None):
+                raise ValueError("its shards are compressed, which can't be read")
+            if place.fqn in self._shapes:
+                offset = place.offset.arguments[0] if place.offset else (0,) * len(self._shapes[place.fqn])
+                shard = path, info.offset, info.length, tuple(offset)
+                self._shards.setdefault(place.fqn, []).append(shard)
 
     def _parts(self, kind: str, parameter: str) -> Iterator[torch.Tensor]:
         weights, state = self._keys[parameter]
@@ -160,114 +157,43 @@ class DcpReader(ForeignReader):
 
     def _read(self, key: str, num_elements: int) -> torch.Tensor:
         """Return a whole tensor, flattened. Raises ValueError if it has another number of elements."""
-        if key not in self._tensors:
+        if key not in self._shapes:
             raise ValueError(f"it lacks {key}")
-        shape, shards = self._tensors[key], self._shards.get(key, [])
+        shape, shards = self._shapes[key], self._shards.get(key, [])
         if math.prod(shape) != num_elements:
             raise ValueError(f"{key} has {math.prod(shape):,} elements, not {num_elements:,}")
         # an element takes two bytes or more, so a small file can't claim a large tensor
-        if 2 * num_elements > sum(shard.length for shard in shards) or len(shape) > 8:
+        if 2 * num_elements > sum(length for _, _, length, _ in shards):
             raise ValueError(f"the files are too small for {key}")
         whole, num_read = torch.zeros(shape, dtype=torch.float32), 0
-        for shard in shards:
-            part = shard.load()
-            if len(shard.offsets) != len(shape) or part.dim() != len(shape):
-                raise ValueError(f"a part of {key} has {part.dim()} dimensions, not {len(shape)}")
-            ends = [start + size for start, size in zip(shard.offsets, part.shape, strict=True)]
-            if any(end > size for end, size in zip(ends, shape, strict=True)):
-                raise ValueError(f"a part of {key} is larger than the tensor")
-            whole[tuple(map(slice, shard.offsets, ends))] = part
+        for file, start, length, offsets in shards:
+            with file.open("rb") as content, _as_value_error(file):
+                content.seek(start)
+                data = io.BytesIO(content.read(length))
+                part = _checked(torch.load(data, map_location="cpu", weights_only=True))
+            ends = [first + size for first, size in zip(offsets, part.shape, strict=True)]
+            whole[tuple(map(slice, offsets, ends))] = part
             num_read += part.numel()
         if num_read != num_elements:
             raise ValueError(f"it has {num_read:,} of the {num_elements:,} elements of {key}")
         return whole.view(-1)
 
 
-@dataclass(frozen=True)
-class _Shard:
-    """Where a rectangular part of a tensor is."""
-
-    file: Path
-    start: int
-    length: int
-    offsets: tuple[int, ...]
-    "the part's first element in the whole tensor"
-
-    def load(self) -> torch.Tensor:
-        with self.file.open("rb") as content:
-            content.seek(self.start)
-            data = content.read(self.length)
-        with _as_value_error(self.file):
-            _check_archive(io.BytesIO(data))
-            return _checked(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
-
-
-def _index(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, list[_Shard]]]:
-    """Return the shape of each tensor in a DCP folder, and where its parts are.
-
-    Raises ValueError if the index names anything but what describes tensors, or a file outside its folder.
-    """
-    data = read_bytes(file, what="", hint=_ANOTHER.removeprefix("hint: "), limit_bytes=_INDEX_BYTES)
-    with _as_value_error(file):
-        _check_pickle(data)
-        index = _IndexUnpickler(io.BytesIO(data)).load()
-        tensors, shards = {}, {}
-        for key, entry in _field(index, "state_dict_metadata", dict).items():
-            if type(entry).__name__ == "TensorStorageMetadata":
-                tensors[str(key)] = _numbers(_field(entry, "size", tuple))
-        for place, info in _field(index, "storage_data", dict).items():
-            key, offset = _field(place, "fqn", str), place.fields.get("offset")
-            if key not in tensors:
-                continue
-            path, start, length = (_field(info, n, k) for n, k in _STORAGE)
-            if Path(path).name != path or path in ("", ".", "..") or not (file.parent / path).is_file():
-                raise ValueError(f"it names the file {path!r}, which is not in its folder")
-            if info.fields.get("transform_descriptors"):
-                raise ValueError("its shards are compressed, which can't be read")
-            if not 0 <= start <= start + length <= (file.parent / path).stat().st_size:
-                raise ValueError(f"{path} is shorter than it says")
-            offsets = _numbers(offset) if isinstance(offset, tuple) else (0,) * len(tensors[key])
-            shards.setdefault(key, []).append(_Shard(file.parent / path, start, length, offsets))
-    return tensors, shards
-
-
-_STORAGE = (("relative_path", str), ("offset", int), ("length", int))
-"fields of where a part is"
-
-
 class _StandIn:
-    """Keeps what a pickle gives it, in place of a class of torch."""
+    """Keeps what a pickle gives it, in place of a class or function of torch."""
 
-    def __init__(self, *_: Any) -> None:
-        self.fields = {}
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
 
     def __setstate__(self, state: Any) -> None:
-        self.fields = dict(state) if isinstance(state, dict) else {}
+        if isinstance(state, dict):
+            self.__dict__.update(state)
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        """Return a new class of ours for each name: whatever a pickle does to it, no other class changes."""
-        if (module, name) not in _OF_INDEX:
-            raise ValueError(f"it names {module}.{name}, which has no place in an index")
-        if module == "torch" and name in _DTYPES:
-            return name
-        if name == "Size":
-            return lambda numbers: _numbers(numbers)
+    def find_class(self, module: str, name: str) -> type[_StandIn]:
+        """Return a new class of ours for every name: whatever a pickle does to it, no other class changes."""
         return type(name, (dict if name == "OrderedDict" else _StandIn,), {})
-
-
-def _field(entry: Any, name: str, kind: type) -> Any:
-    found = entry.fields.get(name) if isinstance(entry, _StandIn) else None
-    if not isinstance(found, kind) or isinstance(found, bool):
-        raise ValueError(f"its entry {name} is no {kind.__name__}")
-    return found
-
-
-def _numbers(shape: tuple[Any, ...]) -> tuple[int, ...]:
-    if not all(type(number) is int and 0 <= number < 2**48 for number in shape):
-        raise ValueError("a shape in it is not of whole numbers")
-    return tuple(shape)
 
 
 class WholeReader(ForeignReader):
@@ -356,29 +282,6 @@ class ZeroReader(ForeignReader):
         return shards
 
 
-class UniversalReader(ForeignReader):
-    """A checkpoint of DeepSpeed's ds_to_universal: a folder for each parameter."""
-
-    program = "DeepSpeed universal"
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        (self._zero,) = _universal_folders(folder)
-        states = _load_pt(_model_states(self._zero.parent))
-        self.num_elements, self._raw = _parameters(states)
-        self.num_steps, self.num_optimizer_steps = _steps(states)
-        self.num_processes = int(states["dp_world_size"])
-        if not 0 < self.num_processes <= _MOST_RANKS:
-            raise ValueError(f"it says that {self.num_processes} ranks wrote it")
-
-    def _parts(self, kind: str, parameter: str) -> Iterator[torch.Tensor]:
-        raw = self._raw[parameter]
-        if Path(raw).name != raw or raw in ("", ".", ".."):
-            raise ValueError(f"its parameter {raw!r} is no name of a folder")
-        content = _load_pt(self._zero / raw / ("fp32.pt" if kind == WEIGHTS else f"{kind}.pt"))
-        yield _flat(content["param"] if isinstance(content, dict) else content)
-
-
 def _parameters(states: dict[str, Any]) -> tuple[dict[str, int], dict[str, str]]:
     """Return the elements of each parameter, and its name in DeepSpeed's files, both by its own name."""
     if states["mp_world_size"] != 1:
@@ -388,7 +291,7 @@ def _parameters(states: dict[str, Any]) -> tuple[dict[str, int], dict[str, str]]
     sizes, raw_names = {}, {}
     for group in states["param_shapes"]:
         for raw, shape in group.items():
-            sizes[parameter_name(raw)] = math.prod(_numbers(tuple(shape)))
+            sizes[parameter_name(raw)] = math.prod(shape)
             raw_names[parameter_name(raw)] = raw
     return sizes, raw_names
 
@@ -415,43 +318,7 @@ def _load(file: Path) -> Any:
     with _as_value_error(file):
         if not file.is_file():
             raise ValueError("it is no file")
-        _check_archive(file)
         return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-
-
-def _check_archive(file: Path | io.BytesIO) -> None:
-    """Raise ValueError for an archive of torch.save with compressed data, or with a pickle to be refused."""
-    with zipfile.ZipFile(file) as archive:
-        for member in archive.infolist():
-            if member.compress_type or member.compress_size != member.file_size:
-                raise ValueError("it is compressed, which torch.save never does")
-            if member.filename.endswith("data.pkl"):
-                _check_pickle(archive.read(member))
-
-
-def _check_pickle(data: bytes) -> None:
-    """Raise ValueError for tuples in tuples that take forever to hash: 60 times (t, t) fits in 130 bytes.
-
-    Follows the pickle's stack with the weight of each value: twice the sum of its parts, and 1 for a list or
-    dict, which Python does not hash.
-    """
-    stack, marks, memo = [], [], {}
-    for opcode, argument, _ in pickletools.genops(data):
-        if "PUT" in opcode.name or opcode.name == "MEMOIZE":
-            memo[len(memo) if argument is None else argument] = stack[-1]
-        elif "GET" in opcode.name:
-            stack.append(memo[argument])
-        elif opcode.name == "MARK":
-            marks.append(len(stack))
-        else:
-            before, after = opcode.stack_before, opcode.stack_after
-            first = len(stack) - len(before)
-            if pickletools.markobject in before:  # everything above the last mark
-                first = marks.pop() - before.index(pickletools.markobject)
-            weight = 1 + 2 * sum(stack[first:])
-            if weight > _MOST_NESTED or opcode.name == "POP":  # only a tuple in itself has POP
-                raise ValueError("it contains tuples in tuples in tuples, which no checkpoint has")
-            stack[first:] = [1 if after in _NOT_HASHED else weight] * len(after)
 
 
 def _checked(tensor: Any) -> torch.Tensor:
@@ -490,7 +357,7 @@ def _whole_files(folder: Path) -> list[Path]:
 def _rank_files(folder: Path) -> dict[int, Path]:
     """Return the optimizer states of each rank under ZeRO. Raises ValueError for two files of one rank."""
     found: dict[int, Path] = {}
-    for path in sorted(_tagged(folder, "latest").glob("*_optim_states.pt")):
+    for path in sorted(_tagged(folder).glob("*_optim_states.pt")):
         match = _RANK.fullmatch(path.name)
         if match and (other := found.setdefault(int(match[1]), path)) != path:
             raise ValueError(
@@ -500,17 +367,11 @@ def _rank_files(folder: Path) -> dict[int, Path]:
     return found
 
 
-def _universal_folders(folder: Path) -> list[Path]:
-    zero = _tagged(folder, "latest_universal") / "zero"
-    return [zero] if zero.is_dir() else []
-
-
-def _tagged(folder: Path, file: str) -> Path:
+def _tagged(folder: Path) -> Path:
     """Return the subfolder that DeepSpeed's file `latest` names; without it, the folder itself."""
-    if not (folder / file).is_file():
+    if not (folder / "latest").is_file():
         return folder
-    tag = read_bytes(folder / file, what="", hint=_ANOTHER.removeprefix("hint: ")).decode(errors="replace")
-    tag = tag.strip()
+    tag = read_bytes(folder / "latest", what="", hint=_ANOTHER).decode(errors="replace").strip()
     return folder / tag if tag not in ("", ".", "..") and Path(tag).name == tag else folder
 
 
@@ -518,6 +379,10 @@ def _model_states(folder: Path) -> Path:
     """Return rank 0's description of the parameters."""
     names = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
     return next((folder / name for name in names if (folder / name).is_file()), folder / names[0])
+
+
+_READERS = {DcpReader: _index_files, WholeReader: _whole_files, ZeroReader: _rank_files}
+"each reader, and what finds its files in a folder"
 
 
 @contextmanager
@@ -533,6 +398,4 @@ def _as_value_error(path: Path) -> Iterator[None]:
             said = "it contains more than tensors and numbers, or is damaged"
         elif isinstance(error, KeyError):
             said = f"it lacks the entry {said}"
-        elif isinstance(error, zipfile.BadZipFile):
-            said = "it is no file of torch.save"
-        raise ValueError(f"{path} is refused: {said or type(error).__name__}\n{_ANOTHER}") from None
+        raise ValueError(f"{path} is refused: {said or type(error).__name__}\nhint: {_ANOTHER}") from None

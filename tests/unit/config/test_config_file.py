@@ -46,9 +46,9 @@ def test_every_kind_of_value_is_taken(tmp_path: Path) -> None:
 
 
 def test_a_required_flag_and_a_positional_argument_work_with_it(tmp_path: Path) -> None:
-    path = write(tmp_path, "to: deepspeed_json\nnum_processes: 4\n")
-    args = parse("convert", "--config", path, "ddp")
-    assert (args.source, args.to, args.num_processes) == (["ddp"], "deepspeed_json", 4)
+    path = write(tmp_path, "to: accelerate_fsdp\nnum_processes: 4\n")
+    args = parse("convert", "--config", path, "ds_zero2")
+    assert (args.source, args.to, args.num_processes) == ("ds_zero2", "accelerate_fsdp", 4)
 
 
 def test_times_are_taken_as_they_are_written(tmp_path: Path) -> None:

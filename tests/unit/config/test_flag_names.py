@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, slm_here
+from conftest import slm_here
 
 from slm_toolkit.cli.main import _parser
 from slm_toolkit.config.flags import training_config
@@ -197,19 +197,3 @@ def test_recommend_and_doctor_take_them_too() -> None:
 def test_a_mistyped_model_is_answered_with_the_preset(typed: str, meant: str) -> None:
     with pytest.raises(ValueError, match=f"unknown model '{typed}'\nhint: did you mean {meant}[?] "):
         find_model(typed)
-
-
-@pytest.mark.parametrize(
-    ("typed", "form"),
-    [("deepspeed", "accelerate_deepspeed"), ("FSDP", "accelerate_fsdp"), ("ddp", "accelerate_ddp")],
-)
-def test_converts_forms_have_their_short_names(typed: str, form: str) -> None:
-    assert _parser().parse_args(["convert", "ddp", "--to", typed]).to == form
-
-
-def test_a_zero_stage_is_no_form_and_the_hint_says_who_decides_it() -> None:
-    said = refused("convert", "fsdp_full_shard", "--to", "zero3")
-    assert "hint: --to accelerate_deepspeed or deepspeed_json; the source decides the ZeRO stage" in said
-    for source, stage in (("fsdp_full_shard", 3), ("fsdp_shard_grad_op", 2)):
-        done = slm_here("convert", source, "--to", "deepspeed_json", cwd=ROOT)
-        assert f'"stage": {stage}' in done.out

@@ -81,16 +81,6 @@ def test_bad_flags_end_with_a_hint() -> None:
     assert "hint: " in done.err
 
 
-def test_shards_that_do_not_divide_the_gpus_are_found(tmp_path: Path) -> None:
-    key = "parallelism_config"
-    sizes = f"{key}:\n  {key}_dp_replicate_size: 2\n  {key}_dp_shard_size: 8\n"
-    hybrid = own_strategy(tmp_path, WRAPPED + sizes, name="hybrid")
-    asked = ("--model", "slm-1b-hw", "--gpu", "h100-80gb", "--num_gpus", "8", "--strategy", hybrid)
-    (finding,) = [f for f in doctored(*asked, code=1) if f["severity"] == "wrong"]
-    assert finding["sentence"] == "dp_replicate_size 2 x dp_shard_size 8 with 8 ranks"
-    assert finding["change"] == f"{key}_dp_shard_size: 4"
-
-
 def test_hidden_and_head_widths_off_the_multiple_of_8_are_named(tmp_path: Path) -> None:
     shape = {"num_hidden_layers": 12, "hidden_size": 780, "num_attention_heads": 13, "vocab_size": 32_000}
     (tmp_path / "config.json").write_text(json.dumps({**shape, "intermediate_size": 2048}))
@@ -112,14 +102,6 @@ def test_a_finding_that_several_files_share_is_printed_once_with_the_files(tmp_p
     assert "2 wrong" in printed
 
 
-def test_tensor_parallelism_alone_is_answered_with_what_shards_instead(tmp_path: Path) -> None:
-    sizes = "  parallelism_config_dp_shard_size: 1\n  parallelism_config_tp_size: 2\n"
-    alone = own_strategy(tmp_path, f"{WRAPPED}parallelism_config:\n{sizes}", name="alone")
-    found = doctored("--strategy", alone, "--num_gpus", "8", code=1)
-    (why,) = {finding["why"] for finding in found if finding["name"] == "nothing-to-shard"}
-    assert "tp_size 2: slm_toolkit does not run tensor parallelism" in why
-
-
 def test_a_finding_on_several_gpus_is_printed_once_with_the_gpus() -> None:
     printed = slm_here("doctor", "--model", "slm-500m", "--strategy", "ddp", env={"COLUMNS": "200"}).out
     assert printed.count("[widths-off-tensor-cores]") == printed.count("change: --pad_widths") == 1
@@ -134,6 +116,7 @@ def test_a_yaml_of_cpus_is_judged_as_one_of_cpus(engine: str, tmp_path: Path) ->
     done = slm_here("doctor", "--json", "--strategy", own, "--model", "slm-500m")
     assert {finding["topic"] for finding in json.loads(done.out)} <= {"environment"}
     assert "cpus trains on CPUs: its memory and speed are not checked" in done.err
+    assert "the defaults" not in slm_here("doctor", "--strategy", own).err  # no finding depends on a GPU
     # the user's GPUs would be idle
     on_gpus = slm_here("doctor", "--json", "--strategy", own, "--model", "slm-1b-hw", "--gpu", "h100-80gb")
     assert ("use-cpu" in {finding["name"] for finding in json.loads(on_gpus.out)}) == ("use_cpu" in engine)

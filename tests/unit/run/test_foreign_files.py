@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import shutil
-import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -151,7 +150,7 @@ def test_a_malicious_index_is_refused_and_runs_nothing(
     whole, target = write_dcp(tmp_path / "a"), tmp_path / "written"
     evil = pickle.dumps([harmful(target)])
     (whole / folder / ".metadata").write_bytes(evil)
-    with pytest.raises(ValueError, match=r"is refused: it names .*, which has no place in an index\nhint: "):
+    with pytest.raises(ValueError, match=r"is refused: .*\nhint: "):
         open_foreign(whole)
     assert not target.exists()
     pickle.loads(evil)  # it would have done harm
@@ -228,54 +227,6 @@ def test_small_files_claim_no_memory(tmp_path: Path) -> None:
     torch.save(content, rank)
     with pytest.raises(ValueError, match="3000000000 ranks wrote it"):
         open_foreign(wide)
-
-
-def deflated(file: Path) -> None:
-    """Compress an archive of torch.save, as torch.load reads it all the same."""
-    with zipfile.ZipFile(file) as archive:
-        members = {member.filename: archive.read(member) for member in archive.infolist()}
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in members.items():
-            archive.writestr(name, data)
-
-
-@pytest.mark.parametrize("kind", ["whole file", "shard"])
-def test_a_compressed_file_is_refused_before_it_is_inflated(kind: str, tmp_path: Path) -> None:
-    if kind == "whole file":
-        write_zero3(tmp_path / "a")
-        deflated(tmp_path / "a/global_step7/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    else:
-        folder = write_dcp(tmp_path / "a") / "optimizer_0"
-        index = pickle.loads((folder / ".metadata").read_bytes())
-        torch.save(torch.tensor(7.0), folder / "step.distcp")
-        deflated(folder / "step.distcp")
-        for place, info in index.storage_data.items():
-            if place.fqn.endswith(".step"):
-                info.relative_path, info.offset = "step.distcp", 0
-                info.length = (folder / "step.distcp").stat().st_size
-        (folder / ".metadata").write_bytes(pickle.dumps(index))
-    with pytest.raises(ValueError, match="is refused: it is compressed, which torch.save never does"):
-        open_foreign(tmp_path / "a")
-
-
-@pytest.mark.parametrize("kind", ["index", "whole file"])
-def test_a_tuple_doubled_60_times_is_refused_before_it_is_hashed(kind: str, tmp_path: Path) -> None:
-    doubled: tuple = ()
-    for _ in range(60):
-        doubled = (doubled, doubled)
-    # {(): 0} with the tuple in the place of its key: Python can't make the dict itself, as it would hash it
-    evil = pickle.dumps([doubled, 0], protocol=2).replace(b"]q\x00(", b"}q\x00(")[:-2] + b"u."
-    if kind == "index":
-        (write_dcp(tmp_path / "a") / "optimizer_0" / ".metadata").write_bytes(evil)
-    else:
-        file = write_zero3(tmp_path / "a") / "global_step7/zero_pp_rank_0_mp_rank_00_model_states.pt"
-        torch.save({}, file)
-        with zipfile.ZipFile(file) as archive:
-            name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-        with zipfile.ZipFile(file, "w") as archive:
-            archive.writestr(name, evil)
-    with pytest.raises(ValueError, match="is refused: it contains tuples in tuples in tuples"):
-        open_foreign(tmp_path / "a")
 
 
 def test_a_pipe_or_a_parent_folder_is_no_tag(tmp_path: Path) -> None:
@@ -374,20 +325,16 @@ def tiny(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "model", folder
 
 
-@pytest.mark.parametrize("form", ["fsdp_checkpoint", "ds_universal"])
-def test_a_rewritten_checkpoint_has_the_same_tensors(
-    form: str, tiny: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_rewritten_checkpoint_has_the_same_tensors(tiny: tuple[Path, Path], tmp_path: Path) -> None:
     model, folder = tiny
-    words = ("convert", str(folder), "--to", form, "--model", str(model), "--output", str(tmp_path / "made"))
+    words = ("convert", str(folder), "--to", "fsdp_checkpoint", "--model", str(model))
+    words += ("--output", str(tmp_path / "made"))
     assert slm_here(*words).code == 0
     theirs, made = open_foreign(folder), open_foreign(tmp_path / "made")
     assert made.num_elements == theirs.num_elements
-    if form == "fsdp_checkpoint":  # FSDP2 asks for tied weights by both names
-        index = (tmp_path / "made" / "pytorch_model_fsdp_0" / ".metadata").read_bytes()
-        assert {"model.lm_head.weight", "model.model.embed_tokens.weight"} <= pickle.loads(
-            index
-        ).state_dict_metadata.keys()
+    index = pickle.loads((tmp_path / "made" / "pytorch_model_fsdp_0" / ".metadata").read_bytes())
+    # FSDP2 asks for tied weights by both names
+    assert {"model.lm_head.weight", "model.model.embed_tokens.weight"} <= index.state_dict_metadata.keys()
     assert made.num_optimizer_steps == theirs.num_optimizer_steps == 3
     for name, size in theirs.num_elements.items():
         for kind in KINDS:
@@ -397,11 +344,24 @@ def test_a_rewritten_checkpoint_has_the_same_tensors(
     assert (again.code, "nothing is overwritten" in again.err) == (2, True)
 
 
+def test_a_universal_checkpoint_has_a_folder_for_each_parameter(
+    tiny: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model, folder = tiny
+    words = ("convert", str(folder), "--to", "ds_universal", "--model", str(model))
+    assert slm_here(*words, "--output", str(tmp_path / "made")).code == 0
+    theirs, zero = open_foreign(folder), tmp_path / "made" / "pytorch_model" / "zero"
+    for name, size in theirs.num_elements.items():
+        for kind, file in zip(KINDS, ("fp32", "exp_avg", "exp_avg_sq"), strict=True):
+            ours = torch.load(zero / name / f"{file}.pt", weights_only=True)["param"]
+            assert torch.equal(ours.flatten(), theirs.read(f"{kind}/{name}", 0, size)), (kind, name)
+
+
 def test_a_model_comes_out_of_a_checkpoint(tiny: tuple[Path, Path], tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     model, folder = tiny
-    to = ("--to", "hf", "--output", str(tmp_path / "made"))
+    to = ("--to", "hf_model", "--output", str(tmp_path / "made"))
     done = slm_here("convert", str(folder), *to, "--model", str(model), "--json")
     assert done.code == 0, done.err
     assert json.loads(done.out)["step"] == 3
@@ -409,21 +369,21 @@ def test_a_model_comes_out_of_a_checkpoint(tiny: tuple[Path, Path], tmp_path: Pa
     for name, size in theirs.num_elements.items():
         assert torch.equal(weights[name].flatten(), theirs.read(f"weights/{name}", 0, size))
     assert "lm_head.weight" not in weights  # tied
-    to = ("--to", "hf", "--output", str(tmp_path / "b"))
+    to = ("--to", "hf_model", "--output", str(tmp_path / "b"))
     other = slm_here("convert", str(folder), *to, "--model", "slm-1m")
     assert (other.code, "is not of slm-1m" in other.err) == (2, True)
     smaller = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**smaller, "num_hidden_layers": 2}))
     lacks = slm_here(
-        "convert", str(folder), "--to", "hf", "--output", str(tmp_path / "b"), "--model", str(model)
+        "convert", str(folder), "--to", "hf_model", "--output", str(tmp_path / "b"), "--model", str(model)
     )
     assert (lacks.code, "model.layers.1.input_layernorm.weight" in lacks.err) == (2, True)
     (model / "config.json").write_text(json.dumps({**smaller, "tie_word_embeddings": False}))
     untied = slm_here(
-        "convert", str(folder), "--to", "hf", "--output", str(tmp_path / "b"), "--model", str(model)
+        "convert", str(folder), "--to", "hf_model", "--output", str(tmp_path / "b"), "--model", str(model)
     )
     assert (untied.code, "lm_head.weight" in untied.err) == (2, True)
-    unnamed = slm_here("convert", str(folder), "--to", "hf", "--output", str(tmp_path / "b"))
+    unnamed = slm_here("convert", str(folder), "--to", "hf_model", "--output", str(tmp_path / "b"))
     assert (unnamed.code, "does not say which model it is of" in unnamed.err) == (2, True)
 
 
@@ -432,7 +392,7 @@ def test_a_failed_write_leaves_nothing(tiny: tuple[Path, Path], tmp_path: Path) 
     state = torch.load(folder / "optimizer.bin", weights_only=True)
     del state["state"]["model.norm.weight"]["exp_avg_sq"]
     torch.save(state, folder / "optimizer.bin")
-    words = ("convert", str(folder), "--to", "universal", "--model", str(model))
+    words = ("convert", str(folder), "--to", "ds_universal", "--model", str(model))
     done = slm_here(*words, "--output", str(tmp_path / "made"))
     assert (done.code, "it lacks the entry 'exp_avg_sq'" in done.err) == (2, True), done.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "their"]
