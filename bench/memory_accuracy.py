@@ -109,8 +109,14 @@ def model_named(name: str) -> str:
 
 
 def summary(errors: list[float]) -> str:
+    number, middle, worst = figures(errors)
+    return f"{number} configurations, median error {middle}, worst {worst}"
+
+
+def figures(errors: list[float]) -> tuple[str, str, str]:
+    """Number, median and worst."""
     sizes = sorted(abs(error) for error in errors)
-    return f"{len(sizes)} configurations, median error {median(sizes):.3%}, worst {sizes[-1]:.2%}"
+    return str(len(sizes)), f"{median(sizes):.3%}", f"{sizes[-1]:.2%}"
 
 
 if __name__ == "__main__":
