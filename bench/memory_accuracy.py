@@ -39,9 +39,8 @@ READ = (
 "those whose worst rows may be looked at"
 _NUMBERS = ("per_device_train_batch_size", "seq_len", "gradient_accumulation_steps", "lora_r", "sp_size")
 _FRACTIONS = ("lora_dropout",)
-FLAGS_OF_GRADIENTS = ("grad_dtype", "keep_grads")
-_FOUND = ("status", "reason", "peak_bytes", "reserved_bytes", "peak_phase", "peak_module", "parts")
-_NOT_FLAGS = ("strategy", "num_gpus", *_FOUND)
+FOUND = ("status", "reason", "peak_bytes", "reserved_bytes", "peak_phase", "peak_module", "parts")
+_NOT_FLAGS = ("strategy", "num_gpus", *FOUND)
 
 
 def main() -> None:

@@ -31,8 +31,8 @@ import deepspeed  # noqa: F401 - so that no rank imports it
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: F401 - for the lines of fault_list.py
-from accelerate.commands import launch as accelerate_launch
 from fault_list import ALL, FAULTS, LOW, RANK_1, SAMPLE, Fault
+from memory_traces import launch_environment
 from torch.optim import adam as torch_adam
 from transformers.models.llama import modeling_llama as llama
 
@@ -67,23 +67,21 @@ def main() -> None:
     parser.add_argument("--only", help="faults whose name holds this")
     parser.add_argument("--clean", action="store_true", help="compare runs without a fault")
     parser.add_argument("--sample", action="store_true", help="three faults, with --parity only")
-    parser.add_argument("--table", action="store_true", help="print what is there, run nothing")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / ("clean.jsonl" if args.clean else "sample.jsonl" if args.sample else "faults.jsonl")
     done = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    if not args.table:
-        if args.clean:
-            results = clean_results(args.out, done, args.only)
-        else:
-            chosen = [fault for fault in FAULTS if (fault.name, fault.where) in SAMPLE or not args.sample]
-            chosen = [fault for fault in chosen if not args.only or args.only in fault.name]
-            results = fault_results(args.out, done, chosen, plainly=not args.sample)
-        for result in results:
-            with file.open("a") as lines:
-                lines.write(json.dumps(result) + "\n")
-            done.append(result)
-            print(_line(result), flush=True)
+    if args.clean:
+        results = clean_results(args.out, done, args.only)
+    else:
+        chosen = [fault for fault in FAULTS if (fault.name, fault.where) in SAMPLE or not args.sample]
+        chosen = [fault for fault in chosen if not args.only or args.only in fault.name]
+        results = fault_results(args.out, done, chosen, plainly=not args.sample)
+    for result in results:
+        with file.open("a") as lines:
+            lines.write(json.dumps(result) + "\n")
+        done.append(result)
+        print(_line(result), flush=True)
     print(clean_summary(done) if args.clean else fault_table(done))
 
 
@@ -301,7 +299,7 @@ def _launch(run: PlannedRun, fault: Fault | None) -> None:
         run, write_resolved(run.strategy, run.folder / "launch", run.num_processes), port=port
     )
     words = command[command.index("slm_toolkit.train") + 1 :]
-    variables = _variables(command[command.index("accelerate.commands.launch") + 1 :])
+    variables = launch_environment(command[command.index("accelerate.commands.launch") + 1 :])
     ranks = []
     for rank in range(run.num_processes):
         pid = os.fork()
@@ -327,21 +325,6 @@ def _launch(run: PlannedRun, fault: Fault | None) -> None:
     for pid in left:
         os.killpg(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-
-
-def _variables(words: list[str]) -> dict[str, str]:
-    """What accelerate's launcher puts into its ranks' environment."""
-    args = accelerate_launch.launch_command_parser().parse_args(words)
-    args, defaults, _ = accelerate_launch._validate_launch_command(args)
-    if args.use_deepspeed:
-        fields = [] if defaults is None else list(defaults.deepspeed_config)
-        args.deepspeed_fields_from_accelerate_config = ",".join(fields)
-        _, variables = accelerate_launch.prepare_deepspeed_cmd_env(args)
-    elif args.multi_gpu or args.use_fsdp:
-        variables = accelerate_launch.prepare_multi_gpu_env(args)
-    else:
-        _, variables = accelerate_launch.prepare_simple_launcher_cmd_env(args)
-    return {name: str(value) for name, value in variables.items()}
 
 
 def _be_a_rank(run: PlannedRun, words: list[str], fault: Fault | None, rank: int) -> None:

@@ -11,17 +11,12 @@ from conftest import bench
 from slm_toolkit.base.user_files import MOST_LEVELS, MOST_VALUES, json_of, read_text, yaml_of
 
 hypothesis = pytest.importorskip("hypothesis", reason="pip install -e '.[test]'")
-from hypothesis import HealthCheck, given, settings  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 fuzz = bench("fuzz")
-SAME = settings(  # in every run the same examples, however slow the machine is
-    max_examples=40,
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+SAME = settings(fuzz.LIMITS, derandomize=True, max_examples=40)
+"in every run the same examples"
 PLAIN = st.recursive(
     st.none()
     | st.booleans()
