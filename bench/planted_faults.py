@@ -82,7 +82,8 @@ def main() -> None:
             lines.write(json.dumps(result) + "\n")
         done.append(result)
         print(_line(result), flush=True)
-    print(clean_summary(done) if args.clean else fault_table(done))
+    if not args.clean:
+        print(fault_table(done))
 
 
 def fault_results(
@@ -593,37 +594,6 @@ def fault_table(done: list[dict[str, Any]]) -> str:
     return "\n".join(
         [*lines, f"of {len(done)}: {', '.join(f'{name} {count}' for name, count in counts.items())}"]
     )
-
-
-_COLUMNS = {
-    "loss, fp32": ("fp32 loss5", "fp32 loss"),
-    "norm, fp32": ("fp32 norm5", "fp32 norm"),
-    "a parameter's norm, fp32": ("fp32 parameter",),
-    "loss, alike": ("alike loss5", "alike loss"),
-    "norm, alike": ("alike norm5", "alike norm"),
-    "a parameter's norm, alike": ("alike parameter",),
-    "fp32 steps: loss": ("pass loss",),
-    "norm": ("pass norm",),
-    "a parameter's norm": ("pass parameter",),
-}
-
-
-def clean_summary(done: list[dict[str, Any]]) -> str:
-    """A table of the largest distances by model, numerics and ranks: in the first five steps / in all."""
-    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for result in done:
-        model, numerics, _, ranks = result["name"].split()
-        groups.setdefault((model, numerics, ranks), []).append(result)
-    head = ["model", "numerics", "ranks", "comparisons", *_COLUMNS]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for group, results in sorted(groups.items(), key=lambda item: (item[0][1], item[0][2], item[0][0])):
-        cells = [*group, str(len(results))]
-        for keys in _COLUMNS.values():
-            largest = [max(result["distances"].get(key, 0.0) for result in results) for key in keys]
-            cells.append(" / ".join(f"{value:.1e}" for value in largest))
-        lines.append(f"| {' | '.join(cells)} |")
-    red = [result["name"] for result in done if result["red"]]
-    return "\n".join([*lines, f"{len(done)} comparisons, {len(red)} red: {', '.join(red) or 'none'}"])
 
 
 if __name__ == "__main__":
