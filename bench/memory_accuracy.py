@@ -39,9 +39,8 @@ READ = (
 "those whose worst rows may be looked at"
 _NUMBERS = ("per_device_train_batch_size", "seq_len", "gradient_accumulation_steps", "lora_r", "sp_size")
 _FRACTIONS = ("lora_dropout",)
-FLAGS_OF_GRADIENTS = ("grad_dtype", "keep_grads")
-_FOUND = ("status", "reason", "peak_bytes", "reserved_bytes", "peak_phase", "peak_module", "parts")
-_NOT_FLAGS = ("strategy", "num_gpus", *_FOUND)
+FOUND = ("status", "reason", "peak_bytes", "reserved_bytes", "peak_phase", "peak_module", "parts")
+_NOT_FLAGS = ("strategy", "num_gpus", *FOUND)
 
 
 def main() -> None:
@@ -109,8 +108,14 @@ def model_named(name: str) -> str:
 
 
 def summary(errors: list[float]) -> str:
+    number, middle, worst = figures(errors)
+    return f"{number} configurations, median error {middle}, worst {worst}"
+
+
+def figures(errors: list[float]) -> tuple[str, str, str]:
+    """Number, median and worst."""
     sizes = sorted(abs(error) for error in errors)
-    return f"{len(sizes)} configurations, median error {median(sizes):.3%}, worst {sizes[-1]:.2%}"
+    return str(len(sizes)), f"{median(sizes):.3%}", f"{sizes[-1]:.2%}"
 
 
 if __name__ == "__main__":

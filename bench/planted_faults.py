@@ -31,8 +31,8 @@ import deepspeed  # noqa: F401 - so that no rank imports it
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: F401 - for the lines of fault_list.py
-from accelerate.commands import launch as accelerate_launch
 from fault_list import ALL, FAULTS, LOW, RANK_1, SAMPLE, Fault
+from memory_traces import launch_environment
 from torch.optim import adam as torch_adam
 from transformers.models.llama import modeling_llama as llama
 
@@ -67,24 +67,23 @@ def main() -> None:
     parser.add_argument("--only", help="faults whose name holds this")
     parser.add_argument("--clean", action="store_true", help="compare runs without a fault")
     parser.add_argument("--sample", action="store_true", help="three faults, with --parity only")
-    parser.add_argument("--table", action="store_true", help="print what is there, run nothing")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / ("clean.jsonl" if args.clean else "sample.jsonl" if args.sample else "faults.jsonl")
     done = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    if not args.table:
-        if args.clean:
-            results = clean_results(args.out, done, args.only)
-        else:
-            chosen = [fault for fault in FAULTS if (fault.name, fault.where) in SAMPLE or not args.sample]
-            chosen = [fault for fault in chosen if not args.only or args.only in fault.name]
-            results = fault_results(args.out, done, chosen, plainly=not args.sample)
-        for result in results:
-            with file.open("a") as lines:
-                lines.write(json.dumps(result) + "\n")
-            done.append(result)
-            print(_line(result), flush=True)
-    print(clean_summary(done) if args.clean else fault_table(done))
+    if args.clean:
+        results = clean_results(args.out, done, args.only)
+    else:
+        chosen = [fault for fault in FAULTS if (fault.name, fault.where) in SAMPLE or not args.sample]
+        chosen = [fault for fault in chosen if not args.only or args.only in fault.name]
+        results = fault_results(args.out, done, chosen, plainly=not args.sample)
+    for result in results:
+        with file.open("a") as lines:
+            lines.write(json.dumps(result) + "\n")
+        done.append(result)
+        print(_line(result), flush=True)
+    if not args.clean:
+        print(fault_table(done))
 
 
 def fault_results(
@@ -301,7 +300,7 @@ def _launch(run: PlannedRun, fault: Fault | None) -> None:
         run, write_resolved(run.strategy, run.folder / "launch", run.num_processes), port=port
     )
     words = command[command.index("slm_toolkit.train") + 1 :]
-    variables = _variables(command[command.index("accelerate.commands.launch") + 1 :])
+    variables = launch_environment(command[command.index("accelerate.commands.launch") + 1 :])
     ranks = []
     for rank in range(run.num_processes):
         pid = os.fork()
@@ -327,21 +326,6 @@ def _launch(run: PlannedRun, fault: Fault | None) -> None:
     for pid in left:
         os.killpg(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-
-
-def _variables(words: list[str]) -> dict[str, str]:
-    """What accelerate's launcher puts into its ranks' environment."""
-    args = accelerate_launch.launch_command_parser().parse_args(words)
-    args, defaults, _ = accelerate_launch._validate_launch_command(args)
-    if args.use_deepspeed:
-        fields = [] if defaults is None else list(defaults.deepspeed_config)
-        args.deepspeed_fields_from_accelerate_config = ",".join(fields)
-        _, variables = accelerate_launch.prepare_deepspeed_cmd_env(args)
-    elif args.multi_gpu or args.use_fsdp:
-        variables = accelerate_launch.prepare_multi_gpu_env(args)
-    else:
-        _, variables = accelerate_launch.prepare_simple_launcher_cmd_env(args)
-    return {name: str(value) for name, value in variables.items()}
 
 
 def _be_a_rank(run: PlannedRun, words: list[str], fault: Fault | None, rank: int) -> None:
@@ -610,37 +594,6 @@ def fault_table(done: list[dict[str, Any]]) -> str:
     return "\n".join(
         [*lines, f"of {len(done)}: {', '.join(f'{name} {count}' for name, count in counts.items())}"]
     )
-
-
-_COLUMNS = {
-    "loss, fp32": ("fp32 loss5", "fp32 loss"),
-    "norm, fp32": ("fp32 norm5", "fp32 norm"),
-    "a parameter's norm, fp32": ("fp32 parameter",),
-    "loss, alike": ("alike loss5", "alike loss"),
-    "norm, alike": ("alike norm5", "alike norm"),
-    "a parameter's norm, alike": ("alike parameter",),
-    "fp32 steps: loss": ("pass loss",),
-    "norm": ("pass norm",),
-    "a parameter's norm": ("pass parameter",),
-}
-
-
-def clean_summary(done: list[dict[str, Any]]) -> str:
-    """A table of the largest distances by model, numerics and ranks: in the first five steps / in all."""
-    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for result in done:
-        model, numerics, _, ranks = result["name"].split()
-        groups.setdefault((model, numerics, ranks), []).append(result)
-    head = ["model", "numerics", "ranks", "comparisons", *_COLUMNS]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for group, results in sorted(groups.items(), key=lambda item: (item[0][1], item[0][2], item[0][0])):
-        cells = [*group, str(len(results))]
-        for keys in _COLUMNS.values():
-            largest = [max(result["distances"].get(key, 0.0) for result in results) for key in keys]
-            cells.append(" / ".join(f"{value:.1e}" for value in largest))
-        lines.append(f"| {' | '.join(cells)} |")
-    red = [result["name"] for result in done if result["red"]]
-    return "\n".join([*lines, f"{len(done)} comparisons, {len(red)} red: {', '.join(red) or 'none'}"])
 
 
 if __name__ == "__main__":

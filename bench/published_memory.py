@@ -66,7 +66,7 @@ def main() -> None:
         for row in published()
         if row["counted"] == "yes" and row["metric"] == "allocated"
     ]
-    print(f"allocated, without what the scripts hold beside a step: median error {median(bare):.1%}")
+    print(f"\nallocated, without what the scripts hold beside a step: median error {median(bare):.1%}")
     for metric, found in errors.items():
         print(f"{metric}: {len(found)} rows, median error {median(found):.1%}, worst {max(found):.1%}")
     rows = published()

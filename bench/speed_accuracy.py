@@ -54,11 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fit", action="store_true", help="print the constants fitted to all rows")
     parser.add_argument("--rows", action="store_true", help="print the error of each of other people's runs")
-    parser.add_argument("--others_only", action="store_true", help="print other people's runs alone: seconds")
     args = parser.parse_args()
-    if args.others_only:
-        _others(show_rows=args.rows)
-        return
     for heads in (HEADS, None):
         _paper(heads, show_fit=args.fit and heads == HEADS)
     _tables(show_fit=args.fit)
@@ -98,7 +94,6 @@ def _paper(num_heads: int | None, *, show_fit: bool) -> None:
     for p in points():  # unexplained ones and zeros, by the shipped constants
         by_point.setdefault(id(p), _best_cell(p, PAPER, num_heads))
     _winners({id(p): by_point[id(p)] for p in points()})
-    assert all(cells_of(p) for p in points())
 
 
 def _winners(predicted: dict[int, float]) -> None:
@@ -168,18 +163,6 @@ def _tables(*, show_fit: bool) -> None:
         _print_errors(f"  {name}", errors[[row.model == name for row in rows]])
     for name in dict.fromkeys(f"{row.source} {row.gpu.name}" for row in rows):
         _print_errors(f"  {name}", errors[[f"{row.source} {row.gpu.name}" == name for row in rows]])
-    few = np.array([row.num_gpus <= 8 for row in rows])
-    constants = _fit(
-        [r for r, f in zip(rows, few, strict=True) if f],
-        published[few],
-        predicted,
-        LLM_FOUNDRY,
-        LLM_FOUNDRY_CONSTANTS,
-    )
-    many = [r for r, f in zip(rows, few, strict=True) if not f]
-    _print_errors(
-        "fitted to one node, several nodes left out", predicted(many, constants) / published[~few] - 1
-    )
 
 
 def _others(*, show_rows: bool) -> None:
@@ -207,7 +190,6 @@ def _others(*, show_rows: bool) -> None:
         "16 to 256 GPUs": lambda row: row.num_gpus > 8,
         "below 1B parameters": lambda row: row.spec.num_params < 1e9,
         "1B and more": lambda row: row.spec.num_params >= 1e9,
-        "up to 4,096 tokens per micro-step": lambda row: _micro_step_tokens(row) <= 4096,
         **{
             name: lambda row, name=name: row.gpu.name == name
             for name in sorted({row.gpu.name for row in rows})
@@ -220,10 +202,6 @@ def _others(*, show_rows: bool) -> None:
             print(
                 f"    {error:+6.0%}  {row.source[:44]:<44} {row.model:<22} {row.num_gpus:>3} x {row.gpu.name}"
             )
-
-
-def _micro_step_tokens(row: Row) -> int:
-    return row.config.per_device_train_batch_size * row.config.seq_len
 
 
 def _left_out(

@@ -168,14 +168,6 @@ def launch_with_fault(
     )
 
 
-def note(faulty: Faulty, fault: str, record_property: Callable[[str, object], None]) -> None:
-    """For bench/fault_times.py: the message without this test's folder and numbers of processes."""
-    message = faulty.messages[0].replace(str(faulty.folder), "")
-    record_property("fault", fault)
-    record_property("message", re.sub(r"pid \d+", "pid P", message))
-    record_property("seconds", round(faulty.message_seconds, 1))
-
-
 def ranks_of(folder: Path) -> list[int]:
     """Process ids that have `folder` in their command line, by force of which they may be ended."""
     return [

@@ -33,26 +33,13 @@ class Watch:
         self.times: list[Any] = []
         "start of the first step, then the end of each: seconds on a CPU, events on a GPU"
         self.losses: list[torch.Tensor] = []
-        "the mean over a step's micro-steps"
-        self._micro_losses: list[torch.Tensor] = []
 
-    def begin(self) -> None:
-        self.times.append(self._now())
-
-    def micro_step(self, mean_loss: torch.Tensor) -> None:
-        self._micro_losses.append(mean_loss.detach())
-
-    def step_ended(self) -> None:
-        self.losses.append(torch.stack(self._micro_losses).mean())
-        self._micro_losses = []
-        self.times.append(self._now())
-
-    def _now(self) -> Any:
-        if not ON_GPU:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    def note_time(self) -> None:
+        if ON_GPU:
+            self.times.append(torch.cuda.Event(enable_timing=True))
+            self.times[-1].record()
+        else:
+            self.times.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
         if ON_GPU:
@@ -125,8 +112,8 @@ def torchtitan(work: dict[str, Any]) -> Watch:
     from torchtitan.config import JobConfig
     from torchtitan.models.llama3.infra.parallelize import apply_compile
 
-    if work["gradient_checkpointing"] or work["attn_implementation"] != "sdpa":
-        sys.exit("error: the torchtitan row has sdpa attention, and no --gradient_checkpointing")
+    if work["attn_implementation"] != "sdpa":
+        sys.exit("error: the torchtitan row has sdpa attention")
     job = JobConfig()
     job.compile.enable, job.compile.components = work["torch_compile"], ["model", "loss"]
     model, sum_of_losses = torchtitan_model(work), build_cross_entropy_loss(job)
@@ -148,23 +135,20 @@ def _plain_loop(
 ) -> Watch:
     """Train with PyTorch alone: `loss_of` returns the mean loss that a model has on a batch of tokens."""
     watch, params = Watch(), list(forward.parameters())
-    optimizer, own_batches = adamw(forward, work), batches(work)
-    num_micro_steps = work["gradient_accumulation_steps"]
-    watch.begin()
-    for rate in work["learning_rates"]:
+    optimizer = adamw(forward, work)
+    watch.note_time()
+    for rate, tokens in zip(work["learning_rates"], batches(work), strict=True):
         for group in optimizer.param_groups:
             group["lr"] = rate
-        for _ in range(num_micro_steps):
-            tokens = next(own_batches)
-            with torch.autocast(DEVICE.type, torch.bfloat16, enabled=is_autocast(work)):
-                loss = loss_of(forward, tokens)
-            (loss / num_micro_steps).backward()
-            watch.micro_step(loss)
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=is_autocast(work)):
+            loss = loss_of(forward, tokens)
+        loss.backward()
         if work["max_grad_norm"]:
             torch.nn.utils.clip_grad_norm_(params, work["max_grad_norm"])
         optimizer.step()
         optimizer.zero_grad()
-        watch.step_ended()
+        watch.losses.append(loss.detach())
+        watch.note_time()
     return watch
 
 
@@ -172,14 +156,14 @@ def trainer(work: dict[str, Any]) -> Watch:
     """Hugging Face's Trainer, with the flags that make it fastest."""
     from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
-    watch, num_micro_steps = Watch(), work["gradient_accumulation_steps"]
+    watch = Watch()
 
     class Steps(TrainerCallback):
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            watch.begin()
+            watch.note_time()
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            watch.step_ended()
+            watch.note_time()
 
     class InOrder(Trainer):
         """The work's order of batches, learning rates and weight decay."""
@@ -203,20 +187,16 @@ def trainer(work: dict[str, Any]) -> Watch:
 
         def training_step(self, model: Any, inputs: dict[str, Any], *args: Any) -> torch.Tensor:
             loss = super().training_step(model, inputs, *args)
-            # it returns the micro-step's share of the step's loss
-            watch.micro_step(loss * num_micro_steps)
+            watch.losses.append(loss.detach())
             return loss
 
     arguments = TrainingArguments(
         output_dir=str(Path(work["folder"]) / "trainer"),
         per_device_train_batch_size=work["batch_size"],
-        gradient_accumulation_steps=num_micro_steps,
-        gradient_checkpointing=work["gradient_checkpointing"],
         max_steps=work["num_steps"],
         bf16=is_autocast(work),
         max_grad_norm=work["max_grad_norm"],
         torch_compile=work["torch_compile"],
-        use_liger_kernel=work["liger"],
         use_cpu=not ON_GPU,
         logging_strategy="no",
         save_strategy="no",
@@ -239,42 +219,18 @@ def trainer(work: dict[str, Any]) -> Watch:
 
 
 def litgpt(work: dict[str, Any]) -> Watch:
-    """LitGPT's model, loss and loop as its `pretrain` has them, on Lightning Fabric."""
-    from lightning.fabric import Fabric
+    """LitGPT's model and loss as its `pretrain` has them, in the same bare loop."""
     from litgpt.utils import chunked_cross_entropy
 
-    if work["gradient_checkpointing"]:
-        sys.exit("error: LitGPT's pretrain has no --gradient_checkpointing")
     if work["attn_implementation"] != "sdpa":
         sys.exit(f"error: LitGPT has no --attn_implementation {work['attn_implementation']}, only sdpa")
-    watch = Watch()
-    fabric = Fabric(
-        accelerator="cuda" if ON_GPU else "cpu",
-        devices=1,
-        precision="bf16-mixed" if is_autocast(work) else "32-true",
-    )
-    fabric.launch()
     model = litgpt_model(work)
-    model = fabric.setup(torch.compile(model) if work["torch_compile"] else model)
-    optimizer = fabric.setup_optimizers(adamw(model, work))
-    own_batches, num_micro_steps = batches(work), work["gradient_accumulation_steps"]
-    watch.begin()
-    for rate in work["learning_rates"]:
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        for micro_step in range(num_micro_steps):
-            tokens = next(own_batches)
-            with fabric.no_backward_sync(model, enabled=micro_step < num_micro_steps - 1):
-                # its `pretrain` calls it so, in chunks of 128 tokens by default
-                loss = chunked_cross_entropy(model(tokens)[:, :-1, :], tokens[:, 1:])
-                fabric.backward(loss / num_micro_steps)
-            watch.micro_step(loss)
-        if work["max_grad_norm"]:
-            fabric.clip_gradients(model, optimizer, max_norm=work["max_grad_norm"])
-        optimizer.step()
-        optimizer.zero_grad()
-        watch.step_ended()
-    return watch
+
+    def mean_loss(forward: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        # its `pretrain` calls it so, in chunks of 128 tokens by default
+        return chunked_cross_entropy(forward(tokens)[:, :-1, :], tokens[:, 1:])
+
+    return _plain_loop(work, torch.compile(model) if work["torch_compile"] else model, mean_loss)
 
 
 def llama_config(work: dict[str, Any], trainer_name: str) -> dict[str, Any]:

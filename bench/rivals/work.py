@@ -24,8 +24,7 @@ def write_work(folder: Path, config: RunConfig, *, num_processes: int) -> dict[s
     spec = find_model(config.model)
     build_model(spec, config).save_pretrained(folder / "model")
     num_steps = config.steps_asked
-    per_step = config.gradient_accumulation_steps * num_processes
-    tokens = _tokens(config, num_steps * per_step, batches_per_step=per_step)
+    tokens = _tokens(config, num_steps * num_processes, batches_per_step=num_processes)
     save_file({"tokens": tokens}, folder / "tokens.safetensors")
     work = {
         "folder": str(folder),
@@ -33,13 +32,10 @@ def write_work(folder: Path, config: RunConfig, *, num_processes: int) -> dict[s
         "tokens": str(folder / "tokens.safetensors"),
         "seq_len": config.seq_len,
         "batch_size": config.per_device_train_batch_size,
-        "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "num_steps": num_steps,
         "numerics": "fp32" if config.numerics == "fp32" else "bf16",
         "attn_implementation": config.attn_implementation,
-        "gradient_checkpointing": config.gradient_checkpointing == "full",
         "torch_compile": config.torch_compile,
-        "liger": False,
         "learning_rates": [learning_rate(config, step, num_steps) for step in range(num_steps)],
         "betas": [config.adam_beta1, config.adam_beta2],
         "eps": config.adam_epsilon,
@@ -54,8 +50,8 @@ def write_work(folder: Path, config: RunConfig, *, num_processes: int) -> dict[s
 def _tokens(config: RunConfig, num_batches: int, *, batches_per_step: int) -> torch.Tensor:
     """Return (num_batches x batch, seq_len) synthetic tokens, in the order in which our run reads them.
 
-    Rank r's micro-batch number k is batch k x num_processes + r of the data. `batches_per_step`: of all ranks
-    and micro-steps; an epoch leaves out the batches that do not fill one more step.
+    Rank r's batch number k is batch k x num_processes + r of the data. `batches_per_step`: of all ranks; an
+    epoch leaves out the batches that do not fill one more step.
     """
     spec = find_model(config.model)
     assert config.dataset == SYNTHETIC

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import yaml
+
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.doctor.case import Case, Files, Host, look_here, read_files
 from slm_toolkit.doctor.examine import examine
@@ -76,7 +78,8 @@ def _files(strategy: Strategy, num_ranks: int) -> Files:
     """Return the files as they will be launched, with the duplicate keys of the user's files."""
     files = read_files(Path(strategy.path))
     config = {**strategy.accelerate_config, "num_processes": num_ranks}
-    files = replace(files, yaml_text=files.yaml_text and json.dumps(config), config=config)
+    written = json.dumps if files.yaml_path.suffix == ".json" else yaml.safe_dump
+    files = replace(files, yaml_text=files.yaml_text and written(config), config=config)
     if files.deepspeed is None:
         return files
     return replace(

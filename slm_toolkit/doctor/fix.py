@@ -103,7 +103,7 @@ def mended(case: Case, edits: list[Edit]) -> Case:
     if by_file["yaml"] and files.yaml_text:
         is_json = files.yaml_path.suffix == ".json"  # accelerate also reads its config from JSON
         text = with_edits(files.yaml_text, by_file["yaml"], is_json=is_json)
-        config = yaml.load(text, YAML_LOADER)
+        config = _changed(files.config, by_file["yaml"])
         files = dataclasses.replace(files, yaml_text=text, config=config)
         if files.json_path is None:  # the corrected YAML may name a JSON that can be read
             files = with_json(files)

@@ -147,7 +147,7 @@ def test_the_fixed_copy_keeps_its_comment(tmp_path: Path) -> None:
 def test_the_short_table_of_the_start_page_is_of_the_records_shipped() -> None:
     """Its cells are those of `slm report results/cpu`, which the page links to."""
     for cells in re.findall(r"^\| (\w+) \| (\d=?) \| (.+) \|$", PAGES["index.md"], re.M):
-        (line,) = re.findall(rf"^│ {cells[0]} +│ ok .*$", PAGES["accuracy.md"], re.M)
+        (line,) = re.findall(rf"^│ {cells[0]} +│ ok .*$", PAGES["comparing.md"], re.M)
         whole = [cell.strip() for cell in line.strip("│").split("│")]
         assert {cells[1], *cells[2].split(" | ")} <= set(whole)
 

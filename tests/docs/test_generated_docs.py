@@ -14,7 +14,7 @@ def test_every_generated_page_and_output_is_up_to_date() -> None:
     pages = bench("generate_docs").pages()
     stale = [path.name for path, text in pages.items() if path.read_text() != text]
     assert not stale, "python bench/generate_docs.py writes them"
-    assert {"flags.md", "accuracy.md"} <= {path.name for path in pages}
+    assert "flags.md" in {path.name for path in pages}
 
 
 @pytest.mark.parametrize("name", TEXTS)

@@ -10,10 +10,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from conftest import COMPILING_SECONDS, ROOT, WARM, Finished, bench, run, slm
+from conftest import COMPILING_SECONDS, ROOT, WARM, Finished, run, slm, slm_here
 
 from slm_toolkit.cli.main import _parser
 from slm_toolkit.cli.recipes import read_recipe, shipped_recipes
@@ -72,66 +71,11 @@ def test_a_recipe_is_short_and_plain_bash(name: str) -> None:
     assert done.code == 0, done.out
 
 
-@pytest.fixture(scope="module")
-def figures() -> ModuleType:
-    return bench("recipe_figures")
-
-
-@pytest.mark.quick
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_heads_figures_are_what_its_command_gives_now(name: str, figures: ModuleType) -> None:
-    assert figures.stale(RECIPES[name], figures.figures_of(RECIPES[name])) == []
-
-
-@pytest.mark.quick
-def test_a_jobs_time_and_cost_are_those_of_its_steps(figures: ModuleType) -> None:
-    row = {
-        "fits": True,
-        "gpu": "a100-40gb",
-        "num_gpus": 8,
-        "gpus_per_node": 8,
-        "peak_allocated_bytes": 10 * 2**30,
-        "host_bytes_per_node": 64 * 2**30,
-        "step_seconds": 1.8,
-        "usd_per_gpu_hour": 2.0,
-    }
-    one = {**row, "num_gpus": 1, "gpus_per_node": 1, "peak_allocated_bytes": 30 * 2**30}
-    too_large = {**row, "fits": False, "step_seconds": 1e9}
-    found = figures.figures_of_rows([row, one, too_large], num_steps=1000)
-    # 1000 x 1.8 s = 0.5 h: 4 GPU-hours on eight and 0.5 on one, done eight at a time: 4.5 / 8 = 0.5625 h
-    assert found["time"] == "34 min"
-    assert found["cost"] == "$9.00"  # 4.5 x $2
-    assert found["memory"] == "10.0 of 39.4 GiB per GPU, 64 GiB of host RAM per node"
-    assert found["hardware"] == "8 x a100-40gb"
-    # an estimate without step_seconds, as of offload, has neither; recommend's rows have their own
-    assert figures.figures_of_rows([{**row, "step_seconds": None}], num_steps=9)["time"] is None
-    plan = {**row, "num_gpus": 16, "hours": 150.4, "usd": 4812.8}
-    found = figures.figures_of_rows([plan, row], num_steps=None)
-    assert (found["time"], found["cost"]) == ("150 h", "$4,813")
-    assert found["hardware"] == "16 x a100-40gb in 2 nodes"
-
-
-@pytest.mark.quick
-def test_a_stale_head_is_found_and_written_anew(figures: ModuleType) -> None:
-    recipe = RECIPES["cheapest_100m"]
-    now = figures.figures_of(recipe)
-    dearer = {**now, "cost": "$99.00"}
-    assert figures.stale(recipe, dearer) == [f"cheapest_100m: cost is $99.00, its head says {recipe.cost}"]
-    text = figures.written(recipe, dearer, "2027-01-02")
-    assert text != recipe.text
-    assert "\n# cost: $99.00\n" in text
-    assert "\n# estimated on 2027-01-02 by the first command below\n" in text
-    reasons = RECIPES["memory_dry_run"]  # whose unknown time and remarks in parentheses stay
-    assert figures.written(reasons, figures.figures_of(reasons), reasons.as_of) == reasons.text
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_the_real_commands_are_what_the_head_is_an_estimate_of(
-    name: str, tmp_path: Path, figures: ModuleType
-) -> None:
+def test_the_real_commands_are_what_the_head_is_an_estimate_of(name: str, tmp_path: Path) -> None:
     if name == "nvme_offload" and not Path("/usr/include/libaio.h").exists():
         pytest.skip("apt-get install libaio-dev")
-    rows = figures.rows_of(RECIPES[name])
+    rows = json.loads(slm_here(*RECIPES[name].estimate[1:], "--json").out)
     if "hours" in rows[0]:
         rows = rows[:1]
     asked = [found for words in real_commands(name, tmp_path) for found in configurations(words)]

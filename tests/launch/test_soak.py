@@ -2,14 +2,17 @@
 
 import gc
 import json
+import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import run
+from conftest import ENV, ROOT, run
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.names import find_model
@@ -151,8 +154,36 @@ def test_events_of_steps_that_a_gpu_has_done_are_let_go() -> None:
 
 
 @pytest.mark.slow
-def test_the_bench_sees_memory_that_stays() -> None:
-    words = (sys.executable, "bench/soak.py", "--minutes", "0.5", "--strategy", "single")
-    done = run(*words, cold=True)  # pages shared with a warm process become its own as it touches them
-    assert done.code == 0, done.out + done.err
-    assert done.out.startswith("rank 0: ")
+def test_the_resident_memory_of_a_run_does_not_grow(tmp_path: Path) -> None:
+    """From the second to the last tenth of half a minute; the first tenth has imports and first steps."""
+    words = (
+        "--model",
+        "slm-1m",
+        "--seq_len",
+        "32",
+        "--per_device_train_batch_size",
+        "1",
+        "--max_steps",
+        "10000000",
+    )
+    words += (
+        "--save_steps",
+        "50",
+        "--eval_steps",
+        "50",
+        "--eval_batches",
+        "1",
+        "--output_dir",
+        str(tmp_path),
+    )
+    command = (sys.executable, "-m", "slm_toolkit.train", *words, "--run_name", "run")
+    with subprocess.Popen(command, cwd=ROOT, env=ENV, stderr=subprocess.DEVNULL) as process:
+        while not (tmp_path / "run" / "progress.json").exists():
+            assert process.poll() is None
+            time.sleep(0.2)
+        samples = []
+        for _ in range(30):
+            time.sleep(1)
+            samples.append(psutil.Process(process.pid).memory_info().rss)
+        process.kill()
+    assert statistics.median(samples[-3:]) - statistics.median(samples[3:6]) < 2 * 2**20

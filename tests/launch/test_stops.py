@@ -16,7 +16,7 @@ import psutil
 import pytest
 from conftest import ENV, ROOT, launch, left_over, planted, record_under
 from safetensors.torch import load_file
-from training_faults import launch_with_fault, note
+from training_faults import launch_with_fault
 
 from slm_toolkit.compare.local import last_step_of
 
@@ -26,9 +26,7 @@ def words(folder: Path, *more: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.quick), "ds_zero3"])
-def test_sigterm_saves_and_exits_with_143_and_the_run_goes_on(
-    strategy: str, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+def test_sigterm_saves_and_exits_with_143_and_the_run_goes_on(strategy: str, tmp_path: Path) -> None:
     """As Slurm sends it, to every process, data loaders, too; `slm launch` hands the ranks' code on."""
     config, folder = str(ROOT / f"accel_configs/{strategy}.yaml"), tmp_path / "run" / "checkpoints"
     slm = [str(Path(sys.executable).with_name("slm")), "launch", "--main_process_port", "0"]
@@ -44,18 +42,13 @@ def test_sigterm_saves_and_exits_with_143_and_the_run_goes_on(
     assert len(others) >= 4, "two ranks, each with one that loads data"
     for each in (process, *others):
         each.send_signal(signal.SIGTERM)
-    began = time.monotonic()
     _, err = process.communicate(timeout=240)
-    seconds = time.monotonic() - began
     assert process.returncode == 128 + 15
     found = re.search(r"error: SIGTERM after step (\d+) of 100000\nhint: (.*)\n", err)
     step = int(found[1])
     assert found[2] == f"--resume_from_checkpoint latest resumes from {folder}/step_{step}"
     assert "Traceback" not in err
     assert left_over(tmp_path) == []
-    record_property("fault", f"SIGTERM to `slm launch` of {strategy} (to its end: saved, exit code 143)")
-    record_property("message", f"error: SIGTERM after step {step} of 100000")
-    record_property("seconds", round(seconds, 1))
     reason = json.loads((tmp_path / "run" / "record.json").read_text())["reason"]
     assert reason == f"SIGTERM after step {step} of 100000"
     resume = ("--resume_from_checkpoint", "latest", "--max_steps", str(step + 1))
@@ -192,9 +185,7 @@ def test_a_step_without_numbers_is_left_out_if_so_asked(strategy: str, tmp_path:
     assert [manifest["optimizer_steps"] for manifest in manifests] == [2, 3]
 
 
-def test_a_step_without_numbers_ends_the_run_and_names_its_sequences(
-    tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+def test_a_step_without_numbers_ends_the_run_and_names_its_sequences(tmp_path: Path) -> None:
     stopping = launch_with_fault(tmp_path, "--max_steps", "5", "--save_steps", "2", fault="nan", step=3)
     assert stopping.code == 1
     run = tmp_path / "runs" / "run"
@@ -205,7 +196,6 @@ def test_a_step_without_numbers_ends_the_run_and_names_its_sequences(
         f"--resume_from_checkpoint latest resumes from {run}/checkpoints/step_2; lower --learning_rate"
     )
     assert stopping.message_seconds < 60
-    note(stopping, "the loss of rank 1 is NaN in step 3", record_property)
     # synthetic sequences in their order: steps of 2 x 4; rank 1 has the second four of each
     ranks = json.loads((run / "bad-step-3.json").read_text())["ranks"]
     numbers = [[row["number"] for row in rank["sequences"]] for rank in ranks]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from training_faults import launch_with_fault, note
+from training_faults import launch_with_fault
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import PRESETS
@@ -121,9 +121,7 @@ def test_a_streamed_file_that_shrinks_or_vanishes_is_named_when_its_end_comes(tm
         list(train)
 
 
-def test_a_row_that_breaks_a_stream_at_some_step_ends_all_ranks_with_one_message(
-    tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+def test_a_row_that_breaks_a_stream_at_some_step_ends_all_ranks_with_one_message(tmp_path: Path) -> None:
     # a line has 133 bytes with its end, a step 8 sequences of 32: line 80 comes at step 80 * 133 / 256 = 41
     path = lines(tmp_path / "deep.jsonl", '{"text": ["a"]}', at_line=80, num_lines=400)
     faulty = launch_with_fault(
@@ -135,16 +133,13 @@ def test_a_row_that_breaks_a_stream_at_some_step_ends_all_ranks_with_one_message
     assert message.startswith("error: rank ")
     assert f"{path}, row 80: column 'text' contains ['a'], which is not text" in message
     assert "[rank" not in faulty.err, "no rank shows a traceback"
-    note(faulty, "a row of a stream, at step 41, is not text", record_property)
     assert "--resume_from_checkpoint latest resumes from" in faulty.hint
     assert (faulty.record["status"], faulty.record["reason"]) == ("failed", message.removeprefix("error: "))
 
 
 @pytest.mark.quick
 @pytest.mark.slow
-def test_a_file_that_vanishes_while_it_streams_ends_all_ranks_with_one_message(
-    tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+def test_a_file_that_vanishes_while_it_streams_ends_all_ranks_with_one_message(tmp_path: Path) -> None:
     path = lines(tmp_path / "goes.jsonl", GOOD, at_line=1, num_lines=200)
     faulty = launch_with_fault(
         *(tmp_path, "--dataset", str(path), "--streaming", "--max_steps", "100000", "--save_steps", "5"),
@@ -154,7 +149,6 @@ def test_a_file_that_vanishes_while_it_streams_ends_all_ranks_with_one_message(
     assert f"{path} is gone" in message
     assert "--resume_from_checkpoint latest resumes from" in faulty.hint
     assert faulty.message_seconds < 300
-    note(faulty, "a streamed file is removed while it is read", record_property)
 
 
 def chats(path: Path) -> Path:

@@ -8,22 +8,20 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
 import pytest
 from conftest import ENV, left_over, record_under
-from training_faults import SITE, Faulty, launch_with_fault, note, ranks_of
+from training_faults import SITE, Faulty, launch_with_fault, ranks_of
 
 from slm_toolkit.config.run_config import RunConfig
 
 SAVING = ("--max_steps", "8", "--save_steps", "2")
 LIMIT = ("--ddp_timeout", "8")
 NO_PROGRESS = "no progress for 8 s (--ddp_timeout) at step 3 of 8"
-
-Report = Callable[[str, object], None]
 
 
 def check(faulty: Faulty, cause: str, *, within_seconds: float) -> None:
@@ -48,11 +46,10 @@ def check_goes_on(faulty: Faulty, *, step: int) -> None:
 
 @pytest.mark.quick
 def test_a_killed_rank_is_named_within_five_seconds_and_the_run_goes_on_from_its_checkpoint(
-    tmp_path: Path, record_property: Report
+    tmp_path: Path,
 ) -> None:
     faulty = launch_with_fault(tmp_path, *SAVING, fault="kill", rank=1, step=5)
     check(faulty, "rank 1 (pid ", within_seconds=5)
-    note(faulty, "SIGKILL to rank 1 of DDP", record_property)
     assert ") was killed or crashed at step 5 of 8" in faulty.messages[0]
     assert "[rank0]" not in faulty.err, "the survivor shows no traceback"
     check_goes_on(faulty, step=4)
@@ -63,20 +60,15 @@ def test_a_killed_rank_is_named_within_five_seconds_and_the_run_goes_on_from_its
 @pytest.mark.parametrize(
     ("strategy", "fault", "rank"), [("ds_zero3", "crash in native code", 1), ("fsdp_full_shard", "kill", 0)]
 )
-def test_any_rank_is_named_under_any_engine(
-    strategy: str, fault: str, rank: int, tmp_path: Path, record_property: Report
-) -> None:
+def test_any_rank_is_named_under_any_engine(strategy: str, fault: str, rank: int, tmp_path: Path) -> None:
     faulty = launch_with_fault(tmp_path, *SAVING, strategy=strategy, fault=fault, rank=rank, step=5)
     check(faulty, f"rank {rank} (pid ", within_seconds=5)
-    note(faulty, f"rank {rank} of {strategy}: {fault}", record_property)
     assert "was killed or crashed at step 5 of 8" in faulty.messages[0]
 
 
 @pytest.mark.quick
 @pytest.mark.slow
-def test_a_rank_that_fails_keeps_its_traceback_and_the_other_only_names_it(
-    tmp_path: Path, record_property: Report
-) -> None:
+def test_a_rank_that_fails_keeps_its_traceback_and_the_other_only_names_it(tmp_path: Path) -> None:
     faulty = launch_with_fault(tmp_path, *SAVING, fault="raise")
     (message,) = faulty.messages
     assert message.endswith(" failed at step 3 of 8: KeyError: 'the sky is falling'")
@@ -84,16 +76,12 @@ def test_a_rank_that_fails_keeps_its_traceback_and_the_other_only_names_it(
     assert "[rank0]" not in faulty.err
     assert faulty.message_seconds < 15
     assert faulty.record["reason"] == "'the sky is falling'"  # rank 1's own
-    note(faulty, "an exception on rank 1 of DDP (after its traceback)", record_property)
 
 
 @pytest.mark.quick
-def test_a_rank_that_hangs_is_named_with_its_line_after_the_timeout(
-    tmp_path: Path, record_property: Report
-) -> None:
+def test_a_rank_that_hangs_is_named_with_its_line_after_the_timeout(tmp_path: Path) -> None:
     faulty = launch_with_fault(tmp_path, *SAVING, *LIMIT, strategy="fsdp_full_shard", fault="sleep")
     check(faulty, f"{NO_PROGRESS}: rank 1 (pid ", within_seconds=8 + 60)
-    note(faulty, "rank 1 of FSDP sleeps for ever, --ddp_timeout 8", record_property)
     line = SITE.splitlines().index("            time.sleep(1e6)") + 1
     assert f") hung in site/sitecustomize.py:{line} in strike, called from " in faulty.messages[0]
     assert faulty.end_seconds < 8 + 60
@@ -109,13 +97,9 @@ def test_a_rank_that_hangs_is_named_with_its_line_after_the_timeout(
         ("hold", "does not answer: it is stuck in native code that holds the GIL, while rank 0 waited"),
     ],
 )
-def test_a_rank_that_can_say_nothing_is_named_and_ended(
-    fault: str, says: str, tmp_path: Path, record_property: Report
-) -> None:
+def test_a_rank_that_can_say_nothing_is_named_and_ended(fault: str, says: str, tmp_path: Path) -> None:
     faulty = launch_with_fault(tmp_path, *SAVING, *LIMIT, strategy="ds_zero3", fault=fault)
     check(faulty, f"{NO_PROGRESS}: rank 1 (pid ", within_seconds=8 + 60)
-    what = {"stop": "is stopped (SIGSTOP)", "hold": "hangs in native code"}[fault]
-    note(faulty, f"rank 1 of ZeRO-3 {what}, --ddp_timeout 8", record_property)
     assert faulty.messages[0].endswith(says)
     assert faulty.end_seconds < 8 + 90
 
@@ -137,7 +121,7 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
-def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path, record_property: Report) -> None:
+def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     def kill_launcher() -> None:
         (launcher,) = (pid for pid in ranks_of(tmp_path) if "launch" in psutil.Process(pid).cmdline())
         os.kill(launcher, signal.SIGKILL)
@@ -147,7 +131,6 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path, record_property
     (message,) = faulty.messages
     assert "the launcher (pid " in message
     assert re.search(r"was killed or crashed (at step \d+ of 100000|before its first step)$", message)
-    note(faulty, "SIGKILL to the launcher", record_property)
     deadline = time.monotonic() + 30
     while left_over(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -194,8 +177,6 @@ def test_a_full_disk_is_named_with_rank_path_and_free_bytes(
     where: str,
     small_disk: Path,
     tmp_path: Path,
-    record_property: Report,
-    request: pytest.FixtureRequest,
 ) -> None:
     def fill_disk() -> None:
         fill(small_disk)
@@ -210,12 +191,11 @@ def test_a_full_disk_is_named_with_rank_path_and_free_bytes(
     assert " bytes free now): " in message
     assert "[rank" not in faulty.err
     assert faulty.message_seconds < 300
-    note(faulty, f"disk full: {request.node.callspec.id}", record_property)
 
 
 @pytest.mark.slow
 def test_a_disk_that_becomes_read_only_is_named_when_the_record_is_written(
-    small_disk: Path, tmp_path: Path, record_property: Report
+    small_disk: Path, tmp_path: Path
 ) -> None:
     """The file for `slm compare`'s display can't be written before: training goes on without it."""
 
@@ -231,7 +211,6 @@ def test_a_disk_that_becomes_read_only_is_named_when_the_record_is_written(
         f"error: rank 0 after the last step: can't write {small_disk}/run/.record.json."
     )
     assert faulty.hint == f"check that {small_disk}/run still exists and its disk is writable"
-    note(faulty, "disk read-only: the record", record_property)
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """Seconds of attention kernels that store no scores, from published rates by kernel, GPU and head size.
 
 FLOPs are counted as in FlashAttention's papers: a causal forward does half of the square's products, which is
-4 S^2 / 2 x width for one sequence, and backward 2.5 times as many. `python bench/attention_rates.py` fits the
-rates below to the published tables in bench/data/attention_rates.csv.
+4 S^2 / 2 x width for one sequence, and backward 2.5 times as many. The rates below are fitted to the
+published tables in bench/data/attention_rates.csv (least squares of the logarithms).
 """
 
 from dataclasses import dataclass

@@ -330,11 +330,10 @@ def _check_settings(checkpoint: Path, manifest: Manifest, run: dict[str, Any]) -
             "strategy, number of processes, length and learning rate may change"
         )
     if (had := manifest.run.get("sequences_per_step")) != run["sequences_per_step"]:
-        groups = ", ".join(str(number) for number in range(1, had + 1) if had % number == 0)
         raise ValueError(
-            f"{checkpoint}: a step had {had} sequences, but now has {run['sequences_per_step']}\nhint: "
-            f"--per_device_train_batch_size x --gradient_accumulation_steps x processes must be {had}, so "
-            f"the number of processes (divided by --sp_size) is one of {groups}"
+            f"{checkpoint}: a step had {had!r} sequences, but now has {run['sequences_per_step']}\nhint: "
+            f"--per_device_train_batch_size x --gradient_accumulation_steps x processes must be {had!r}, so "
+            f"the number of processes (divided by --sp_size) divides {had!r}"
         )
 
 

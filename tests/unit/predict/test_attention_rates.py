@@ -1,7 +1,10 @@
 """Rates of attention kernels against the published tables, and which kernel a flag means."""
 
+import csv
 import dataclasses
 import sys
+from itertools import groupby
+from typing import NamedTuple
 
 import pytest
 from conftest import ROOT
@@ -12,12 +15,47 @@ from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.predict.speed.attention import attention_seconds, kernel_of, pass_seconds, rates_of_kernel
 from slm_toolkit.predict.speed.software import TODAY
 
-sys.path.insert(0, str(ROOT / "bench"))
 sys.path.insert(0, str(ROOT / "studies" / "ashkboos"))
-from attention_rates import Series, published
 from comparison import PAPER
 
-CAUSAL = [series for series in published() if series.is_causal and len(series.seq_lens) >= 3]
+
+class Series(NamedTuple):
+    """One kernel's published rates over sequence lengths; FLOPs are counted as in FlashAttention's papers."""
+
+    kernel: str
+    gpu: str
+    head_dim: int
+    which: str
+    "forward, backward or both"
+    rates: dict[int, float]
+    "FLOP/s by sequence length"
+
+
+def published() -> list[Series]:
+    """Those with a causal mask and at least three lengths.
+
+    Figures 4 and 7 of arXiv 2307.08691 have both passes together. They were restated without the paper at
+    hand: the H100's agree with the forward passes of arXiv 2407.08608 within 2 %, the A100's with the text's
+    50 to 73 % of the peak.
+    """
+    with (ROOT / "bench" / "data" / "attention_rates.csv").open(newline="") as file:
+        lines = [line for line in csv.DictReader(file) if line["causal"] == "1"]
+    found = [
+        Series(
+            kernel,
+            gpu,
+            int(head_dim),
+            which,
+            {int(n["seq_len"]): 1e12 * float(n["tflops_per_second"]) for n in of},
+        )
+        for (kernel, gpu, head_dim, which), of in groupby(
+            lines, key=lambda line: tuple(line[key] for key in ("kernel", "gpu", "head_dim", "pass"))
+        )
+    ]
+    return [series for series in found if len(series.rates) >= 3]
+
+
+CAUSAL = published()
 
 
 def predicted(series: Series, seq_len: int) -> float:
@@ -34,7 +72,7 @@ def predicted(series: Series, seq_len: int) -> float:
 
 @pytest.mark.parametrize("series", CAUSAL, ids=lambda s: f"{s.kernel}-{s.gpu}-{s.head_dim}-{s.which}")
 def test_published_rates_are_met_within_6_percent(series: Series) -> None:
-    for seq_len, rate in zip(series.seq_lens, series.flops_per_second, strict=True):
+    for seq_len, rate in series.rates.items():
         assert predicted(series, seq_len) == pytest.approx(rate, rel=0.06), seq_len
 
 

@@ -155,7 +155,7 @@ def test_padded_widths_are_faster_without_a_compiler() -> None:
     flags = ("--model", "slm-500m", "--gpu", "h100-80gb:1", "--strategy", "single", "--tokens", "1B")
     flags += ("--torch_compile", "false", "--per_device_train_batch_size", "8")
     (plain,), (padded,) = (recommended(*flags, "--pad_widths", value) for value in ("false", "true"))
-    assert padded["usd"] < plain["usd"] / 2  # bench/features.py: 2.14 times as fast
+    assert padded["usd"] < plain["usd"] / 2  # it is 2.14 times as fast
 
 
 def test_aligned_widths_are_named_for_each_gpu_type() -> None:
