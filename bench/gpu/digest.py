@@ -1,7 +1,7 @@
 """Turn what measure.py has measured on a GPU into results/GPU, its page and a calibration.
 
     python bench/gpu/digest.py results/h200 h200.tar.gz              # adds the archive to results/h200
-    python bench/gpu/digest.py h200.tar.gz --out tried               # all, with a calibration.csv, into tried/
+    python bench/gpu/digest.py h200.tar.gz --out tried               # all, and calibration.csv, in tried/
 
 Takes archives or folders, in the order of their calls. The last line of an arm counts, but "not run" replaces
 nothing. Writes the page (README.md), about.json, arms.jsonl, micro.jsonl and records.tar.gz, and without
@@ -49,7 +49,7 @@ ADAMW_BYTES = {
     ),
 }
 LOSSES = {
-    # on fewer rows it waits for launches; the shifted copy, 8 forward and 12 backward, is not in the benchmark
+    # on fewer rows it waits for launches; the benchmark lacks the shifted copy, 8 forward and 12 backward
     "hf": ("loss_share_hf", range(4096, 10**9), LOGIT_BYTES["hf"] - 20),
     # 64 MiB of fp32 hold 524 rows of 32,000
     "fused_logits": ("loss_share_fused", range(512, 513), LOGIT_BYTES["fused"]),
@@ -208,6 +208,11 @@ def terms_of(archive: Archive, gpu: Gpu, source: str) -> tuple[Terms, list[str]]
             archive.about.get("micro_date", date),
         )
 
+    def add_share(
+        what: str, rows: list[dict[str, Any]], num_bytes: Callable[[dict[str, Any]], float], term: str
+    ) -> None:
+        add_micro(what, rows, lambda v: lambda row: num_bytes(row) / memory / v[term], {term: 0.8})
+
     memory, flops = gpu.memory_bytes_per_second, gpu.dense_bf16_flops_per_second
     moved = [
         row for row in archive.timed("elementwise") + archive.timed("copy") if row["bytes"] >= LARGE_BYTES
@@ -240,23 +245,18 @@ def terms_of(archive: Archive, gpu: Gpu, source: str) -> tuple[Terms, list[str]]
                 ),
                 {share: 0.4, half: 200.0},
             )
-    add_micro(
+    add_share(
         "fused AdamW",
         [row for row in archive.timed("adamw", fused=True) if row["optimizer"] in ADAMW_BYTES],
-        lambda v: (
-            lambda row: row["num_parameters"] * ADAMW_BYTES[row["optimizer"]] / memory / v["optimizer_share"]
-        ),
-        {"optimizer_share": 0.8},
+        lambda row: row["num_parameters"] * ADAMW_BYTES[row["optimizer"]],
+        "optimizer_share",
     )
     for loss, (term, of_rows, num_bytes) in LOSSES.items():
-        losses = [row for row in archive.timed("cross_entropy", kernel=loss) if row["rows"] in of_rows]
-        add_micro(
+        add_share(
             f"cross-entropy, {loss}",
-            losses,
-            lambda v, term=term, each=num_bytes / memory: (
-                lambda row: row["rows"] * row["vocab_size"] * each / v[term]
-            ),
-            {term: 0.8},
+            [row for row in archive.timed("cross_entropy", kernel=loss) if row["rows"] in of_rows],
+            lambda row, each=num_bytes: row["rows"] * row["vocab_size"] * each,
+            term,
         )
     contexts = [arm["result"]["cuda_context_bytes"] for arm in archive.of("micro")]
     name = "cuda_context_bytes"

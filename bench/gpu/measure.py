@@ -23,7 +23,6 @@ import json
 import math
 import os
 import re
-import runpy
 import shutil
 import signal
 import socket
@@ -35,18 +34,18 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 from unittest.mock import patch
 
 import psutil
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
-sys.path.append(str(ROOT))
-
 from slm_toolkit.compare.outcome import reason_in_log
 from slm_toolkit.hardware.gpus import this_machine
 from slm_toolkit.launch.processes import adopt_orphans, signal_name
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
 
 MODELS = {"slm-100m": 64, "slm-500m": 32, "slm-1b": 32, "slm-2b": 16}
 "batch of each in the ladder: what a GPU of 80 GB holds, so that larger GPUs compare with it"
@@ -310,7 +309,7 @@ class Measurement:
     def run(
         self, command: list[str], log: Path, limit: float, *, forked: bool, weights_on_gpu: bool = False
     ) -> int | None:
-        """Run a command to its end and kill all that it has left; its exit code, None if its time was over."""
+        """Run a command and kill all that it leaves; returns its exit code, None if its time was over."""
         log.parent.mkdir(parents=True, exist_ok=True)
         until, code = time.monotonic() + limit, None
         pid = os.fork()
@@ -356,7 +355,7 @@ def become(command: list[str], log: Path, *, forked: bool, weights_on_gpu: bool)
     if module == LAUNCHER:
         at = words.index("-m")
         launch_environment(words)
-        launcher = Launcher(command, os.getcwd())
+        launcher = SimpleNamespace(cmdline=lambda: command, cwd=os.getcwd)
         psutil.Process.parents = lambda _: [launcher]  # where the trainer looks for its strategy
         module, words = TRAIN, words[at + 2 :]
     if weights_on_gpu:
@@ -366,35 +365,14 @@ def become(command: list[str], log: Path, *, forked: bool, weights_on_gpu: bool)
     sys.exit()
 
 
-@dataclass(frozen=True)
-class Launcher:
-    """As much of a psutil.Process as the trainer asks of its launcher."""
-
-    command: list[str]
-    folder: str
-
-    def cmdline(self) -> list[str]:
-        return self.command
-
-    def cwd(self) -> str:
-        return self.folder
-
-
 def launch_environment(words: list[str]) -> None:
     """Give this process the environment that `accelerate launch` with these words gives its only rank."""
     from accelerate.commands.launch import launch_command, launch_command_parser
 
     def by_torch(_: Any) -> None:
         variables.update(os.environ)
-        for name, value in (
-            ("RANK", "0"),
-            ("LOCAL_RANK", "0"),
-            ("WORLD_SIZE", "1"),
-            ("LOCAL_WORLD_SIZE", "1"),
-        ):
-            variables[name] = value
-        variables["MASTER_ADDR"] = "127.0.0.1"
-        variables["MASTER_PORT"] = words[words.index("--main_process_port") + 1]
+        variables.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+        variables.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=words[words.index("--main_process_port") + 1])
 
     class Popen:
         returncode = 0

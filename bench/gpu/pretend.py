@@ -27,7 +27,6 @@ NUM_GPUS = "SLM_PRETEND_GPUS"
 NAME = "NVIDIA H200"
 MEMORY_BYTES = int(139.8 * 2**30)
 USED_BYTES = 2**30
-STATISTICS = ("num_alloc_retries", "num_ooms", "allocated_bytes.all.current", "allocated_bytes.all.peak")
 
 
 def pretend_with(name: str, change: Callable[[Any], None]) -> None:
@@ -106,7 +105,7 @@ def pretend_cuda(torch: Any) -> None:
     )
     values = {
         **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
-        **dict.fromkeys(("init", "_lazy_init", "synchronize", "ipc_collect", "empty_cache")),
+        **dict.fromkeys(("init", "_lazy_init", "synchronize", "empty_cache")),
         **dict.fromkeys(("set_device", "set_device_index", "set_stream", "manual_seed_all", "manual_seed")),
         **dict.fromkeys(("reset_peak_memory_stats", "is_current_stream_capturing")),
         **dict.fromkeys(("current_stream", "default_stream", "stream"), stream),
@@ -118,7 +117,7 @@ def pretend_cuda(torch: Any) -> None:
         "get_device_name": NAME,
         "get_device_capability": (9, 0),
         "get_device_properties": properties,
-        "memory_stats": dict.fromkeys(STATISTICS, 0),
+        "memory_stats": {"num_alloc_retries": 0, "num_ooms": 0},
         "mem_get_info": (MEMORY_BYTES - USED_BYTES, MEMORY_BYTES),
     }
     for module in (torch.cuda, torch.accelerator):
@@ -193,8 +192,8 @@ def pretend_tensors(torch: Any) -> None:
     DeviceContext.__init__ = lambda context, asked: enter(context, on_host(asked))
     begin = torch.autocast.__init__
     torch.autocast.__init__ = lambda self, device_type, *args, **kwargs: begin(self, "cpu", *args, **kwargs)
-    for name in ("is_autocast_enabled", "get_autocast_dtype"):
-        setattr(torch, name, lambda kind=None, asked=getattr(torch, name): asked("cpu"))
+    for ask in (torch.is_autocast_enabled, torch.get_autocast_dtype):
+        setattr(torch, ask.__name__, lambda kind=None, ask=ask: ask("cpu"))
 
 
 def pretend_nccl(torch: Any) -> None:

@@ -63,7 +63,7 @@ def ask(folder: Path, *flags: str, uuids: list[str]) -> dict[str, dict | None]:
     if (compiler := shutil.which("gcc") or shutil.which("cc")) is None:
         pytest.skip("no C compiler to build the stand-in for NVML with")
     library = folder / "libnvidia-ml.so.1"
-    command = (compiler, "-shared", "-fPIC", *flags, "-o", str(library), str(ROOT / "bench/gpu/nvml.c"))
+    command = (compiler, "-shared", "-fPIC", *flags, "-o", str(library), str(ROOT / "tests/launch/nvml.c"))
     subprocess.run(command, check=True)
     env = {"LD_LIBRARY_PATH": str(folder), "CUDA_VISIBLE_DEVICES": ""}  # a real GPU stays out of it
     done = run(sys.executable, "-c", ASK, *uuids, env=env)
