@@ -24,7 +24,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -342,7 +341,6 @@ def kill_all() -> None:
 def become(command: list[str], log: Path, *, forked: bool, weights_on_gpu: bool) -> NoReturn:
     """The command, in this fork. Nothing above it on the stack may catch its exceptions or clean up."""
     os.setsid()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(output, 1)

@@ -7,8 +7,8 @@ The lines under `torch.cuda.is_available()` and `device.type == "cuda"` run, in 
 tensor is in host RAM and says that it is on the GPU. Collectives of nccl run over gloo. Streams, events,
 memory statistics and kernels are stand-ins: no time, byte or dollar means anything.
 
-Not pretended: NVML, CUDA graphs, Triton, what `torch.compile` makes of a model (it returns the model), and
-what a GPU refuses, such as a sum of tensors on two devices.
+Not pretended: NVML, CUDA graphs, Triton, what `torch.compile` makes of a model (it returns the model), what a
+GPU refuses (a sum of tensors on two devices), and libraries with CUDA code of their own (bitsandbytes).
 """
 
 import functools
@@ -118,7 +118,7 @@ def pretend_cuda(torch: Any) -> None:
         "get_device_capability": (9, 0),
         "get_device_properties": properties,
         "memory_stats": {"num_alloc_retries": 0, "num_ooms": 0},
-        "mem_get_info": (MEMORY_BYTES - USED_BYTES, MEMORY_BYTES),
+        "mem_get_info": (MEMORY_BYTES - 2 * USED_BYTES, MEMORY_BYTES),
     }
     for module in (torch.cuda, torch.accelerator):
         for name, value in values.items():
