@@ -120,9 +120,6 @@ fi
 printf '%s: %d wheels, %.1f MiB\n' "$out" "$(ls "$out" | wc -l)" "$(echo "$num_bytes" | awk '{ print $1 / 2^20 }')"
 ls "$out" | sed 's/^/    /'
 install="python3 -m pip install -q --no-index --no-deps --no-compile --target \$HOME/site $out/*.whl"
-echo "there, from this folder, one command after the other (each ends within ten minutes):"
-for part in 1 2 3; do
-    echo "    [ -d \$HOME/site ] || $install; export PYTHONPATH=\$HOME/site:\$PWD;" \
-        "python3 bench/gpu/measure.py --part $part --budget_minutes 9 --out \$HOME/measured --archive \"\$OUT\""
-done
-echo "on a fresh machine, parts 2 and 3 go on from the archive of the part before: --earlier ARCHIVE"
+echo "there, from this folder; a later call goes on, on a fresh machine after unpacking the archive into \$HOME/measured:"
+echo "    [ -d \$HOME/site ] || $install; export PYTHONPATH=\$HOME/site:\$PWD;" \
+    "python3 bench/gpu/measure.py --budget_minutes 9 --out \$HOME/measured --archive \"\$OUT\""

@@ -16,25 +16,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from measure import ESTIMATED
+from measure import ESTIMATED, words_of_estimate
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-NOT_OF_ESTIMATES = ("--max_steps", "--output_dir", "--run_name", "--rehearse")
 
 
 def git(*words: str) -> str:
     ended = subprocess.run(("git", *words), cwd=ROOT, check=True, capture_output=True, text=True)
     return ended.stdout.strip()
-
-
-def question(result: dict[str, Any], command: list[str], gpu: str) -> list[str]:
-    """Return the words of `slm estimate` for an arm, from the command that it ran."""
-    words = command[command.index("slm_toolkit.train") + 1 :]
-    for name in NOT_OF_ESTIMATES:
-        if name in words:
-            del words[words.index(name) : words.index(name) + 2]
-    on = ["--strategy", result["strategy"], "--num_gpus", str(result["world_size"]), "--gpu", gpu]
-    return [*(word for word in words if word != "--profile"), *on, "--json"]
 
 
 def answer(worktree: Path, words: list[str]) -> dict[str, Any] | None:
@@ -58,7 +47,9 @@ def replay(file: Path, worktrees: dict[str, Path], folder: Path) -> None:
         if commit not in worktrees:
             worktrees[commit] = folder / commit
             git("worktree", "add", "--detach", str(worktrees[commit]), commit)
-        said = answer(worktrees[commit], question(result, arm["command"], file.parent.name))
+        flags = tuple(arm["command"][arm["command"].index("slm_toolkit.train") + 1 :])
+        on = (result["strategy"], str(result["world_size"]), file.parent.name)
+        said = answer(worktrees[commit], words_of_estimate(flags, *on))
         if said is not None:
             result |= {f"estimated_{name}": said[name] for name in ESTIMATED}
             result["estimated_by"] = f"{commit} {day}"

@@ -1,4 +1,4 @@
-"""`bench/gpu/measure.py`, the plan for a GPU: on a CPU its smoke run shows that every part works."""
+"""`bench/gpu/measure.py` and what it needs on a GPU machine; --smoke runs its arms tiny, on a CPU."""
 
 import json
 import os
@@ -17,8 +17,11 @@ from conftest import ENV, ROOT, left_over, run
 sys.path.insert(0, str(ROOT / "bench" / "gpu"))
 import measure
 
+from slm_toolkit.config.flags import training_config
+
 MEASURE = str(ROOT / "bench" / "gpu" / "measure.py")
-TINY = ["--model", "slm-1m", "--seq_len", "32", "--per_device_train_batch_size", "2", "--max_steps", "3"]
+PRETEND = str(ROOT / "bench" / "gpu" / "pretend.py")
+SIZE = ["--model", "slm-500m", "--seq_len", "1024", "--per_device_train_batch_size", "16"]
 HANG = """
 import subprocess, sys, time
 child = [sys.executable, "-c", "import time; time.sleep(600)", sys.argv[1]]
@@ -38,11 +41,11 @@ def script(folder: Path, name: str, program: str, **more: Any) -> dict[str, Any]
     path = folder / f"{name}.py"
     path.write_text(program)
     words = [str(path), str(folder)]
-    return {"name": name, "kind": "script", "words": words, "seconds": 1.0, **more}
+    return {"name": name, "words": words, "seconds": 1.0, **more}
 
 
 def trained(name: str, *flags: str, **more: Any) -> dict[str, Any]:
-    return {"name": name, "words": [*TINY, *flags], "timed_seconds": 0.0, **more}
+    return {"name": name, "words": [*SIZE, *flags], **more}
 
 
 def lines_of(out: Path) -> dict[str, dict[str, Any]]:
@@ -60,7 +63,6 @@ def test_arms_that_fail_crash_or_hang_are_lines_and_the_others_complete(tmp_path
         script(tmp_path, "hang", HANG, limit_seconds=3.0),
         script(tmp_path, "no JSON", "print('tokens: many')\n"),
         trained("trained"),
-        trained("left out", needs="no_such_package"),
         trained("bad", "--attn_implementation", "flash_attention_2", strategy="ddp"),
     )
     done = run(sys.executable, MEASURE, "--smoke", "--out", str(out), "--arms", str(arms))
@@ -72,20 +74,16 @@ def test_arms_that_fail_crash_or_hang_are_lines_and_the_others_complete(tmp_path
         "hang": "timeout",
         "no JSON": "failed",
         "trained": "ok",
-        "left out": "not run",
         "bad": "failed",
     }
     assert found["full"]["reason"].startswith("MemoryError: CUDA out of memory")
     assert found["crash"]["reason"].startswith("ended by SIGSEGV")
-    assert found["hang"]["reason"] == "killed after 3 s\nwaiting"
-    assert found["no JSON"]["reason"] == "tokens: many"
-    assert found["bad"]["reason"].startswith("error: --attn_implementation flash_attention_2")
-    assert found["left out"]["reason"] == "no_such_package is not installed"
+    assert found["hang"]["reason"].startswith("killed after 3 s; last line of ")
+    assert found["hang"]["reason"].endswith(": waiting")
+    assert found["no JSON"]["reason"].endswith("tokens: many")
+    assert found["bad"]["reason"].startswith("--attn_implementation flash_attention_2")
     assert found["trained"]["result"]["tokens_per_second"] > 0
     assert found["trained"]["result"]["estimated_step_seconds"] > 0
-    tries = [json.loads(line)["name"] for line in (out / "arms.jsonl").read_text().splitlines()]
-    assert tries.count("crash") == 2  # at last what failed, again
-    assert tries.count("trained") == 1
     assert left_over(tmp_path) == []
     with tarfile.open(out / "cpu.tar.gz") as archive:
         names = set(archive.getnames())
@@ -108,7 +106,7 @@ def test_a_call_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> None:
         time.sleep(0.1)
     call.send_signal(signal.SIGKILL)
     call.wait()
-    while left_over(tmp_path):  # the keeper reads the end of its stdin
+    while left_over(tmp_path):  # measure.py's child kills them
         assert time.monotonic() < until
         time.sleep(0.1)
     assert lines_of(out).keys() == {"first"}
@@ -130,100 +128,57 @@ def test_a_call_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_forked_arms_train_as_launched_ones_do(tmp_path: Path) -> None:
-    out = tmp_path / "out"
     both = [trained("ddp", strategy="ddp"), trained("ds_zero2", strategy="ds_zero2")]
-    fresh = trained("ds_zero2 fresh", strategy="ds_zero2", fresh=True)
-    arms = arms_file(tmp_path, *both, fresh)
-    done = run(sys.executable, MEASURE, "--smoke", "--out", str(out), "--arms", str(arms))
-    assert done.code == 0, done.err
-    found = lines_of(out)
-    assert [line["status"] for line in found.values()] == ["ok"] * 3, done.out
-    assert [line["forked"] for line in found.values()] == [True, True, False]
-    engines = [line["result"]["engine"] for line in found.values()]
-    assert engines == ["ddp", "deepspeed", "deepspeed"]
-    assert found["ds_zero2"]["result"]["losses"] == found["ds_zero2 fresh"]["result"]["losses"]
-    commands = [
-        json.loads((out / line["record"]).read_text())["command"].split(" --output_dir")[0]
-        for line in list(found.values())[1:]
-    ]
-    assert commands[0].split(" --main_process_port")[0] == commands[1].split(" --main_process_port")[0]
+    found, commands = {}, {}
+    for flag in ("--smoke", "--no_fork"):
+        out = tmp_path / flag
+        arms = arms_file(tmp_path, *both)
+        done = run(sys.executable, MEASURE, "--smoke", flag, "--out", str(out), "--arms", str(arms))
+        assert done.code == 0, done.err
+        found[flag] = lines_of(out)
+        for line in found[flag].values():
+            assert line["forked"] is (flag == "--smoke")
+            command = json.loads((out / line["record"]).read_text())["command"]
+            commands[flag, line["name"]] = command.split(" --main_process_port")[0]
+    for name, engine in (("ddp", "ddp"), ("ds_zero2", "deepspeed")):
+        forked, launched = (found[flag][name]["result"] for flag in found)
+        assert forked["engine"] == launched["engine"] == engine
+        assert forked["losses"] == launched["losses"]
+        assert commands["--smoke", name] == commands["--no_fork", name]
 
 
-def test_what_the_budget_has_no_time_for_is_named_and_imports_that_fail_end_the_call(tmp_path: Path) -> None:
+def test_what_the_budget_has_no_time_for_is_named(tmp_path: Path) -> None:
     arms = arms_file(tmp_path, trained("late"))
     command = (sys.executable, MEASURE, "--smoke", "--no_fork", "--arms", str(arms))
     done = run(*command, "--out", str(tmp_path / "late"), "--budget_minutes", "0")
     assert done.code == 0, done.err
-    assert "late: takes about 1 s, 0 s of the budget were left" in done.out
-    (tmp_path / "msgspec.py").write_text("raise ImportError('no msgspec here')\n")
-    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    done = run(sys.executable, MEASURE, "--smoke", "--out", str(tmp_path / "broken"), env=env)
-    assert done.code == 1
-    assert (
-        "error: can't import slm_toolkit.train: ImportError: no msgspec here\nhint: bench/gpu/pack.sh"
-        in done.err
-    )
-    assert lines_of(tmp_path / "broken")["imports"]["status"] == "failed"
+    assert "takes about 1 s, 0 s of the budget were left" in done.out
+    assert lines_of(tmp_path / "late")["late"]["status"] == "not run"
 
 
 @pytest.mark.quick
-def test_the_last_words_are_the_error_not_the_launchers() -> None:
-    of_rank = 'Traceback (most recent call last):\n  File "train.py", line 3, in main\n    step()\n'
-    torch_error = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
-    banner = (
-        "E1123 15:00:00.1 1 torch/distributed/elastic/multiprocessing/api.py:869] failed (exitcode: 1)\n"
-        'Traceback (most recent call last):\n  File "run.py", line 9, in run\n    elastic_launch()\n'
-        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
-        "============================================================\ntrain.py FAILED\n"
-        "Failures:\n  <NO_OTHER_FAILURES>\nRoot Cause (first observed failure):\n[0]:\n"
-        "  time      : 2026-11-23\n  host      : here\n  rank      : 0 (local_rank: 0)\n"
-        "  exitcode  : 1 (pid: 9)\n  error_file: <N/A>\n"
-        "  traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html\n"
-        "============================================================\n"
-    )
-    assert measure.last_words(f"step 1\n{of_rank}{torch_error}\n{banner}", 1) == torch_error
-    ours = "error: no such model: x\nhint: slm-1m"
-    assert measure.last_words(f"a note\n{ours}\n{banner}", 1) == ours
-    assert measure.last_words("", -9) == "ended by SIGKILL"
-    assert measure.last_words("", 3) == "exit code 3, nothing was written"
-
-
-@pytest.mark.quick
-def test_an_arm_out_of_memory_comes_again_at_half_its_batch() -> None:
-    arm = measure.Arm("ladder", "slm-2b eager", ("--per_device_train_batch_size", "8", "--torch_compile"))
-    half = measure._halved(arm)
-    assert half.name == "slm-2b eager at batch 4"
-    assert half.words == ("--per_device_train_batch_size", "4", "--torch_compile")
-    assert measure._halved(measure.Arm("ladder", "x", ("--per_device_train_batch_size", "1"))) is None
-
-
-@pytest.mark.quick
-def test_the_plan_is_three_calls_that_hold_each_part_once() -> None:
-    assert sorted(name for names in measure.PARTS.values() for name in names) == sorted(measure.PLAN)
-    for smoke in (True, False):
-        arms = [arm for part in measure.PLAN.values() for arm in part(smoke)]
-        assert len({arm.key for arm in arms}) == len(arms)
-    of_ladder = list(measure.ladder(False))
-    assert len(of_ladder) == 4 * 4  # models with and without aligned widths, Triton's kernels, padding
-    assert {arm.batch for arm in of_ladder} == {16, 32, 64}
-    of_memory = [(arm.strategy, arm.num_ranks) for arm in measure.memory(False)]
-    assert set(of_memory) == {(strategy, n) for strategy in measure.STRATEGIES for n in (1, 8)}
+def test_the_plan_has_each_arm_once_and_every_flag_of_it_exists() -> None:
+    arms = list(measure.plan())
+    assert len({(arm.part, arm.name) for arm in arms}) == len(arms)
+    for arm in arms:
+        if not arm.is_script:
+            training_config([*arm.words, "--output_dir", "x"])
 
 
 @pytest.mark.slow
 def test_micro_benchmarks_are_timed_once_each(tmp_path: Path) -> None:
     out = tmp_path / "micro.jsonl"
-    command = (sys.executable, str(ROOT / "bench/gpu/micro.py"), "--smoke", "--out", str(out))
+    command = (sys.executable, PRETEND, str(ROOT / "bench/gpu/micro.py"), "--smoke", "--out", str(out))
     assert run(*command).code == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    kinds = {"matmul", "attention", "elementwise", "launch", "adamw", "cross_entropy", "copy", "norm"}
+    kinds = {"matmul", "attention", "elementwise", "adamw", "cross_entropy", "copy"}
     assert {row["kind"] for row in rows} == kinds
-    assert all(row["seconds"] > 0 and row["num_samples"] >= 3 and row["spread"] >= 0 for row in rows)
+    assert all(row["seconds"] > 0 and row["num_samples"] >= 9 for row in rows)
     # the paper's width of 100M comes first
     first = {"kind": "matmul", "rows": 32, "inner": 64, "width": 2332, "pass": "forward", "dtype": "bfloat16"}
     assert first.items() <= rows[0].items()
     again = run(*command)
-    assert json.loads(again.out) == {"num_timed": 0, "num_left_out": 0, "failed": []}
+    assert json.loads(again.out)["num_timed"] == 0
     assert len(out.read_text().splitlines()) == len(rows)
 
 
@@ -234,8 +189,6 @@ def test_the_packed_folder_is_all_that_a_bare_machine_needs(tmp_path: Path) -> N
     wheels, bare, site = tmp_path / "whl", tmp_path / "bare", tmp_path / "site"
     packed = run("bash", "bench/gpu/pack.sh", "--python_version", python, "--out", str(wheels), timeout=900)
     assert packed.code == 0, packed.err
-    for part in (1, 2, 3):
-        assert f"measure.py --part {part} --budget_minutes 9" in packed.out
 
     subprocess.run((sys.executable, "-m", "venv", str(bare)), check=True)
     pip = (str(bare / "bin" / "python"), "-m", "pip", "install", "-q")
@@ -245,10 +198,10 @@ def test_the_packed_folder_is_all_that_a_bare_machine_needs(tmp_path: Path) -> N
     subprocess.run((*pip, "--no-index", "--no-deps", "--target", str(site), *carried), check=True)
 
     env = {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}", "HOME": str(tmp_path)}
-    command = (pip[0], MEASURE, "--pretend", "--only", "canary", "--budget_minutes", "15")
+    command = (pip[0], PRETEND, MEASURE, "--smoke", "--only", "canary", "--budget_minutes", "15")
     done = run(*command, "--out", str(tmp_path / "measured"), env=env, timeout=1100)
     assert done.code == 0, done.err
     lines = lines_of(tmp_path / "measured")
-    assert {name: line["reason"] for name, line in lines.items() if line["status"] != "ok"} == {}
+    failed = {name: line["reason"] for name, line in lines.items() if line["status"] != "ok"}
+    assert failed.keys() <= {"Triton"}, failed  # no GPU, no Triton
     assert json.loads((tmp_path / "measured" / "about.json").read_text())["pretended"] is True
-    assert (tmp_path / "measured" / "nvidia-h200.tar.gz").stat().st_size < 16 * 2**20
