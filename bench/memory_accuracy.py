@@ -28,12 +28,12 @@ MODELS = Path(__file__).parent / "data" / "models"
 HALVES = (
     *("development", "held_out", "fresh", "adapters", "adapters_held_out"),
     *("adapters_today", "adapters_today_held_out"),
-    *("today", "today_held_out", "gradients", "gradients_held_out"),
+    *("today", "today_held_out"),
     *("sequences", "sequences_held_out", "optimizers", "optimizers_held_out"),
 )
 "those that docs/accuracy.md shows"
 READ = (
-    *("development", "adapters", "adapters_today", "small_zero", "today", "gradients", "sequences"),
+    *("development", "adapters", "adapters_today", "small_zero", "today", "sequences"),
     "optimizers",
 )
 "those whose worst rows may be looked at"
@@ -92,7 +92,7 @@ def setup_of(row: dict[str, Any]) -> Setup:
 
 def config_of(row: dict[str, Any]) -> RunConfig:
     """The flags of a traced configuration; an empty one was not given."""
-    kinds = {**dict.fromkeys(_NUMBERS, int), **dict.fromkeys(_FRACTIONS, float), "keep_grads": "true".__eq__}
+    kinds = {**dict.fromkeys(_NUMBERS, int), **dict.fromkeys(_FRACTIONS, float)}
     flags = {
         name: kinds.get(name, str)(value)
         for name, value in row.items()

@@ -67,7 +67,7 @@ from slm_toolkit.run.checkpoint.model_card import model_card
 from slm_toolkit.run.checkpoint.output_dir import hold_run, remove_earlier_run, save_model
 from slm_toolkit.run.checkpoint.resume import load_random_states
 from slm_toolkit.run.data.batches import endless, model_inputs, place_in_data, steps_by_labels
-from slm_toolkit.run.engine.engine import finish_gradients, optimizer_step
+from slm_toolkit.run.engine.engine import optimizer_step
 from slm_toolkit.run.evaluate import Evaluations
 from slm_toolkit.run.faults.watchdog import Watchdog
 from slm_toolkit.run.fp32_pass import in_fp32_first
@@ -409,15 +409,10 @@ def train_step(
             with watch.phase("backward"):
                 accelerator.backward(loss)
             if accelerator.sync_gradients:
-                finish_gradients(prepared.optimizer)
                 watch.gradients_reduced()
                 with watch.phase("optimizer"):
                     norm = optimizer_step(
-                        accelerator,
-                        model,
-                        prepared.optimizer,
-                        max_grad_norm=job.config.max_grad_norm,
-                        keep_grads=job.config.keep_grads,
+                        accelerator, model, prepared.optimizer, max_grad_norm=job.config.max_grad_norm
                     )
         watch.computed(batch)
         step_loss += prepared.loss_recorder.last / prepared.num_micro_steps

@@ -260,43 +260,6 @@ class RunConfig:
         column="reduced in",
         heading="gradients reduced in {}",
     )
-    grad_dtype: str | None = Flag(
-        None,
-        "dtype in which the gradients of bf16 weights are summed over micro-steps, reduced and kept for "
-        "the optimizer (default: bf16). fp32: 4 bytes more per parameter, whole on every rank under DDP and "
-        "ZeRO-1, as in nanotron. Not under FSDP",
-        group="model",
-        choices=("bf16", "fp32"),
-        grid=True,
-        excludes=(
-            Excludes("numerics", "its gradients have the engine's own dtype", values=("stock", "fp32")),
-            Excludes("numerics", "its gradients are scaled and summed in fp16", values=("fp16",)),
-            Excludes("reduce_dtype", "fp32 sums are reduced in fp32", values=("bf16",), own=("fp32",)),
-        ),
-        excludes_strategies=(
-            ExcludesStrategy(
-                "is_fsdp",
-                "{flag} under FSDP, which keeps a gradient in its weight's dtype: use --numerics stock "
-                "--reduce_dtype fp32, whose weights are fp32",
-                own=("fp32",),
-            ),
-        ),
-        losses="rounded",
-        estimate="counts",
-        column="gradients in",
-        heading="gradients in {}",
-    )
-    keep_grads: bool = Flag(
-        False,
-        "after a step set the gradients to zero instead of freeing them: they take memory in forward, too. "
-        "nanotron and Megatron-LM do so. Under DeepSpeed only ZeRO-1 with fp32 gradients, which always does",
-        group="model",
-        grid=True,
-        losses="same",
-        estimate="counts",
-        column="keeps gradients",
-        heading="gradients kept between steps",
-    )
     fp8: str = Flag(
         "none",
         "run matrix products of the decoder layers in float8, with a scale per tensor or per row. Emulated "
@@ -314,22 +277,6 @@ class RunConfig:
         losses="rounded",
         estimate="counts",
         heading="fp8 {}",
-    )
-    tf32: bool = Flag(
-        False,
-        "let a GPU round fp32 matrix products to TF32, with --numerics fp32",
-        group="model",
-        grid=True,
-        excludes=(
-            Excludes(
-                "numerics", "it has no fp32 matrix products", values=("aligned", "stock", "pure_bf16", "fp16")
-            ),
-        ),
-        losses="rounded",
-        estimate="counts",
-        no_closed_form="its memory is that without the flag",
-        column="TF32",
-        heading="TF32",
     )
     peft: str = Flag(
         "none",
@@ -1023,7 +970,7 @@ class RunConfig:
     @property
     def reduces_in_fp32(self) -> bool:
         """True if the flags ask for gradients of bf16 weights to be reduced in fp32."""
-        return self.numerics != "fp32" and "fp32" in (self.reduce_dtype, self.grad_dtype)
+        return self.numerics != "fp32" and self.reduce_dtype == "fp32"
 
     @property
     def records_graphs(self) -> bool:

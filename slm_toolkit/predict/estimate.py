@@ -65,8 +65,6 @@ class Estimate:
     attn_implementation: str
     numerics: str
     reduce_dtype: str | None
-    grad_dtype: str | None
-    keep_grads: bool
     like: str | None
     "preset of `--like`: the trainer that this row estimates; None: slm_toolkit's own"
     gradient_checkpointing: str
@@ -203,8 +201,6 @@ def estimate(
         attn_implementation=config.attn_implementation,
         numerics=config.numerics,
         reduce_dtype=config.reduce_dtype,
-        grad_dtype=config.grad_dtype,
-        keep_grads=config.keep_grads,
         like=setup.like.name if setup.like else None,
         gradient_checkpointing=config.gradient_checkpointing,
         gradient_accumulation_steps=config.gradient_accumulation_steps,

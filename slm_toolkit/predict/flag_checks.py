@@ -54,7 +54,7 @@ def flag_problems(several: dict[str, list[Any]], num_gpus: list[int], gpus_per_n
     All combinations of the flags of dtypes are checked; who makes the grid checks the others.
     """
     first = {name: values[0] for name, values in several.items()}
-    of_dtypes = ("numerics", "reduce_dtype", "grad_dtype")
+    of_dtypes = ("numerics", "reduce_dtype")
     together = [
         {name: value for name, value in zip(of_dtypes, values, strict=True) if value}
         for values in itertools.product(*(several.get(name, [None]) for name in of_dtypes))

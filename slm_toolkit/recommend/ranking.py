@@ -38,7 +38,7 @@ def best_plans(
     for plan in sorted(within, key=order):
         row = plan.estimate
         # these settings change the result of the training, not only its speed
-        dtypes = (row.numerics, row.reduce_dtype, row.grad_dtype)
+        dtypes = (row.numerics, row.reduce_dtype)
         training = (row.model, *dtypes, row.seq_len, row.peft, row.lora_r)
         best.setdefault((*training, row.gpu, row.usd_per_gpu_hour, row.num_gpus, row.strategy), plan)
     groups: dict[tuple[bool, bool], list[Plan]] = {}

@@ -54,7 +54,6 @@ ALIKE = {
     "pure_bf16": Limits(2e-3, 2.5e-2, 5e-3),
     "fp16": Limits(5e-4, 1e-2, 2e-3),
     "fp8": Limits(2e-2, 5e-2),
-    "tf32": Limits(1e-3, 5e-3),
 }
 "limits for two runs of the same numerics, by `precision_of`"
 ALIKE_IN_TASK = {
@@ -72,16 +71,13 @@ LOW_PRECISION = {
     "pure_bf16": Limits(4e-2, 6e-2, 2.5e-2),
     "fp16": Limits(2e-3, 2e-3, 5e-3),
     "fp8": Limits(5e-2, 5e-2),
-    "tf32": Limits(5e-3, 1e-2),
 }
 "limits for a run and an fp32 run, both on the weights and tokens of `--parity_task`"
 
 
 def precision_of(config: Mapping[str, Any]) -> str:
-    """Return the key of the limits: fp8 or tf32 if `config` sets it, else the value of `--numerics`."""
-    if config.get("fp8", "none") != "none":
-        return "fp8"
-    return "tf32" if config.get("tf32") else config["numerics"]
+    """Return the key of the limits: fp8 if `config` sets it, else the value of `--numerics`."""
+    return "fp8" if config.get("fp8", "none") != "none" else config["numerics"]
 
 
 _SEQUENCES_OF_A_STEP = (
@@ -186,7 +182,7 @@ class Numerics:
         "it",
         settings=("fp8", "torch_compile"),
     )
-    tf32: bool | None = _probed("whether fp32 matrix products may round to TF32", settings=("tf32",))
+    tf32: bool | None = _probed("whether fp32 matrix products may round to TF32")
     batch_hashes: list[str] | None = _probed(
         "hash of the tokens in each rank's first step",
         settings=(

@@ -564,7 +564,7 @@ def _machine(row: Row) -> tuple:
 
 
 def _numerics(row: Row) -> tuple:
-    return row.numerics, row.asked.get("reduce_dtype"), row.asked.get("grad_dtype")
+    return row.numerics, row.asked.get("reduce_dtype")
 
 
 def _marked(rows: list[Row], *, strict: bool) -> list[Row]:

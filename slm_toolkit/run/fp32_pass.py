@@ -69,10 +69,8 @@ def _in_fp32(config: RunConfig, folder: Path) -> RunConfig:
         fp32_steps=0,
         numerics="fp32",
         reduce_dtype=None,
-        grad_dtype=None,
         max_grad_norm=config.max_grad_norm if config.max_grad_norm is not None else _clipping_of(config),
         fp8="none",
-        tf32=False,
         attn_implementation="sdpa"
         if config.attn_implementation.startswith("flash")  # flash-attn has no fp32
         else config.attn_implementation,

@@ -265,8 +265,6 @@ def _claim_folder(request: _Request, machines: Machines) -> _ClaimedFolder:
     if num_machines() > 1:
         counts = {"num_machines": num_machines(), "num_processes": launch.num_processes}
         machines.meet(shared_launch_facts(launch.command, launch.strategy, **counts))
-    if config.tf32:
-        torch.set_float32_matmul_precision("high")
     gpu = None
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     gpu_before = look_at_gpu(local_rank)
@@ -476,8 +474,7 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
     let_collectives_wait()
     if config.numerics == "fp16":
         scale_losses(accelerator, model, optimizer)
-    if (sums := reduce_as_asked(model, config)) is not None:
-        optimizer.optimizer.fp32_gradients = sums
+    reduce_as_asked(model, config)
     held_out = job.data.held_out if job.data is not None else {}
     num_groups = accelerator.num_processes // config.sp_size
     eval_loaders = {

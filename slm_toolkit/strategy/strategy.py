@@ -571,8 +571,6 @@ def contradictions(
     problems += [f"{where}: {problem}" for problem in strategy_problems(config, strategy)]
     if config.reduces_in_fp32 and strategy.zero_stage == 0:
         problems.append(f"{where}: --reduce_dtype fp32: ZeRO-0 has no such option: remove it from --strategy")
-    if config.keep_grads and strategy.is_deepspeed and not (strategy.is_zero_1 and config.reduces_in_fp32):
-        problems.append(f"{where}: --keep_grads: DeepSpeed frees its gradients by itself: leave it out")
     if config.reduces_in_fp32 and config.numerics == "pure_bf16" and strategy.zero_stage == 1:
         problems.append(
             f"{where}: --numerics pure_bf16 with gradients in fp32: ZeRO-1 then has fp32 master weights"

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import H100, launch, record_under, slm
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -12,7 +11,7 @@ from slm_toolkit.compare.predicted import check_skippable
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.record.numerics import Numerics, differences, precision_of
-from slm_toolkit.run.kernels.layer_kernels import check_optional, use_fp8
+from slm_toolkit.run.kernels.layer_kernels import use_fp8
 from slm_toolkit.strategy.strategy import contradictions, find_strategy
 
 FEW = ("--model", "slm-1m", "--seq_len", "64", "--max_steps", "3")
@@ -80,7 +79,6 @@ def test_a_compile_mode_runs_where_parameters_stay(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"tf32": True}, "--tf32 with --numerics aligned: it has no fp32 matrix products"),
         (
             {"torch_compile_mode": "max-autotune"},
             "--torch_compile_mode max-autotune without --torch_compile",
@@ -109,23 +107,10 @@ def test_what_makes_no_sense_is_a_sentence(flags: dict, says: str) -> None:
     assert RunConfig(**flags).problems() == [says]
 
 
-def test_what_needs_a_gpu_says_so_before_anything_starts(tmp_path: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    with pytest.raises(ValueError, match="--tf32 needs a GPU\nhint: "):
-        check_optional(RunConfig(tf32=True, numerics="fp32"))
-    flags = ("--tf32", "--numerics", "fp32", "--output_dir", str(tmp_path / "runs"))
-    done = slm("compare", "--strategy", "ddp", *flags)
-    assert done.code == 2
-    assert done.err.startswith("error: --tf32 needs a GPU\nhint: ")
-    assert not (tmp_path / "runs").exists()
-
-
 @pytest.mark.parametrize(
     "flags",
     [
         ("--fp8", "tensorwise", "--numerics", "stock"),
-        ("--tf32", "--numerics", "fp32"),
         ("--torch_compile", "--torch_compile_mode", "reduce-overhead", "--strategy", "ddp"),
     ],
     ids=str,
@@ -155,12 +140,8 @@ def test_skip_oom_refuses_what_no_estimate_knows() -> None:
         check_skippable([run])
 
 
-def test_a_flag_explains_what_it_changes_in_the_numerics() -> None:
-    with_tf32, without = Numerics(tf32=True), Numerics(tf32=False)
-    assert differences(with_tf32, without, other_settings=frozenset({"tf32"})) == []
-    assert len(differences(with_tf32, without)) == 1
-    fp32 = {"numerics": "fp32", "fp8": "none", "tf32": False}
-    assert precision_of(fp32) == "fp32"
-    assert precision_of({**fp32, "tf32": True}) == "tf32"
+def test_fp8_has_limits_of_its_own() -> None:
+    assert len(differences(Numerics(tf32=True), Numerics(tf32=False))) == 1
+    assert precision_of({"numerics": "fp32", "fp8": "none"}) == "fp32"
     assert precision_of({"numerics": "aligned", "fp8": "rowwise"}) == "fp8"
     assert precision_of({"numerics": "aligned"}) == "aligned"  # of a record from before there was fp8

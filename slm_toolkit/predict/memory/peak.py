@@ -226,9 +226,9 @@ def _engine_step(setup: Setup) -> Step:
             dtypes,
             # accelerate starts a single rank without DDP
             has_buckets=not strategy.is_single and setup.num_gpus > 1,
-            reduces_copies=config.reduces_in_fp32 and dtypes.kept_gradient == 2,
+            reduces_copies=setup.reduces_in_fp32 and dtypes.kept_gradient == 2,
             accumulates=accumulates,
-            keeps_gradients=config.keep_grads,
+            keeps_gradients=setup.keeps_gradients,
             copies=_autocast_copies(setup) if setup.compute == AUTOCAST else Copies(),
             optimizer_temporary=temporary,
         )
@@ -255,7 +255,7 @@ def _engine_step(setup: Setup) -> Step:
             reshard_after_forward=setup.placement.reshard_after_forward,
             accumulates=accumulates,
             optimizer_temporary=temporary,
-            keeps_gradients=config.keep_grads,
+            keeps_gradients=setup.keeps_gradients,
             root_holds_vocabulary=setup.like is not None and setup.like.root_holds_vocabulary,
             copies=_autocast_copies(setup) if setup.compute == AUTOCAST else Copies(),
         )

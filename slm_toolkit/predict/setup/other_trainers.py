@@ -47,6 +47,8 @@ class OtherTrainer:
     "its FSDP is FSDP1: a flat parameter for each layer, and one for the root; backward gathers ahead"
     gathers_in_fp32: bool = False
     "FSDP: fp32 parameters are gathered in fp32 and cast by autocast; gradients are reduced in bf16"
+    has_fp32_gradients: bool = False
+    "with bf16 weights: gradients are summed and reduced in one fp32 buffer, which is never freed"
     zero_1_has_buckets: bool = False
     "ZeRO-1: the model is wrapped in DDP, too, whose bf16 buckets are as large as the gradients"
     notes: tuple[tuple[str, bool], ...] = ()
@@ -66,6 +68,8 @@ class OtherTrainer:
             phrases.append("FSDP1, which holds two layers at once")
         if self.gathers_in_fp32:
             phrases.append("FSDP that gathers fp32 weights and reduces bf16 gradients")
+        if self.has_fp32_gradients:
+            phrases.append("gradients of bf16 weights in fp32, which stay between steps")
         if self.zero_1_has_buckets:
             phrases.append("DDP's buckets besides ZeRO-1")
         return phrases
@@ -152,13 +156,12 @@ TRAINERS = (
         # torch_adam_is_fused; TritonRMSNorm keeps only its input
         flags=(
             ("numerics", "aligned"),
-            ("grad_dtype", "fp32"),
-            ("keep_grads", True),
             ("optim", "adamw_torch_fused"),
             *_FUSED_NORM,
         ),
         strategies=("ddp", "ds_zero1"),
         runs_under=("is_single", "is_replicated", "is_zero_1"),
+        has_fp32_gradients=True,
         # fp32 logits 4, and the softmax made of them 4; the gradient takes the softmax's place, and is cast
         # to bf16: 4 + 2. With z_loss there is another copy
         loss=LossBytes(forward=8, backward=6),

@@ -46,22 +46,6 @@ class Dtypes:
     "gradients that the optimizer reads"
 
 
-def dtypes_of(strategy: Strategy, config: RunConfig) -> Dtypes:
-    """Return the dtypes that flags and the DeepSpeed JSON set. Raise ValueError without a closed form."""
-    fp32_reduction = config.reduces_in_fp32 or (
-        strategy.deepspeed is not None and strategy.deepspeed.accumulates_in_fp32
-    )
-    if fp32_reduction and strategy.zero_stage == 1 and strategy.sharding.optimizer_device != "none":
-        raise ValueError(
-            f"{strategy.path}: no closed form for fp32 gradients under ZeRO-1 with an offloaded optimizer\n"
-            "hint: use stage 2"
-        )
-    dtypes = engine_dtypes(strategy, config.numerics, fp32_reduction=fp32_reduction)
-    if config.grad_dtype == "fp32" and strategy.is_replicated:
-        dtypes = dataclasses.replace(dtypes, kept_gradient=4)
-    return dtypes
-
-
 def engine_dtypes(strategy: Strategy, numerics: str, *, fp32_reduction: bool) -> Dtypes:
     """Return the dtypes that `run/engine/engine.py` sets: docs/numerics_and_parity.md has them."""
     if numerics == "fp32":
@@ -173,13 +157,35 @@ class Setup:
 
     @cached_property
     def dtypes(self) -> Dtypes:
-        dtypes = dtypes_of(self.strategy, self.config)
+        strategy = self.strategy
+        fp32_reduction = self.reduces_in_fp32 or (
+            strategy.deepspeed is not None and strategy.deepspeed.accumulates_in_fp32
+        )
+        if fp32_reduction and strategy.zero_stage == 1 and strategy.sharding.optimizer_device != "none":
+            raise ValueError(
+                f"{strategy.path}: no closed form for fp32 gradients under ZeRO-1 with an offloaded optimizer"
+                "\nhint: use stage 2"
+            )
+        dtypes = engine_dtypes(strategy, self.config.numerics, fp32_reduction=fp32_reduction)
+        if self.keeps_gradients and strategy.is_replicated:
+            dtypes = dataclasses.replace(dtypes, kept_gradient=4)
         if self.config.optim == "muon":  # a hidden matrix has a momentum in place of two moments
             mean = 1 - self.num_hidden / self.weights.trained / 2
             dtypes = dataclasses.replace(dtypes, moments=dtypes.moments * mean)
         if not self.gathers_in_fp32:
             return dtypes
         return dataclasses.replace(dtypes, compute=4, gradient=4, reduced=2)
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """True for fp32 gradients of bf16 weights that stay between steps, as in a preset of `--like`."""
+        has_bf16_weights = self.config.numerics in ("aligned", "pure_bf16")
+        return self.like is not None and self.like.has_fp32_gradients and has_bf16_weights
+
+    @property
+    def reduces_in_fp32(self) -> bool:
+        """True if gradients of bf16 weights are reduced in fp32, by a flag or by the preset of `--like`."""
+        return self.config.reduces_in_fp32 or self.keeps_gradients
 
     @property
     def has_fsdp1(self) -> bool:

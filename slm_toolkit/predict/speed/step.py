@@ -22,14 +22,13 @@ from slm_toolkit.hardware.network import Cluster
 from slm_toolkit.model.model_spec import ModelSpec, hidden_matrices
 from slm_toolkit.predict.memory.activations import heads_per_head
 from slm_toolkit.predict.setup.adapters import NF4_BLOCK, Adapters, matrices_of
-from slm_toolkit.predict.setup.setup import AUTOCAST, FP32, Setup, dtypes_of
+from slm_toolkit.predict.setup.setup import AUTOCAST, FP32, Setup
 from slm_toolkit.predict.speed.attention import attention_seconds
 from slm_toolkit.predict.speed.collectives import transfer_seconds
 from slm_toolkit.predict.speed.matmul import Rates, next_aligned, product_seconds, rates_of
 from slm_toolkit.predict.speed.offload import NO_OFFLOAD, Range, offload_seconds, offloaded_fraction
 from slm_toolkit.predict.speed.software import Software
 from slm_toolkit.predict.speed.traffic import Transfer
-from slm_toolkit.strategy.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -479,11 +478,11 @@ def step_time(
     device = work.total
     shards = setup.shard_ranks if strategy.sharded_parts else 1
     by_muon = setup.num_hidden if config.optim == "muon" else 0
-    of_adamw = optimizer_bytes(strategy, config, slowdown=OPTIMIZER_SLOWDOWN)
+    of_adamw = optimizer_bytes(setup, slowdown=OPTIMIZER_SLOWDOWN)
     optimizer_seconds = of_adamw * (setup.weights.trained - by_muon) / shards / rates.optimizer_bytes
     optimizer_seconds *= 1 - offloaded_fraction(setup)
     if by_muon:
-        of_muon = optimizer_bytes(strategy, config, slowdown=OPTIMIZER_SLOWDOWN, by_muon=True)
+        of_muon = optimizer_bytes(setup, slowdown=OPTIMIZER_SLOWDOWN, by_muon=True)
         optimizer_seconds += of_muon * by_muon / shards / rates.optimizer_bytes
         optimizer_seconds += _orthogonalizing_seconds(setup, rates)
     optimizer_launch = max(0.0, _optimizer_kernels(setup) * software.kernel_seconds - optimizer_seconds)
@@ -505,7 +504,7 @@ def step_time(
     if strategy.offloads:
         offload = offload_seconds(
             setup,
-            optimizer_bytes_per_parameter=optimizer_bytes(strategy, config, on_host=True),
+            optimizer_bytes_per_parameter=optimizer_bytes(setup, on_host=True),
             compute_seconds=micro_steps * (device + launch),
         )
     if setup.num_gpus > 1:
@@ -574,8 +573,7 @@ def _communication(
 
 
 def optimizer_bytes(
-    strategy: Strategy,
-    config: RunConfig,
+    setup: Setup,
     *,
     slowdown: float = 1.0,
     on_host: bool = False,
@@ -587,7 +585,7 @@ def optimizer_bytes(
     offloaded; DeepSpeed still takes the norm on the GPU. `by_muon`: of a hidden matrix, without its products.
     The owner of the master weights rounds them to bf16: `run/engine/optimizer.py`, or DeepSpeed.
     """
-    dtypes = dtypes_of(strategy, config)
+    strategy, config, dtypes = setup.strategy, setup.config, setup.dtypes
     gradient, updated = dtypes.kept_gradient, dtypes.master or dtypes.parameter
     norm = gradient
     if strategy.is_deepspeed and not on_host:  # in fp64; ZeRO-1 and -2 look for infinities, too, and join all
@@ -695,7 +693,7 @@ def _accumulation_seconds(setup: Setup, rates: Rates, software: Software) -> flo
     """
     strategy = setup.strategy
     element_bytes = 2 if setup.compute not in (AUTOCAST, FP32) else 4
-    sum_bytes = 4 if setup.config.reduces_in_fp32 else element_bytes
+    sum_bytes = 4 if setup.reduces_in_fp32 else element_bytes
     reduces_each = strategy.is_deepspeed or software.reduces_each_micro_step
     num_shards = setup.shard_ranks if reduces_each and "gradients" in strategy.sharded_parts else 1
     return (element_bytes + 2 * sum_bytes) * setup.weights.trained / num_shards / rates.memory_bytes

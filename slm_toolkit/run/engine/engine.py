@@ -27,7 +27,6 @@ from transformers.integrations import unset_hf_deepspeed_config
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.launch.torch_extensions import remove_stale_locks, use_extensions_folder
-from slm_toolkit.run.engine.fp32_gradients import Fp32Gradients
 from slm_toolkit.run.engine.loss_scale import INITIAL_SCALE, LossScale
 from slm_toolkit.run.engine.muon import MUON_MOMENTUM, Muon, ZeroMuonAndAdamW
 from slm_toolkit.run.engine.optimizer import AdamWWithMasterWeights
@@ -167,17 +166,14 @@ def scale_losses(accelerator: Accelerator, model: torch.nn.Module, optimizer: to
         optimizer.optimizer.loss_scale = accelerator.scaler = LossScale(a_param.device)
 
 
-def reduce_as_asked(model: torch.nn.Module, config: RunConfig) -> Fp32Gradients | None:
-    """Set how DDP reduces gradients; with `--grad_dtype fp32` return the sums, also for a single process.
+def reduce_as_asked(model: torch.nn.Module, config: RunConfig) -> None:
+    """Set how DDP reduces gradients.
 
     `--reduce_dtype fp32` needs a communication hook, and so does a rehearsal, which has no other ranks.
     FSDP2 and DeepSpeed take the dtype from their own configuration.
     """
-    is_ddp = isinstance(model, DistributedDataParallel)
-    if config.grad_dtype == "fp32" and (is_ddp or probe_engine(model).engine == "single"):
-        return Fp32Gradients(model)
-    if not is_ddp:
-        return None
+    if not isinstance(model, DistributedDataParallel):
+        return
     in_fp32 = config.reduces_in_fp32 and config.numerics != "stock"  # whose gradients are fp32 anyway
     if config.rehearse is not None:
         sizes = [param.numel() for param in model.parameters() if param.requires_grad]
@@ -186,7 +182,6 @@ def reduce_as_asked(model: torch.nn.Module, config: RunConfig) -> Fp32Gradients 
         model.register_comm_hook(largest if in_fp32 else 0, _reduce_nothing)
     elif in_fp32:
         model.register_comm_hook(model.process_group, _reduce_in_fp32)
-    return None
 
 
 def _units_of(module: torch.nn.Module) -> list[FSDPModule]:
@@ -323,20 +318,12 @@ def _shape(param: torch.Tensor) -> torch.Size:
     return getattr(param, "ds_shape", param.shape)  # under zero3_init_flag, param.shape is empty
 
 
-def finish_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Wait until the gradients of the last micro-step are reduced, if the engine does not wait by itself."""
-    own = optimizer.optimizer  # under DeepSpeed it is DeepSpeed's
-    if isinstance(own, AdamWWithMasterWeights) and own.fp32_gradients is not None:
-        own.fp32_gradients.finish()
-
-
 def optimizer_step(
     accelerator: Accelerator,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
     max_grad_norm: float | None,
-    keep_grads: bool = False,
 ) -> torch.Tensor | float | None:
     """Clip (unless 0 or None), step and clear gradients. Return the norm over all ranks before clipping.
 
@@ -361,7 +348,7 @@ def optimizer_step(
             _step_if_finite(optimizer, inner, norm)
         else:  # fp16's gradient scaler skips steps that are not finite
             optimizer.step()
-    optimizer.zero_grad(set_to_none=not keep_grads)
+    optimizer.zero_grad()
     return norm
 
 

@@ -8,7 +8,6 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from slm_toolkit.run.engine.fp32_gradients import Fp32Gradients, gradient_of
 from slm_toolkit.run.engine.loss_scale import LossScale
 from slm_toolkit.run.engine.muon import MOMENTUM, LocalMatrix, Muon, is_muon, of_parameter
 
@@ -54,8 +53,6 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         self.in_pieces = in_pieces
         self.kernel = kernel
         self.muon = muon
-        self.fp32_gradients: Fp32Gradients | None = None
-        "with `--grad_dtype fp32`, under DDP or in one process"
         self.loss_scale: LossScale | None = None
         "with `--numerics fp16`: gradients are divided by it"
         self.grad_norm: torch.Tensor | None = None
@@ -73,14 +70,14 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             (group, pieces)
             for group in self.param_groups
             for pieces in _chunks(
-                [param for param in group["params"] if gradient_of(param) is not None],
+                [param for param in group["params"] if param.grad is not None],
                 CPU_CHUNK_ELEMENTS if self.in_pieces else CHUNK_ELEMENTS,
                 cuts=self.in_pieces,
             )
         ]
         scratch = self._scratch()
         norms = [norm for _, pieces in chunks for norm in _norms(pieces, scratch)]
-        a_gradient = gradient_of(chunks[0][1][0].param)
+        a_gradient = chunks[0][1][0].param.grad
         self.grad_norm = _global_norm(norms, a_gradient, holds_flat_shards=self.holds_flat_shards)
         if self.loss_scale is not None:
             self.grad_norm = self.grad_norm / self.loss_scale.value
@@ -102,11 +99,6 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         for group, pieces in chunks:
             if not is_muon(group):
                 self._update(group, pieces, factor, scratch, found_inf)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none=set_to_none)
-        if self.fp32_gradients is not None:
-            self.fp32_gradients.zero(keep=not set_to_none)
 
     def _scratch(self) -> torch.Tensor | None:
         """With `in_pieces`, return a buffer for a chunk's fp32 gradients; reusing it avoids fragmentation."""
@@ -170,7 +162,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             params = [
                 param
                 for param in group["params"]
-                if gradient_of(param) is not None and local_part(param).numel()  # a shard may be empty
+                if param.grad is not None and local_part(param).numel()  # a shard may be empty
             ]
             if not params:
                 continue
@@ -179,7 +171,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             torch._foreach_add_(steps, 1)
             masters = [state.get("master", param) for state, param in zip(states, params, strict=True)]
             moments, squares = ([state[kind] for state in states] for kind in MOMENTS)
-            gradients = [gradient_of(param) for param in params]
+            gradients = [param.grad for param in params]
             lists = (gradients, masters, moments, squares, params)
             with torch.profiler.record_function(ADAMW_KERNEL):
                 self.kernel(
@@ -192,11 +184,11 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
     def _update_by_muon(self, group: dict[str, Any], factor: torch.Tensor | None) -> None:
         """Do one step of Muon on the masters of a group, then copy them to the parameters."""
         parts, process_group = [], None
-        params = [param for param in group["params"] if gradient_of(param) is not None]
+        params = [param for param in group["params"] if param.grad is not None]
         for param in params:
             state = self.state_of(param)
             matrix, process_group = of_parameter(param)
-            tensors = (gradient_of(param), state[MOMENTUM], state.get("master", param))
+            tensors = (param.grad, state[MOMENTUM], state.get("master", param))
             parts.append(LocalMatrix(matrix, *(local_part(tensor).detach().view(-1) for tensor in tensors)))
         self.muon.step(parts, process_group, lr=group["lr"], weight_decay=group["weight_decay"], clip=factor)
         pairs = [(param, self.state[param]["master"]) for param in params if "master" in self.state[param]]
@@ -240,7 +232,7 @@ class _Piece:
 
     @property
     def gradient(self) -> torch.Tensor:
-        local = local_part(gradient_of(self.param))
+        local = local_part(self.param.grad)
         return local if self.stretch is None else local.reshape(-1)[self.stretch]
 
 

@@ -145,8 +145,6 @@ _FP8_CAPABILITY = (8, 9)
 
 def check_optional(config: RunConfig) -> None:
     """Raise ValueError if this machine lacks the GPU or the package that a flag of `config` needs."""
-    if config.tf32 and not torch.cuda.is_available():
-        raise ValueError("--tf32 needs a GPU\nhint: --numerics aligned computes in bf16, on a CPU, too")
     of_triton = {"--optim adamw_triton": config.optim == "adamw_triton", "--triton_loss": config.triton_loss}
     asked = [flag for flag, is_asked in of_triton.items() if is_asked]
     if asked and torch.cuda.is_available() and find_spec("triton") is None:

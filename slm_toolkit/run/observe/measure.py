@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from slm_toolkit.record.step_breakdown import Anatomy, anatomy_of, read_trace
-from slm_toolkit.run.engine.fp32_gradients import gradient_of
 from slm_toolkit.run.engine.training_state import parameter_name
 
 READING_GRADIENTS = "slm_toolkit: reading gradients"
@@ -209,7 +208,7 @@ class GradientCounter:
 
 def live_gradients(model: torch.nn.Module, engine: Any) -> list[torch.Tensor | None]:
     """Return all gradients in this rank's memory; `engine` is DeepSpeed's, None under any other."""
-    gradients = [gradient_of(param) for param in model.parameters()]
+    gradients = [param.grad for param in model.parameters()]
     if engine is not None:
         zero = engine.optimizer
         for group in getattr(zero, "averaged_gradients", {}).values():
@@ -230,7 +229,7 @@ def gradient_norms(module: torch.nn.Module, engine: Any) -> dict[str, float | No
     for name, param in module.named_parameters():
         if not param.requires_grad:
             continue
-        gradient = gradient_of(param) if engine is None else _whole_gradient(param)
+        gradient = param.grad if engine is None else _whole_gradient(param)
         if gradient is not None and engine is None and gradient.shape != param.shape:
             return {}
         norm = None if gradient is None else torch.linalg.vector_norm(gradient, dtype=torch.float32)

@@ -41,8 +41,6 @@ KEYS = {
         "attn_implementation",
         "numerics",
         "reduce_dtype",
-        "grad_dtype",
-        "keep_grads",
         "like",
     ),
     "gradient_checkpointing",

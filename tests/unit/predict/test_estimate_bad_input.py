@@ -93,22 +93,6 @@ MODELS = {
             ["--numerics", "aligned", "stock", "--reduce_dtype", "bf16"],
             "--reduce_dtype bf16 with --numerics stock",
         ),
-        (
-            ["--numerics", "aligned", "stock", "--grad_dtype", "fp32", "--strategy", "ddp"],
-            "--grad_dtype fp32 with --numerics stock: its gradients have the engine's own dtype",
-        ),
-        (
-            ["--reduce_dtype", "fp32", "bf16", "--grad_dtype", "fp32", "--strategy", "ddp"],
-            "--grad_dtype fp32 with --reduce_dtype bf16: fp32 sums are reduced in fp32",
-        ),
-        (
-            ["--grad_dtype", "fp32", "--strategy", "fsdp_full_shard"],
-            "--grad_dtype fp32 under FSDP, which keeps a gradient in its weight's dtype",
-        ),
-        (
-            ["--keep_grads", "--strategy", "ds_zero2"],
-            "--keep_grads: DeepSpeed frees its gradients by itself",
-        ),
         (["--largest_batch"], "--largest_batch needs --gpu"),
         (
             ["--largest_batch", "--gpu", "l4", "--per_device_train_batch_size", "4"],

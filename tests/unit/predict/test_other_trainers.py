@@ -29,40 +29,13 @@ def state_bytes(found: MemoryEstimate) -> int:
     return sum(found.parts[name] for name in STATE)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "flags", "bytes_per_parameter"),
-    [
-        # at the loss: bf16 weights 2, masters 4, moments 8, DDP's buckets 2; sums in fp32 are freed by then
-        ("ddp", {"grad_dtype": "fp32"}, 16),
-        # ... or kept: 4 more
-        ("ddp", {"grad_dtype": "fp32", "keep_grads": True}, 20),
-        ("ddp", {"grad_dtype": "fp32", "gradient_accumulation_steps": 2}, 20),
-        # bf16 gradients that are kept: 2 more than 16
-        ("ddp", {"keep_grads": True}, 18),
-        # ZeRO-1: weights 2, sums 4, a quarter of 12; two micro-steps: the bf16 gradients of the first, too
-        ("ds_zero1", {"grad_dtype": "fp32"}, 9),
-        ("ds_zero1", {"reduce_dtype": "fp32", "gradient_accumulation_steps": 2}, 11),
-        # FSDP: a quarter of 2 + 4 + 8, and of kept bf16 gradients 2
-        ("fsdp_full_shard", {"keep_grads": True}, 4),
-    ],
-)
-def test_states_at_the_loss_by_hand(strategy: str, flags: dict, bytes_per_parameter: float) -> None:
-    found = estimate(strategy, **flags)
+def test_gradients_summed_in_fp32_by_hand() -> None:
+    # ZeRO-1: weights 2, sums 4, a quarter of 12; two micro-steps: the bf16 gradients of the first, too
+    found = estimate("ds_zero1", reduce_dtype="fp32", gradient_accumulation_steps=2)
     assert found.peak_instant == "backward: the loss"
-    assert state_bytes(found) == pytest.approx(bytes_per_parameter * P)
-
-
-def test_the_end_of_ddps_backward_has_sums_and_empty_gradients() -> None:
-    # one token sequence: weights 2, masters 4, moments 8, buckets 2, sums 4, DDP's empty bf16 gradients 2
-    found = estimate("ddp", grad_dtype="fp32", seq_len=2, per_device_train_batch_size=1)
-    assert found.peak_instant == "backward: end, reducing"
-    assert state_bytes(found) == 22 * P
-
-
-def test_fp32_sums_need_no_copy_in_the_optimizers_step() -> None:
-    in_bf16, in_fp32 = (
-        estimate("single", num_gpus=1, seq_len=2, **flags) for flags in ({}, {"grad_dtype": "fp32"})
-    )
+    assert state_bytes(found) == pytest.approx(11 * P)
+    # nanotron's need no copy in the optimizer's step
+    in_bf16, in_fp32 = (estimate("single", num_gpus=1, seq_len=2, like=like) for like in (None, "nanotron"))
     assert in_bf16.parts["temporary"] == 4 * (P - 5 * 8)  # all matrices are one chunk; norms are another
     assert in_fp32.parts["temporary"] == 0
 
@@ -108,9 +81,9 @@ def test_flags_of_the_user_win_over_the_preset() -> None:
     # another loss replaces the trainer's own
     _, trainer = as_liked(trainer_named("nanotron"), {"loss_kernel": ["hf"]})
     assert trainer.loss is None
-    # a flag of the preset that the user's flags exclude is left out: fp32 has no sums of bf16 gradients
-    given, _ = as_liked(trainer_named("nanotron"), {"numerics": ["fp32"]})
-    assert "grad_dtype" not in given
+    # a flag of the preset that the user's flags exclude is left out
+    given, _ = as_liked(trainer_named("torchtitan"), {"numerics": ["fp16"]})
+    assert "reduce_dtype" not in given
 
 
 def test_notes_name_the_preset_what_it_set_and_what_is_not_followed() -> None:

@@ -151,6 +151,10 @@ def test_an_h200_is_never_slower_than_an_h100() -> None:
     assert all(b.step_seconds <= a.step_seconds * (1 + 1e-9) for a, b in zip(h100, h200, strict=True))
 
 
+def setup_of(strategy: str, config: RunConfig) -> Setup:
+    return Setup(PRESETS["slm-100m"], find_strategy(strategy), config.with_defaults(has_gpu=True), num_gpus=8)
+
+
 @pytest.mark.parametrize(
     ("strategy", "flags", "per_param"),
     [
@@ -175,13 +179,13 @@ def test_an_optimizer_step_moves_what_its_operations_move(
     strategy: str, flags: dict, per_param: float
 ) -> None:
     config = RunConfig(**{"max_grad_norm": 1.0, "optim": "adamw_torch_fused", **flags})
-    assert optimizer_bytes(find_strategy(strategy), config) == pytest.approx(per_param)
+    assert optimizer_bytes(setup_of(strategy, config)) == pytest.approx(per_param)
 
 
 def test_muon_moves_what_its_operations_move_and_multiplies_what_newton_schulz_does() -> None:
     config = RunConfig(max_grad_norm=1.0, optim="muon")
     # norm 2, cast 6, clip 8; momentum 12, Nesterov's update 12, its cast 6, decay 8, addition 10; copy 6
-    assert optimizer_bytes(find_strategy("ddp"), config, by_muon=True) == 70
+    assert optimizer_bytes(setup_of("ddp", config), by_muon=True) == 70
     flags = {"model": "slm-2b-hw", "per_device_train_batch_size": 1, "seq_len": 1024, "numerics": "aligned"}
     by_muon, by_adamw = (
         {
@@ -209,7 +213,7 @@ def test_a_json_that_keeps_gradients_in_fp32_needs_no_cast_before_the_step(tmp_p
     json = {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}}
     strategy = find_strategy(own_strategy(tmp_path, "", json))
     # norm of fp32 4 + 16, infinities 8, one tensor of all 8, clip 8, AdamW 28, copy back 6
-    assert optimizer_bytes(strategy, RunConfig(max_grad_norm=1.0)) == 78
+    assert optimizer_bytes(setup_of(str(strategy.path), RunConfig(max_grad_norm=1.0))) == 78
 
 
 def test_a_bucket_that_is_auto_is_the_square_of_the_width(tmp_path: Path) -> None:
@@ -249,7 +253,7 @@ def test_a_fused_loss_takes_time_in_fp32_too() -> None:
 
 def test_an_offloaded_optimizer_has_its_norm_on_the_gpu() -> None:
     config = RunConfig(max_grad_norm=1.0, optim="adamw_torch_fused")
-    assert optimizer_bytes(find_strategy("ds_zero2"), config, on_host=True) == 50
+    assert optimizer_bytes(setup_of("ds_zero2", config), on_host=True) == 50
 
 
 def test_llamas_query_key_and_value_are_three_products() -> None:
