@@ -53,13 +53,6 @@ def fill(parser: argparse.ArgumentParser) -> None:
         help="find the largest --per_device_train_batch_size that fits on --gpu, for each row, "
         "with the other flags as given. Also the largest that would fit with a tenth more activations",
     ).basic = True
-    parser.add_argument(
-        "--deepspeed",
-        choices=("arithmetic", "live"),
-        default="arithmetic",
-        help="DeepSpeed's own estimate. arithmetic: by its formulas. live: by the installed DeepSpeed, "
-        "which takes seconds",
-    )
     add_like_flag(parser)
     add_price_flag(parser)
     add_network_flag(parser)
@@ -91,7 +84,6 @@ def estimates(args: argparse.Namespace) -> Estimates:
         gpus_per_node=args.gpus_per_node,
         find_largest_batch=args.largest_batch,
         search_changes=True,
-        live_deepspeed=args.deepspeed == "live",
         like=trainer,
         deployments=deployments(args),
     )

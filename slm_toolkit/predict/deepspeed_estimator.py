@@ -3,7 +3,6 @@
 Both count model states only: neither activations, nor logits, nor communication buffers.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 ESTIMATOR_VERSION = (
@@ -88,27 +87,6 @@ def live_deepspeed_needs(
     else:
         return None
     return DeepSpeedNeeds(gpu_bytes, host_bytes)
-
-
-@dataclass(frozen=True)
-class DeepSpeedEstimator:
-    """A function with the signature of `deepspeed_needs`, and the DeepSpeed version of its arithmetic."""
-
-    needs: Callable[..., DeepSpeedNeeds | None]
-    version: str
-
-
-BY_ARITHMETIC = DeepSpeedEstimator(deepspeed_needs, ESTIMATOR_VERSION)
-
-
-def deepspeed_version() -> str | None:
-    """Return the version of the installed DeepSpeed, or None."""
-    from importlib.metadata import PackageNotFoundError, version  # 20 ms
-
-    try:
-        return version("deepspeed")
-    except PackageNotFoundError:
-        return None
 
 
 def _zero_2_needs(

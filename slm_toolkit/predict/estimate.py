@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from slm_toolkit.hardware.network import NODE_NETWORK_SHARE, Cluster
 from slm_toolkit.model.model_spec import model_flops_utilization
 from slm_toolkit.predict.cost import tokens_per_usd, usd_per_million_tokens
-from slm_toolkit.predict.deepspeed_estimator import BY_ARITHMETIC, DeepSpeedEstimator
+from slm_toolkit.predict.deepspeed_estimator import ESTIMATOR_VERSION, deepspeed_needs
 from slm_toolkit.predict.memory.machine import (
     allocator_slack,
     band_of,
@@ -151,12 +151,7 @@ class Estimate:
     tokens_per_usd: float | None
 
 
-def estimate(
-    setup: Setup,
-    *,
-    memory: MemoryEstimate | None = None,
-    deepspeed: DeepSpeedEstimator = BY_ARITHMETIC,
-) -> Estimate:
+def estimate(setup: Setup, *, memory: MemoryEstimate | None = None) -> Estimate:
     """Return the Estimate of a launched setup (see `Setup.launched`).
 
     `memory` is `peak(setup)` if the caller has computed it already, for another GPU.
@@ -178,7 +173,7 @@ def estimate(
         usable = gpu.memory_bytes - context
         probability = probability_that_fits(needed, usable)
     stage = deepspeed_stage(strategy) if adapters is None else None
-    needs = deepspeed.needs(
+    needs = deepspeed_needs(
         spec.num_params,
         spec.largest_layer_params,
         zero_stage=stage,
@@ -238,19 +233,19 @@ def estimate(
         deepspeed_host_bytes=needs.host_bytes_per_node if needs else None,
         deepspeed_stage=stage,
         deepspeed_stands_in=stage is not None and not strategy.is_deepspeed,
-        deepspeed_version=deepspeed.version if needs else None,
+        deepspeed_version=ESTIMATOR_VERSION if needs else None,
         **_speed_and_cost(setup),
     )
 
 
-def largest_batch(setup: Setup, *, deepspeed: DeepSpeedEstimator = BY_ARITHMETIC) -> Estimate:
+def largest_batch(setup: Setup) -> Estimate:
     """Return the Estimate of the largest batch that fits the setup's GPU, whose memory must be known.
 
     A larger batch never takes less memory, so bisection finds it.
     """
 
     def of(size: int) -> Estimate:
-        return estimate(with_flags(setup, per_device_train_batch_size=size), deepspeed=deepspeed)
+        return estimate(with_flags(setup, per_device_train_batch_size=size))
 
     def largest(is_small_enough: Callable[[Estimate], bool], most: int) -> int:
         return bisect_left(range(1, most + 1), True, key=lambda size: not is_small_enough(of(size)))

@@ -2,11 +2,7 @@
 
 import dataclasses
 import itertools
-import sys
 from collections.abc import Callable
-from contextlib import redirect_stdout
-from functools import lru_cache
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from slm_toolkit.config.run_config import FLAGS, RunConfig
@@ -24,7 +20,6 @@ from slm_toolkit.strategy.strategy import Strategy, contradictions, group_proble
 
 if TYPE_CHECKING:
     from slm_toolkit.hardware.gpus import Gpu
-    from slm_toolkit.predict.deepspeed_estimator import DeepSpeedEstimator
     from slm_toolkit.predict.estimate import Estimate
     from slm_toolkit.predict.setup.other_trainers import OtherTrainer
     from slm_toolkit.predict.setup.setup import Deployment
@@ -42,7 +37,6 @@ def estimates(
     gpus_per_node: int = 8,
     find_largest_batch: bool = False,
     search_changes: bool = False,
-    live_deepspeed: bool = False,
     like: "OtherTrainer | None" = None,
     deployments: "Callable[[Gpu | None], Deployment] | None" = None,
 ) -> list["Estimate"]:
@@ -54,7 +48,6 @@ def estimates(
     """
     from slm_toolkit.hardware.gpus import gpu_of_name
     from slm_toolkit.predict.changes_that_fit import changes_that_fit
-    from slm_toolkit.predict.deepspeed_estimator import BY_ARITHMETIC
     from slm_toolkit.predict.estimate import estimate, largest_batch
     from slm_toolkit.predict.setup.setup import Deployment, Setup, unknown_to_estimates
 
@@ -100,7 +93,6 @@ def estimates(
         raise all_of(problems)
 
     estimate_of = largest_batch if find_largest_batch else estimate
-    deepspeed = _live_deepspeed() if live_deepspeed else BY_ARITHMETIC
     rows: dict[tuple, Estimate] = {}
     num_searched = 0
     for number, config in enumerate(configs):
@@ -119,28 +111,12 @@ def estimates(
                 like=like,
                 deployment=deployments(gpu) if deployments else Deployment(),
             )
-            row = estimate_of(setup.launched, deepspeed=deepspeed)
+            row = estimate_of(setup.launched)
             if search_changes and row.fits is False and num_searched < MOST_SEARCHED_ROWS:
                 num_searched += 1
                 row = dataclasses.replace(row, changes_that_fit=changes_that_fit(setup, row))
             rows[key] = row
     return list(rows.values())
-
-
-def _live_deepspeed() -> "DeepSpeedEstimator":
-    """Return the installed DeepSpeed's own estimator. Raises ValueError if DeepSpeed is not installed."""
-    from slm_toolkit.predict.deepspeed_estimator import (
-        DeepSpeedEstimator,
-        deepspeed_version,
-        live_deepspeed_needs,
-    )
-
-    version = deepspeed_version()
-    if version is None:
-        raise ValueError("--deepspeed live: DeepSpeed is not installed here\nhint: leave --deepspeed out")
-    with redirect_stdout(sys.stderr):  # DeepSpeed prints a banner; stdout is for results
-        import_module("deepspeed.runtime.zero.stage3")
-    return DeepSpeedEstimator(lru_cache(maxsize=None)(live_deepspeed_needs), version)
 
 
 # Notes on what an estimate ignores.

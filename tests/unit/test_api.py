@@ -224,7 +224,7 @@ def test_an_unknown_flag_is_refused_with_the_nearest_one() -> None:
         ({"seed": 8.0}, "argument --seed: invalid int value: '8.0'"),
         ({"weight_decay": [0.1, 0.2]}, "weight_decay is [0.1, 0.2]\nhint: it takes one value"),
         ({"output_dir": "runs"}, "unknown output_dir"),
-        ({"deepspeed": "none"}, "argument --deepspeed: invalid choice: 'none' (choose from "),
+        ({"like": "none"}, "argument --like: invalid choice: 'none' (choose from "),
         ({"prices": 0}, "argument --prices: 0 is not a price per GPU-hour"),
         ({"num_gpus": 8.5}, "argument --num_gpus: invalid int value: '8.5'"),
         ({"largest_batch": 1}, "largest_batch is 1\nhint: it takes true or false"),
