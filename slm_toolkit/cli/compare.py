@@ -34,7 +34,7 @@ from slm_toolkit.config.flag_pairs import Pair, check_pairs, flags_given, pair_p
 from slm_toolkit.config.flags import ONE_RUN_ONLY, add_flags, given_flags
 from slm_toolkit.config.parser import count, positive_number, whole_number
 from slm_toolkit.doctor.before_launch import check_launches
-from slm_toolkit.hardware.machine import advise
+from slm_toolkit.hardware.machine import use_huge_pages
 from slm_toolkit.results import Records, Report
 from slm_toolkit.strategy.groups import help_of_strategies
 
@@ -253,8 +253,6 @@ def _compare(args: argparse.Namespace) -> int:
         return 130
     rows = with_searches(asked_rows(done.records, args), done.searches)
     code = print_records(rows, done.records, args, baseline=baseline)
-    if prepared.machine.num_gpus == 0 and nodes is None and not args.rehearse:
-        advise(console)  # about this machine's allocator, which Slurm's jobs don't use
     return 130 if done.interrupted else code
 
 
@@ -278,6 +276,8 @@ def compared(args: argparse.Namespace) -> Report:
 
 
 def _prepared(request: Request, args: argparse.Namespace, console: Console) -> Prepared:
+    if request.nodes is None:
+        use_huge_pages()
     if (script := _script(args)) is not None:
         return prepare_script(request, script, console=console)
     return prepare(request, names=flags_given(args), check_launches=check_launches, console=console)

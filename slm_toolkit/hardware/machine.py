@@ -5,24 +5,25 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from slm_toolkit.hardware.gpus import gpus_here
 
-
-DEFAULT = "malloc"
 _LIBRARIES = ("tcmalloc", "jemalloc", "mimalloc")
-ADVICE = "note: malloc can take half of the CPU time; THP_MEM_ALLOC_ENABLE=1 avoids it"
-"one line after a comparison on a CPU with the default allocator; docs/speed_and_cost.md has the measurement"
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+"environment variable of PyTorch's allocator on CPUs, which then keeps large tensors in huge pages"
 
 
-def advise(console: "Console") -> None:
-    """Print the advice if this process uses the default allocator."""
-    if allocator() == DEFAULT:
-        console.print(ADVICE, soft_wrap=True, highlight=False)
+def use_huge_pages() -> None:
+    """On a machine without a GPU, let PyTorch use huge pages in this process and its children.
+
+    malloc maps large tensors anew at every step, which can take half of the CPU time (docs/speed_and_cost.md
+    has the measurement). The user's own setting wins, and so does an allocator in malloc's place.
+    """
+    if allocator() == "malloc" and not gpus_here():
+        os.environ.setdefault(HUGE_PAGES, "1")
+        allocator.cache_clear()
 
 
 @cache
@@ -33,8 +34,8 @@ def allocator() -> str:
     """
     maps = Path("/proc/self/maps")
     loaded = maps.read_text() if maps.exists() else ""
-    name = next((name for name in _LIBRARIES if f"lib{name}" in loaded), DEFAULT)
-    if os.environ.get("THP_MEM_ALLOC_ENABLE") == "1":
+    name = next((name for name in _LIBRARIES if f"lib{name}" in loaded), "malloc")
+    if os.environ.get(HUGE_PAGES) == "1":
         name += ", huge pages"
     settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
     return f"{name}, {settings}" if settings else name
