@@ -20,7 +20,7 @@ pytestmark = pytest.mark.quick
 
 NUM_RECORDS = 200
 SIZE_LIMIT_BYTES = 6e6
-PANELS = ("speed", "memory", "losses", "timeline", "anatomy")
+PANELS = ("speed", "memory", "losses", "timeline")
 NUM_FIRST = 24
 "rows of a long table that are not folded up"
 
@@ -120,8 +120,6 @@ def test_every_chart_has_its_marks(tab: Browser) -> None:
     # 180 measured runs, of which 7 (24, 49, ... 174) are out of memory
     assert marks["speed"]["bars"] == 173
     assert marks["losses"]["lines"] == 173
-    # every fourth run has a profile, but numbers 24 and 124 are out of memory: 45 - 2, of seven parts each
-    assert marks["anatomy"]["bars"] == 7 * 43
     assert marks["timeline"]["layers"] == len(PARTS)
     assert marks["memory"]["bars"] > 173
 
@@ -282,10 +280,10 @@ def test_a_panel_without_data_is_left_out_and_named(tmp_path: Path) -> None:
     done = slm("report", "results/cpu", "--html", str(tmp_path / "out.html"))
     assert done.code == 0
     text = (tmp_path / "out.html").read_text()
-    sentence = "Anatomy of a step: no run used --profile"
+    sentence = "Memory over a step: no memory_timeline.csv: --trace_memory or --rehearse writes one"
     assert f"<li>{sentence}</li>" in text
     assert f"left out: {sentence}" in done.err
-    assert 'id="chart-anatomy"' not in text
+    assert 'id="chart-timeline"' not in text
     assert 'id="chart-speed"' in text
 
 

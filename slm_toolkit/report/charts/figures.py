@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from slm_toolkit.record.step_breakdown import Anatomy
 from slm_toolkit.report.rows import Row
-from slm_toolkit.report.tables.step_breakdown import PARTS
 from slm_toolkit.report.verdict import PROBLEMS
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES
 
@@ -299,43 +297,6 @@ def _loss_curves(curves: dict[str, list[float | None]], rows: dict[str, Row]) ->
             }
         )
     return data
-
-
-def anatomy_panel(rows: dict[str, Row]) -> Panel:
-    """Show the time of a profiled step by activity."""
-    name, title = "anatomy", "Anatomy of a step"
-    profiled = {label: row for label, row in rows.items() if row.anatomy}
-    shown_rows = {label: Anatomy(**row.anatomy) for label, row in profiled.items()}
-    if not shown_rows:
-        return Panel(name, title, missing="no run used --profile")
-    data = []
-    for number, part in enumerate(PARTS):
-        part_title = part.title.replace("\n", " ").replace("comm.", "communication")
-        milliseconds = {label: 1e3 * getattr(anatomy, part.field) for label, anatomy in shown_rows.items()}
-        words = {
-            label: f"{part_title}: {value:,.1f} ms, {value / 1e3 / shown_rows[label].step_seconds:.0%}"
-            for label, value in milliseconds.items()
-        }
-        part_colour = colour(9) if part.field == "idle_seconds" else colour(number)
-        data.append(_part_of_bars(part_title, milliseconds, words, part_colour))
-    layout = bars_layout(places_of(profiled), x_title="ms per step", legend=True)
-    notes = ["profiling slows steps down: use these shares, but take rates from timed steps"]
-    notes += left_out(rows, profiled, lambda row: _why(row, "without --profile"))
-    return Panel(name, title, (Figure(name, title, data, layout),), tuple(notes))
-
-
-def _part_of_bars(
-    name: str, values: dict[str, float], words: dict[str, str], part_colour: str
-) -> dict[str, Any]:
-    """Return one part of stacked bars, by the rows' labels."""
-    return {
-        **{"type": "bar", "orientation": "h", "name": name, "hoverinfo": "text"},
-        "x": [rounded(value) for value in values.values()],
-        "y": list(values),
-        "customdata": list(values),
-        "marker": {"color": part_colour},
-        "hovertext": [f"{escaped(label)}<br>{text}" for label, text in words.items()],
-    }
 
 
 def bars_of(

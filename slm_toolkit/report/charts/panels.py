@@ -28,7 +28,6 @@ def panels_of(
         memory_figures.parts_panel(rows, estimates),
         figures.loss_panel(rows),
         memory_figures.timeline_panel(rows, pictures_of(rows, problems=problems)),
-        figures.anatomy_panel(rows),
     ]
     return [panel for panel in panels if panel is not None]
 
