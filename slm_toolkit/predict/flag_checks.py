@@ -6,6 +6,7 @@ from typing import Any
 
 from slm_toolkit.config.flag_metadata import LARGEST_NUMBER
 from slm_toolkit.config.flag_pairs import Pair, pair_problems
+from slm_toolkit.config.flags import every_config
 from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import find_model
@@ -32,13 +33,8 @@ def add_like_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def check_grid(given: dict[str, Any], *, num_gpus: list[int], gpus_per_node: int) -> None:
-    """Raise one ValueError with all problems in the fields of a RunConfig and the numbers of GPUs."""
-    several = {
-        name: value if isinstance(value, list) else [value]
-        for name, value in given.items()
-        if value is not None
-    }
-    if problems := flag_problems(several, num_gpus, gpus_per_node):
+    """Raise one ValueError with all `flag_problems` of a grid."""
+    if problems := flag_problems(every_config(given), num_gpus, gpus_per_node):
         raise all_of(problems)
 
 
@@ -48,20 +44,8 @@ def all_of(problems: list[str], *, verb: str = "estimate") -> ValueError:
     )
 
 
-def flag_problems(several: dict[str, list[Any]], num_gpus: list[int], gpus_per_node: int) -> list[str]:
-    """Return the problems of each value, combined with the first value of every other flag.
-
-    All combinations of the flags of dtypes are checked; who makes the grid checks the others.
-    """
-    first = {name: values[0] for name, values in several.items()}
-    of_dtypes = ("numerics", "reduce_dtype")
-    together = [
-        {name: value for name, value in zip(of_dtypes, values, strict=True) if value}
-        for values in itertools.product(*(several.get(name, [None]) for name in of_dtypes))
-    ]
-    single = [{name: value} for name, values in several.items() for value in values]
-    changes = [*together, *(change for change in single if not any(name in change for name in of_dtypes))]
-    configs = [RunConfig(**{**first, **change}) for change in changes]
+def flag_problems(configs: list[RunConfig], num_gpus: list[int], gpus_per_node: int) -> list[str]:
+    """Return the problems of the flags of a grid, before the models are known, and of the numbers of GPUs."""
     problems = [problem for config in configs for problem in config.problems()]
     problems += [problem for config in configs for problem in unknown_to_estimates(config)]
     if gpus_per_node < 1:

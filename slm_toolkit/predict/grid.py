@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from slm_toolkit.config.flags import every_config
 from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.model.families import kernel_problems
 from slm_toolkit.model.from_config import position_problem
@@ -52,22 +53,21 @@ def estimates(
     from slm_toolkit.predict.setup.setup import Deployment, Setup, unknown_to_estimates
 
     several = {
-        name: list(dict.fromkeys(value)) if isinstance(value, list) else [value]
+        name: list(dict.fromkeys(value))[: 1 if FLAGS[name].estimate == "ignores" else None]
+        if isinstance(value, list)
+        else value
         for name, value in given.items()
     }
-    several |= {name: values[:1] for name, values in several.items() if FLAGS[name].estimate == "ignores"}
     if find_largest_batch:
-        several["per_device_train_batch_size"] = [1]
+        several["per_device_train_batch_size"] = 1
+    configs = every_config(several)
     found_gpus = [None if name is None else gpu_of_name(name) for name in dict.fromkeys(gpus)]
-    problems = flag_problems(several, num_gpus, gpus_per_node)
+    problems = flag_problems(configs, num_gpus, gpus_per_node)
     if find_largest_batch:
         problems += largest_batch_problems(given, strategies, found_gpus)
     if problems:
         raise all_of(problems)
-    configs = [
-        RunConfig(**dict(zip(several, values, strict=True))).with_defaults(has_gpu=True)
-        for values in itertools.product(*several.values())
-    ]
+    configs = [config.with_defaults(has_gpu=True) for config in configs]
     specs = {name: model_to_estimate(name) for name in dict.fromkeys(config.model for config in configs)}
     problems = [
         problem
@@ -83,7 +83,6 @@ def estimates(
     positions = [position_problem(specs[config.model], config.seq_len) for config in configs]
     problems += [problem for problem in positions if problem is not None]
     problems += [problem for config in configs for problem in kernel_problems(specs[config.model], config)]
-    problems += [problem for config in configs for problem in config.problems()]
     problems += [
         problem
         for config, gpu in itertools.product(configs, found_gpus)
