@@ -126,7 +126,7 @@ def replicated(
     """Return the step of a single process or of DDP: every rank has the whole training state.
 
     DDP adds buckets as large as all gradients. If gradients are kept in a wider dtype, each is added to its
-    sum and freed at once (`run/engine/fp32_gradients.py`); DDP makes empty gradients at the end of backward.
+    sum and freed at once, as in nanotron; DDP makes empty gradients at the end of backward.
     `keeps_gradients`: a step sets gradients to zero instead of freeing them.
     """
     P, L, e = weights.total, spec.num_layers, dtypes.gradient
