@@ -151,6 +151,14 @@ class Estimate:
     tokens_per_usd: float | None
 
 
+_OF_FLAGS = (
+    *("per_device_train_batch_size", "seq_len", "sp_size", "gradient_accumulation_steps", "numerics"),
+    *("reduce_dtype", "gradient_checkpointing", "attn_implementation", "loss_kernel", "triton_loss"),
+    *("norm_kernel", "torch_compile", "fp8", "pad_widths", "optim", "peft"),
+)
+"fields of an Estimate that are flags"
+
+
 def estimate(setup: Setup, *, memory: MemoryEstimate | None = None) -> Estimate:
     """Return the Estimate of a launched setup (see `Setup.launched`).
 
@@ -190,23 +198,8 @@ def estimate(setup: Setup, *, memory: MemoryEstimate | None = None) -> Estimate:
         gpu=gpu.name if gpu else None,
         num_gpus=setup.num_gpus,
         gpus_per_node=setup.ranks_per_node,
-        per_device_train_batch_size=config.per_device_train_batch_size,
-        seq_len=config.seq_len,
-        sp_size=config.sp_size,
-        attn_implementation=config.attn_implementation,
-        numerics=config.numerics,
-        reduce_dtype=config.reduce_dtype,
+        **{name: getattr(config, name) for name in _OF_FLAGS},
         like=setup.like.name if setup.like else None,
-        gradient_checkpointing=config.gradient_checkpointing,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        loss_kernel=config.loss_kernel,
-        triton_loss=config.triton_loss,
-        norm_kernel=config.norm_kernel,
-        torch_compile=config.torch_compile,
-        fp8=config.fp8,
-        pad_widths=config.pad_widths,
-        optim=config.optim,
-        peft=config.peft,
         lora_r=adapters.rank if adapters else None,
         lora_dropout=config.lora_dropout if adapters else None,
         adapted_modules=list(adapters.targets) if adapters else None,

@@ -209,6 +209,18 @@ class Row:
         return self.tokens_per_second_lowest, self.tokens_per_second_highest
 
 
+_OF_RECORD = (
+    *("strategy", "evidence", "engine", "zero_stage", "reshard_after_forward", "world_size", "num_machines"),
+    *("gpu", "cpu", "num_cores", "versions", "started_at", "attn_implementation", "tokens_per_step"),
+    *("tokens_counted", "num_trainable_params", "command"),
+)
+_OF_FLAGS = (
+    *("numerics", "seq_len", "per_device_train_batch_size", "gradient_accumulation_steps", "optim", "seed"),
+    *("gradient_checkpointing", "torch_compile", "learning_rate", "dataset", "max_steps"),
+)
+"fields of a row that are those of its record, and of the record's flags"
+
+
 def row_of(
     repeats: list[tuple[Path, RunRecord]],
     *,
@@ -239,30 +251,11 @@ def row_of(
     losses = [] if rehearsed else measured[0].losses
     return Row(
         model=main_record.model["name"],
-        strategy=main_record.strategy,
         status=status,
         reason=reason,
-        evidence=main_record.evidence,
-        engine=main_record.engine,
-        zero_stage=main_record.zero_stage,
-        reshard_after_forward=main_record.reshard_after_forward,
-        world_size=main_record.world_size,
-        num_machines=main_record.num_machines,
-        gpu=main_record.gpu,
-        cpu=main_record.cpu,
-        num_cores=main_record.num_cores,
+        **{name: getattr(main_record, name) for name in _OF_RECORD},
+        **{name: config[name] for name in _OF_FLAGS},
         allocator=main_record.versions.get("allocator"),
-        versions=main_record.versions,
-        started_at=main_record.started_at,
-        attn_implementation=main_record.attn_implementation,
-        **{
-            name: config[name]
-            for name in (
-                *("numerics", "seq_len", "per_device_train_batch_size", "gradient_accumulation_steps"),
-                *("gradient_checkpointing", "torch_compile", "optim", "seed"),
-                *("learning_rate", "dataset", "max_steps"),
-            )
-        },
         asked=config,
         first_step=measured[0].first_step,
         losses=losses,
@@ -280,8 +273,6 @@ def row_of(
         mfu_without_attention=mfu * without / with_attention if mfu and with_attention else None,
         flops_per_token=with_attention,
         flops_per_token_without_attention=without,
-        tokens_per_step=main_record.tokens_per_step,
-        tokens_counted=main_record.tokens_counted,
         padding=padding,
         final_loss_by_dataset={
             name: next((loss for loss in reversed(losses) if loss is not None), None)
@@ -290,7 +281,6 @@ def row_of(
         final_eval_losses={
             name: losses[-1] for name, losses in measured[0].eval_losses_by_set.items() if losses
         },
-        num_trainable_params=main_record.num_trainable_params,
         peak_allocated_bytes=_largest([record.peak_allocated_bytes for record in measured]),
         estimated_peak_bytes=estimate.peak_allocated_bytes if estimate else main_record.predicted_peak_bytes,
         estimated_tokens_per_second=estimate.tokens_per_second if estimate and not rehearsed else None,
@@ -329,7 +319,6 @@ def row_of(
             *(warning for record in ok for warning in warnings_of(record)),
         ],
         anatomy=next((record.anatomy for record in ok if record.anatomy), None),
-        command=main_record.command,
         record=str(repeats[0][0]),
         num_params=main_record.model.get("num_params"),
         script=main_record.asked["script"][0] if main_record.is_of_script else None,
