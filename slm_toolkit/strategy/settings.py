@@ -31,7 +31,6 @@ class OptimizerOffload(msgspec.Struct, frozen=True):
     ratio: Annotated[float, Meta(ge=0, le=1)] | None = 1.0
     "the fraction of the optimizer state that is offloaded"
     buffer_count: NonNegative | None = 4
-    buffer_size: NonNegative | None = None
 
 
 class ParameterOffload(msgspec.Struct, frozen=True):
