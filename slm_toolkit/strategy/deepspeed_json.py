@@ -6,7 +6,7 @@ from typing import Any
 from slm_toolkit.base.secrets import check_no_secrets
 from slm_toolkit.base.typed_files import converted
 from slm_toolkit.base.user_files import is_file, json_of, read_text, typed_path
-from slm_toolkit.strategy.settings import DeepSpeedSettings
+from slm_toolkit.strategy.settings import DeepSpeedSettings, value_at
 
 # YAML keys that accelerate refuses if the YAML also names a DeepSpeed JSON, and the JSON's keys for the same
 # settings: accelerate 1.15, utils/dataclasses.py, DeepSpeedPlugin.
@@ -85,17 +85,12 @@ def _set_twice(
     problems = []
     if mixed_precision is not None:
         problems.append(f"{path}: mixed_precision {mixed_precision!r} together with {json_path.name}")
-    for key, json_keys in KEYS_OF_THE_JSON.items():
-        if key not in section:
-            continue
-        value: Any = config
-        for json_key in json_keys:
-            value = value.get(json_key) if isinstance(value, dict) else None
-        problems.append(
-            f"{path}: {key} {section[key]!r} contradicts {json_path.name}, "
-            f"where {'.'.join(json_keys)} is {value!r}"
-        )
-    return problems
+    return problems + [
+        f"{path}: {key} {section[key]!r} contradicts {json_path.name}, "
+        f"where {'.'.join(json_keys)} is {value_at(config, json_keys)!r}"
+        for key, json_keys in KEYS_OF_THE_JSON.items()
+        if key in section
+    ]
 
 
 def _check_types(config: Any, path: Path) -> None:

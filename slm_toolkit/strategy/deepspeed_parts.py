@@ -8,6 +8,8 @@ runtime/tensor_parallel. None was tried on a GPU.
 from collections.abc import Mapping
 from typing import Any
 
+from slm_toolkit.strategy.settings import value_at
+
 _COMPILE = (
     "DeepCompile begins when a script calls engine.compile(), and slm_toolkit does not call it, so nothing "
     "would be compiled: remove it; --torch_compile compiles the layers"
@@ -38,14 +40,8 @@ def part_problems(deepspeed: Mapping[str, Any]) -> list[str]:
     return [
         f"the DeepSpeed JSON has {path}: {why}"
         for path, why in _PARTS.items()
-        if _is_on(_value_at(deepspeed, path))
+        if _is_on(value_at(deepspeed, path.split(".")))
     ]
-
-
-def _value_at(settings: Any, path: str) -> Any:
-    for key in path.split("."):
-        settings = settings.get(key) if isinstance(settings, Mapping) else None
-    return settings
 
 
 def _is_on(value: Any) -> bool:

@@ -3,7 +3,7 @@
 Nothing here raises an error: other modules check the files. A value that is not valid counts as absent.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -187,6 +187,13 @@ def _prefetch_of(value: object) -> str:
     names = {"1": "BACKWARD_PRE", "2": "BACKWARD_POST"}
     word = str(value or FsdpSettings.backward_prefetch).upper()
     return names.get(word, word)
+
+
+def value_at(content: Any, keys: Iterable[str]) -> Any:
+    """Return the value at a path of keys; None if it is absent."""
+    for key in keys:
+        content = content.get(key) if isinstance(content, Mapping) else None
+    return content
 
 
 def is_true(value: object) -> bool:

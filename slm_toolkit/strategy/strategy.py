@@ -26,6 +26,7 @@ from slm_toolkit.strategy.settings import (
     deepspeed_settings,
     fsdp_settings,
     is_true,
+    value_at,
 )
 from slm_toolkit.strategy.sharding import Sharding, parallel_sizes
 
@@ -227,7 +228,7 @@ class Strategy:
         config = self.accelerate_config or {}
         if (precision := config.get("mixed_precision")) is not None:
             return "no" if precision is False else str(precision).lower()  # YAML: unquoted no is false
-        in_json = ((self.deepspeed_config or {}).get("fp16") or {}).get("enabled") is True
+        in_json = value_at(self.deepspeed_config, ("fp16", "enabled")) is True
         return "fp16" if config.get("fp16") or in_json else None  # `fp16` is accelerate's older key
 
     @property
@@ -520,64 +521,65 @@ def contradictions(
     mixed_precision: str | None = None,
     has_gpu: bool = True,
 ) -> list[str]:
-    """Return a sentence for each setting of a strategy that contradicts the flags; "auto" never does.
+    """Return a sentence for each setting of a strategy that contradicts the flags.
 
-    Under `--numerics stock` the JSON's clipping and accumulation apply, as in a user's own script, and are
-    not checked. `num_processes`: number of ranks; None: the JSON's `train_batch_size` is not checked.
+    `num_processes`: number of ranks; None: the JSON's `train_batch_size` is not checked.
     `mixed_precision`: the value of the launcher's option or variable; None: the files' value applies.
     """
     deepspeed = strategy.deepspeed_config or {}
-    flags = {"train_micro_batch_size_per_gpu": "per_device_train_batch_size"}
-    if config.numerics != "stock":
-        flags["gradient_accumulation_steps"] = "gradient_accumulation_steps"
-        flags["gradient_clipping"] = "max_grad_norm"
-    problems = [
-        f"{strategy.path}: the DeepSpeed JSON says {key} {deepspeed[key]}, "
-        f"--{flag} says {getattr(config, flag)}"
-        for key, flag in flags.items()
-        if deepspeed.get(key, "auto") not in ("auto", getattr(config, flag))
-    ]
-    of_json = [*part_problems(deepspeed), *optimizer_problems(deepspeed, config)]
-    problems += [f"{strategy.path}: {problem}" for problem in of_json]
-    steps = config.gradient_accumulation_steps
-    if config.numerics == "stock" and strategy.deepspeed is not None:
-        steps = strategy.deepspeed.num_micro_steps or steps
-    batch, total = config.per_device_train_batch_size, deepspeed.get("train_batch_size", "auto")
-    if num_processes is not None and total not in ("auto", None, batch * steps * num_processes):
-        problems.append(
-            f"{strategy.path}: the DeepSpeed JSON says train_batch_size {total}, the flags give {batch} x "
-            f"{steps} micro-steps x {num_processes} processes"
-        )
-    problems += [] if num_processes is None else group_problems(config, num_processes)
     precision = mixed_precision or strategy.mixed_precision
+    in_json = json_contradictions(strategy, config, num_processes, precision)
+    problems, others = [], []
     if problem := precision_problem(precision, config, has_gpu=has_gpu):
-        of_files = precision == strategy.mixed_precision
-        source = strategy.path or strategy.name if of_files else "accelerate's --mixed_precision"
-        problems.append(f"{source}: {problem}")
-    needs_bf16 = config.computes_in == "bf16" and precision != "fp16"
-    enabled = (deepspeed.get("bf16") or {}).get("enabled", "auto")
-    if enabled not in ("auto", needs_bf16) and not (enabled is False and precision == "fp16"):
-        problems.append(
-            f"{strategy.path}: the DeepSpeed JSON says bf16.enabled {str(enabled).lower()}, "
-            f"--numerics {config.numerics} needs {str(needs_bf16).lower()}"
-        )
-    in_fp16 = (deepspeed.get("fp16") or {}).get("enabled", "auto")
-    if config.numerics == "fp16" and in_fp16 not in ("auto", True):
-        problems.append(
-            f"{strategy.path}: the DeepSpeed JSON says fp16.enabled {str(in_fp16).lower()}, "
-            "--numerics fp16 needs true"
-        )
-    where = strategy.path or strategy.name
-    problems += [f"{where}: {problem}" for problem in strategy_problems(config, strategy)]
-    if config.reduces_in_fp32 and strategy.zero_stage == 0:
-        problems.append(f"{where}: --reduce_dtype fp32: ZeRO-0 has no such option: remove it from --strategy")
+        in_json.pop("fp16.enabled", None)  # the same problem
+        if precision == strategy.mixed_precision:
+            problems = [problem]
+        else:
+            others = [f"accelerate's --mixed_precision: {problem}"]
+    problems += [f'{sentence}: write "auto", so that the flags decide' for sentence in in_json.values()]
+    problems += [*part_problems(deepspeed), *optimizer_problems(deepspeed, config)]
+    problems += strategy_problems(config, strategy)
+    if config.reduces_in_fp32 and strategy.is_zero_0:
+        problems.append("--reduce_dtype fp32: ZeRO-0 has no such option: remove it from --strategy")
     if config.keep_grads and strategy.is_deepspeed and not (strategy.is_zero_1 and config.reduces_in_fp32):
-        problems.append(f"{where}: --keep_grads: DeepSpeed frees its gradients by itself: leave it out")
-    if config.reduces_in_fp32 and config.numerics == "pure_bf16" and strategy.zero_stage == 1:
-        problems.append(
-            f"{where}: --numerics pure_bf16 with gradients in fp32: ZeRO-1 then has fp32 master weights"
-        )
-    return problems
+        problems.append("--keep_grads: DeepSpeed frees its gradients by itself: leave it out")
+    if config.reduces_in_fp32 and config.numerics == "pure_bf16" and strategy.is_zero_1:
+        problems.append("--numerics pure_bf16 with gradients in fp32: ZeRO-1 then has fp32 master weights")
+    others += [] if num_processes is None else group_problems(config, num_processes)
+    return [f"{strategy.path or strategy.name}: {problem}" for problem in problems] + others
+
+
+def json_contradictions(
+    strategy: Strategy, config: RunConfig, num_ranks: int | None, precision: str | None
+) -> dict[str, str]:
+    """Return a sentence for each DeepSpeed key whose value contradicts the flags; "auto" never does.
+
+    Under `--numerics stock` the JSON's clipping and accumulation apply, as in a user's own script.
+    """
+    batch, numerics = config.per_device_train_batch_size, f"--numerics {config.numerics}"
+    in_bf16 = config.computes_in == "bf16" and precision != "fp16"
+    expected = {
+        "train_micro_batch_size_per_gpu": ("--per_device_train_batch_size", batch),
+        "bf16.enabled": (numerics, in_bf16),
+    }
+    if config.numerics != "stock":
+        expected |= {
+            "gradient_accumulation_steps": (
+                "--gradient_accumulation_steps",
+                config.gradient_accumulation_steps,
+            ),
+            "gradient_clipping": ("--max_grad_norm", config.max_grad_norm),
+            "fp16.enabled": (numerics, config.computes_in == "fp16"),
+        }
+    if num_ranks is not None:
+        product = batch * micro_steps(strategy, config) * num_ranks
+        expected["train_batch_size"] = ("batch x micro-steps x ranks", product)
+    values = {key: value_at(strategy.deepspeed_config, key.split(".")) for key in expected}
+    return {
+        key: f"the DeepSpeed settings have {key} {json.dumps(values[key], default=str)}, {source} says {json.dumps(right)}"
+        for key, (source, right) in expected.items()
+        if values[key] not in (None, "auto", right)
+    }
 
 
 def group_problems(config: RunConfig, num_ranks: int) -> list[str]:
