@@ -185,19 +185,13 @@ class Strategy:
     @property
     def sharded_parts(self) -> tuple[str, ...]:
         """The parts of the training state of which a rank keeps only its shard between two steps."""
-        if self.is_fsdp or self.zero_stage == 3:
-            return ("parameters", "gradients", "master_weights", "optimizer")
-        if self.zero_stage == 2:
-            return ("gradients", "master_weights", "optimizer")
-        return ("master_weights", "optimizer") if self.zero_stage == 1 else ()
+        stage = 3 if self.is_fsdp else self.zero_stage
+        return ("parameters", "gradients", "master_weights", "optimizer")[3 - stage :] if stage else ()
 
     @property
     def offloads(self) -> bool:
         """Whether part of the training state is offloaded to the host's RAM or disk."""
-        if self.deepspeed:
-            zero = self.deepspeed.zero_optimization
-            return (zero.offload_optimizer.device, zero.offload_param.device) != ("none", "none")
-        return self.fsdp is not None and self.fsdp.offloads_params
+        return (self.sharding.optimizer_device, self.sharding.parameter_device) != ("none", "none")
 
     @property
     def simplicity(self) -> int:
@@ -576,7 +570,7 @@ def json_contradictions(
         expected["train_batch_size"] = ("batch x micro-steps x ranks", product)
     values = {key: value_at(strategy.deepspeed_config, key.split(".")) for key in expected}
     return {
-        key: f"the DeepSpeed settings have {key} {json.dumps(values[key], default=str)}, {source} says {json.dumps(right)}"
+        key: f"DeepSpeed's settings have {key} {str(values[key]).lower()}, {source} says {str(right).lower()}"
         for key, (source, right) in expected.items()
         if values[key] not in (None, "auto", right)
     }
