@@ -15,9 +15,9 @@ import yaml
 
 from slm_toolkit.base.user_files import json_of, read_text, yaml_node
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.doctor.finding import Finding, with_value
+from slm_toolkit.doctor.finding import Finding
 from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.strategy.deepspeed_json import KEYS_OF_THE_JSON, deepspeed_config_path
+from slm_toolkit.strategy.deepspeed_json import deepspeed_config_path, settings_of_yaml
 from slm_toolkit.strategy.settings import ZeroSettings, deepspeed_settings, is_true, value_at
 from slm_toolkit.strategy.strategy import settings_of, yaml_around
 
@@ -128,12 +128,7 @@ class Case:
         """The JSON's content, or what accelerate builds from the YAML; empty under other engines."""
         if self.has_json or self.engine != "DEEPSPEED":
             return self.files.deepspeed if self.has_json else {}
-        section = {"zero_stage": 2, **self.section("deepspeed_config")}  # accelerate's default
-        content: dict[str, Any] = {}
-        for name, keys in KEYS_OF_THE_JSON.items():
-            if name in section:
-                content = with_value(content, keys, section[name])
-        return content
+        return settings_of_yaml(self.section("deepspeed_config"))
 
     @cached_property
     def zero_settings(self) -> ZeroSettings:
