@@ -149,32 +149,30 @@ class Strategy:
         """The placement of the training state."""
         if self.deepspeed:
             zero = self.deepspeed.zero_optimization
-            if zero.stage != 3:
-                return Sharding(optimizer_device=zero.offload_optimizer.device)
-            return Sharding(
-                optimizer_device=zero.offload_optimizer.device,
-                parameter_device=zero.offload_param.device,
-                secondary_ranks=1 if zero.zero_hpz_partition_size == "auto" else zero.zero_hpz_partition_size,
+            hpz = zero.zero_hpz_partition_size
+            in_stage_3 = {
+                "parameter_device": zero.offload_param.device,
+                "secondary_ranks": 1 if hpz == "auto" else hpz,
                 # accelerate's default is true at stage 3
-                zero_init=is_true(self._section("deepspeed_config").get("zero3_init_flag", True)),
+                "zero_init": is_true(self._section("deepspeed_config").get("zero3_init_flag", True)),
+            }
+            return Sharding(
+                optimizer_device=zero.offload_optimizer.device, **(in_stage_3 if self.is_zero_3 else {})
             )
         if self.fsdp is None:
             return Sharding()
         device = "cpu" if self.fsdp.offloads_params else "none"
-        if self.is_fsdp1:
-            return Sharding(
-                reshard_after_forward=self.fsdp.reshards,
-                optimizer_device=device,
-                parameter_device=device,
-                node_holds_copy="HYBRID" in str(self.fsdp.sharding_strategy),
-            )
         copies, ranks = self.parallel_sizes["dp_replicate_size"], self.parallel_sizes["dp_shard_size"]
+        is_grouped = self.is_fsdp2 and ranks > 1
         return Sharding(
-            reshard_after_forward=self.reshard_after_forward is not False,
+            reshard_after_forward=(
+                self.fsdp.reshards if self.is_fsdp1 else self.reshard_after_forward is not False
+            ),
             optimizer_device=device,
             parameter_device=device,
-            copy_ranks=ranks if ranks > 1 else None,
-            num_copies=copies if ranks > 1 else None,
+            node_holds_copy=self.is_fsdp1 and "HYBRID" in str(self.fsdp.sharding_strategy),
+            copy_ranks=ranks if is_grouped else None,
+            num_copies=copies if is_grouped else None,
         )
 
     @property
@@ -346,47 +344,47 @@ def strategy_of(config: dict[str, Any], path: Path, deepspeed: dict[str, Any] | 
     if "distributed_type" not in config:
         raise ValueError(_no_accelerate_config(config, path))
     distributed_type = str(config["distributed_type"]).upper()
-    num_processes = config.get("num_processes", 1)
-    if not isinstance(num_processes, int) or isinstance(num_processes, bool) or num_processes < 1:
-        raise ValueError(
-            f"{path}: num_processes is {num_processes!r}\nhint: write a whole number of at least 1"
-        )
     check_sections(config, path)
     check_no_secrets(config, path)
-    common = {
-        "name": path.stem,
-        "num_processes": num_processes,
-        "path": str(path),
-        "accelerate_config": config,
-    }
+    settings: dict[str, Any] = {}
     if distributed_type in ("NO", "MULTI_CPU", "MULTI_GPU"):
-        return Strategy(engine="single" if distributed_type == "NO" else "ddp", **common)
-    if distributed_type == "FSDP":
-        fsdp = _mapping(config, "fsdp_config", path)
-        if str(fsdp.get("fsdp_version", 1)) != "2":  # accelerate's default is FSDP1
-            return Strategy(engine="fsdp1", **common)
+        engine = "single" if distributed_type == "NO" else "ddp"
+    elif distributed_type == "FSDP":
+        fsdp = config.get("fsdp_config") or {}
+        engine = "fsdp2" if str(fsdp.get("fsdp_version", 1)) == "2" else "fsdp1"  # accelerate's default
         reshard = fsdp.get("fsdp_reshard_after_forward", True)
-        if str(reshard).lower() not in ("true", "false"):
-            raise ValueError(
-                f"{path}: fsdp_reshard_after_forward is {reshard!r}\nhint: FSDP2 accepts true or false"
-            )
-        return Strategy(engine="fsdp2", reshard_after_forward=str(reshard).lower() == "true", **common)
-    if distributed_type == "DEEPSPEED":
+        if engine == "fsdp2":
+            if str(reshard).lower() not in ("true", "false"):
+                raise ValueError(
+                    f"{path}: fsdp_reshard_after_forward is {reshard!r}\nhint: FSDP2 accepts true or false"
+                )
+            settings = {"reshard_after_forward": is_true(reshard)}
+    elif distributed_type == "DEEPSPEED":
+        engine = "deepspeed"
         deepspeed = read_deepspeed_config(
-            _mapping(config, "deepspeed_config", path),
+            config.get("deepspeed_config") or {},
             path,
             mixed_precision=config.get("mixed_precision"),
             content=deepspeed,
         )
         stage = deepspeed.get("zero_optimization", {}).get("stage", 0)
-        if stage not in (0, 1, 2, 3) or not isinstance(stage, int) or isinstance(stage, bool):
+        if type(stage) is not int or not 0 <= stage <= 3:
             raise ValueError(
                 f"{path}: ZeRO stage is {stage!r}\nhint: set zero_optimization.stage to 0, 1, 2 or 3"
             )
-        return Strategy(engine="deepspeed", zero_stage=stage, deepspeed_config=deepspeed, **common)
-    raise ValueError(
-        f"{path}: distributed_type {distributed_type!r} is not supported\n"
-        "hint: use NO, MULTI_GPU, FSDP or DEEPSPEED"
+        settings = {"zero_stage": stage, "deepspeed_config": deepspeed}
+    else:
+        raise ValueError(
+            f"{path}: distributed_type {distributed_type!r} is not supported\n"
+            "hint: use NO, MULTI_GPU, FSDP or DEEPSPEED"
+        )
+    return Strategy(
+        path.stem,
+        engine,
+        config.get("num_processes", 1),
+        path=str(path),
+        accelerate_config=config,
+        **settings,
     )
 
 
@@ -623,19 +621,17 @@ def settings_of(text: str, path: Path) -> dict[str, Any]:
 def check_sections(config: dict[str, Any], path: Path) -> None:
     """Raise ValueError if a section is not a mapping, or a number of machines or ranks is not valid."""
     for key in ("fsdp_config", "deepspeed_config", "parallelism_config", "dynamo_config"):
-        _mapping(config, key, path)
+        if not isinstance(section := config.get(key) or {}, dict):
+            raise ValueError(
+                f"{path}: {key} is {section!r}\nhint: write one setting per indented line below it"
+            )
     sizes = {
         f"parallelism_config.{key}": value
         for key, value in (config.get("parallelism_config") or {}).items()
         if key.endswith("size")  # with or without accelerate's prefix
     }
-    for key, value in {"num_machines": config.get("num_machines"), **sizes}.items():
-        if value is not None and (type(value) is not int or value < 1):
+    for key in ("num_machines", "num_processes"):
+        sizes[key] = config.get(key, 1)
+    for key, value in sizes.items():
+        if (value is not None or key == "num_processes") and (type(value) is not int or value < 1):
             raise ValueError(f"{path}: {key} is {value!r}\nhint: write a whole number of at least 1")
-
-
-def _mapping(config: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
-    value = config.get(key) or {}
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: {key} is {value!r}\nhint: write one setting per indented line below it")
-    return value
