@@ -103,7 +103,8 @@ from slm_toolkit.run.rehearse import (
     stay_in_place,
     tensors_of,
 )
-from slm_toolkit.strategy.strategy import as_flags_say, contradictions, sequences_per_step
+from slm_toolkit.strategy.deepspeed_optimizer import as_flags_say
+from slm_toolkit.strategy.strategy import contradictions, sequences_per_step
 
 
 def deepspeed_estimate_of(

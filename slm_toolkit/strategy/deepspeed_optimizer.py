@@ -1,5 +1,7 @@
 """Remove the optimizer and scheduler from a DeepSpeed JSON, because the script's flags decide both."""
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 from slm_toolkit.config.run_config import RunConfig
@@ -47,16 +49,16 @@ def optimizer_problems(deepspeed: dict[str, Any], config: RunConfig) -> list[str
     ]
 
 
-def without_optimizer(
-    deepspeed: dict[str, Any], config: RunConfig, *, name: str
-) -> tuple[dict[str, Any], str | None]:
-    """Return the DeepSpeed settings without optimizer and scheduler, and a line; None if there is neither.
+def as_flags_say(strategy: Any, config: RunConfig) -> tuple[Any, str | None]:
+    """Return a Strategy without its JSON's optimizer and scheduler, and a line that names what was removed.
 
-    The line names what was removed from the JSON called `name`, and its values that differ from the flags'.
+    The script creates the optimizer and sets the learning rate from its flags; the line has the JSON's values
+    that differ. It is None if the JSON has neither section.
     """
+    deepspeed = strategy.deepspeed_config or {}
     removed = {section: deepspeed[section] or {} for section in _SECTIONS if section in deepspeed}
     if not removed:
-        return deepspeed, None
+        return strategy, None
     differing = [
         f"--{flag} {number}"
         for content in removed.values()
@@ -67,7 +69,9 @@ def without_optimizer(
         if number not in ("auto", getattr(config, flag))
     ]
     kinds = ", ".join(f"{section} {content.get('type', '')}".strip() for section, content in removed.items())
+    name = Path(strategy.deepspeed_config_file or strategy.path or strategy.name).name
     line = f"note: removed from {name}: {kinds}. The flags decide for all strategies"
     if differing:
         line += f". The JSON's values: {' '.join(differing)}"
-    return {key: value for key, value in deepspeed.items() if key not in removed}, line
+    kept = {key: value for key, value in deepspeed.items() if key not in removed}
+    return dataclasses.replace(strategy, deepspeed_config=kept), line

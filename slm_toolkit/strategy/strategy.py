@@ -17,7 +17,7 @@ from slm_toolkit.base.user_files import check_name, is_file, json_of, read_text,
 from slm_toolkit.config.flag_metadata import strategy_problems
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.strategy.deepspeed_json import is_deepspeed_config, read_deepspeed_config
-from slm_toolkit.strategy.deepspeed_optimizer import optimizer_problems, without_optimizer
+from slm_toolkit.strategy.deepspeed_optimizer import optimizer_problems
 from slm_toolkit.strategy.deepspeed_parts import part_problems
 from slm_toolkit.strategy.passed_on import refused_of_json, refused_of_yaml
 from slm_toolkit.strategy.settings import (
@@ -268,15 +268,15 @@ def copy_configs(target: Path, texts: dict[Path, str] | None = None) -> list[Pat
     Raises ValueError if a file exists already.
     """
     texts = texts or {source: source.read_text() for source in shipped_files()}
-    copies = {source: target / source.parent.name / source.name for source in texts}
-    if present := [str(copy) for copy in copies.values() if copy.exists()]:
+    copies = {target / source.parent.name / source.name: text for source, text in texts.items()}
+    if present := [str(copy) for copy in copies if copy.exists()]:
         raise ValueError(
             f"{present[0]} exists ({len(present)} of the files exist)\nhint: give an empty folder to --copy"
         )
-    for source, copy in copies.items():
+    for copy, text in copies.items():
         copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_text(texts[source])
-    return list(copies.values())
+        copy.write_text(text)
+    return list(copies)
 
 
 def find_strategy(name_or_path: str) -> Strategy:
@@ -429,17 +429,6 @@ def write_resolved(strategy: Strategy, folder: Path, num_processes: int) -> Path
     yaml_path = folder.resolve() / f"{strategy.name}.yaml"
     write_new(yaml_path, yaml.safe_dump(config, sort_keys=False))
     return yaml_path
-
-
-def as_flags_say(strategy: Strategy, config: RunConfig) -> tuple[Strategy, str | None]:
-    """Return the strategy without its JSON's optimizer and scheduler, and a line that names what was removed.
-
-    The script creates the optimizer and sets the learning rate from its flags. The line is None if the JSON
-    has neither section.
-    """
-    name = strategy.deepspeed_config_file or strategy.path or strategy.name
-    deepspeed, line = without_optimizer(strategy.deepspeed_config or {}, config, name=Path(name).name)
-    return (strategy if line is None else dataclasses.replace(strategy, deepspeed_config=deepspeed)), line
 
 
 def config_options(path: str) -> list[str]:

@@ -11,9 +11,8 @@ from conftest import COMPILING_SECONDS, FSDP2, compare, launch, own_strategy, re
 from conversions import converted
 
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.strategy.deepspeed_optimizer import optimizer_problems
+from slm_toolkit.strategy.deepspeed_optimizer import as_flags_say, optimizer_problems
 from slm_toolkit.strategy.strategy import (
-    as_flags_say,
     config_dir,
     contradictions,
     find_strategy,
