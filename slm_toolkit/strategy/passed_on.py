@@ -228,22 +228,18 @@ def _refused(content: dict[str, Any], rules: dict[str, Any], above: tuple[str, .
         keys = (*above, str(key))
         name = keys[-1] if keys[-1].startswith(prefix) else f"{prefix}{key}"
         rule = rules.get(name, rules.get("*"))
-        if name not in rules and ("*" not in rules or (rule == _PLAIN and not _is_plain(value))):
+        inner = rules if rule == _PLAIN else rule
+        is_text = isinstance(value, str | list) and value != "auto"
+        if name not in rules and ("*" not in rules or (rule == _PLAIN and is_text)):
             yield Refused(keys, value, tuple(rules), ())
-        elif isinstance(rule, dict):
+        elif isinstance(inner, dict):
             if isinstance(value, dict):
-                yield from _refused(value, rule, keys)
+                yield from _refused(value, inner, keys)
         elif rule is None:
             if value and isinstance(value, dict):
                 yield Refused(keys, value, (), ())
         elif isinstance(rule, tuple) and value and not _is_of(value, rule):
             yield Refused(keys, value, (), rule)
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, dict | list):
-        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
-    return not isinstance(value, str) or value == "auto"
 
 
 def _is_of(value: object, allowed: tuple[str, ...]) -> bool:

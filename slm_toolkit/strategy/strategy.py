@@ -204,7 +204,7 @@ class Strategy:
         if self.is_replicated:
             return 0 if self.is_single else 1
         if self.is_deepspeed:
-            return {0: 1, 1: 2, 2: 4, 3: 7}[self.zero_stage]
+            return (1, 2, 4, 7)[self.zero_stage]
         if not self.sharding.reshard_after_forward:
             return 3
         return 6 if self.sharding.is_hybrid else 5
@@ -390,19 +390,23 @@ def strategy_of(config: dict[str, Any], path: Path, deepspeed: dict[str, Any] | 
 
 def check_passed_on(strategy: Strategy) -> None:
     """Raise one ValueError with all settings that are not passed on to accelerate or DeepSpeed."""
-    in_yaml, in_json = strategy.accelerate_config or {}, strategy.deepspeed_config or {}
-    json_file = strategy.deepspeed_config_file or strategy.path
-    refused = [(strategy.path, setting) for setting in refused_of_yaml(in_yaml)]
-    refused += [(json_file, setting) for setting in refused_of_json(in_json)]
-    if not refused:
-        return
-    lines = [
-        f"{file}: {setting.sentence}: {setting.why}. Change: {setting.change}" for file, setting in refused
+    refused = [
+        (strategy.path, refused_of_yaml(strategy.accelerate_config or {})),
+        (
+            strategy.deepspeed_config_file or strategy.path,
+            refused_of_json(strategy.deepspeed_config or {}),
+        ),
     ]
-    raise ValueError(
-        "\n".join(lines) + "\nhint: nothing is launched with such settings; "
-        f"`slm doctor --strategy {strategy.path} --fix DIR` writes corrected copies"
-    )
+    lines = [
+        f"{file}: {setting.sentence}: {setting.why}. Change: {setting.change}"
+        for file, settings in refused
+        for setting in settings
+    ]
+    if lines:
+        raise ValueError(
+            "\n".join(lines) + "\nhint: nothing is launched with such settings; "
+            f"`slm doctor --strategy {strategy.path} --fix DIR` writes corrected copies"
+        )
 
 
 def check_one_machine(strategies: Iterable[Strategy]) -> None:
@@ -510,15 +514,14 @@ def contradictions(
     deepspeed = strategy.deepspeed_config or {}
     precision = mixed_precision or strategy.mixed_precision
     in_json = json_contradictions(strategy, config, num_processes, precision)
-    problems, others = [], []
+    problems = []
     if problem := precision_problem(precision, config, has_gpu=has_gpu):
         in_json.pop("fp16.enabled", None)  # the same problem
-        if precision == strategy.mixed_precision:
-            problems = [problem]
-        else:
-            others = [f"accelerate's --mixed_precision: {problem}"]
+        source = "" if precision == strategy.mixed_precision else "accelerate's --mixed_precision: "
+        problems.append(source + problem)
     problems += [f'{sentence}: write "auto", so that the flags decide' for sentence in in_json.values()]
     problems += [*part_problems(deepspeed), *optimizer_problems(deepspeed, config)]
+    problems += [] if num_processes is None else group_problems(config, num_processes)
     problems += strategy_problems(config, strategy)
     if config.reduces_in_fp32 and strategy.is_zero_0:
         problems.append("--reduce_dtype fp32: ZeRO-0 has no such option: remove it from --strategy")
@@ -526,8 +529,7 @@ def contradictions(
         problems.append("--keep_grads: DeepSpeed frees its gradients by itself: leave it out")
     if config.reduces_in_fp32 and config.numerics == "pure_bf16" and strategy.is_zero_1:
         problems.append("--numerics pure_bf16 with gradients in fp32: ZeRO-1 then has fp32 master weights")
-    others += [] if num_processes is None else group_problems(config, num_processes)
-    return [f"{strategy.path or strategy.name}: {problem}" for problem in problems] + others
+    return [f"{strategy.path or strategy.name}: {problem}" for problem in problems]
 
 
 def json_contradictions(
