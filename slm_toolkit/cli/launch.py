@@ -40,10 +40,10 @@ from slm_toolkit.launch.rendezvous import (
 )
 from slm_toolkit.model.names import check_hub_names, find_model
 from slm_toolkit.run.checkpoint.start import check_before_launch
+from slm_toolkit.strategy.deepspeed_optimizer import as_flags_say
 from slm_toolkit.strategy.groups import check_groups, fit_groups, group_sizes, with_group_options
 from slm_toolkit.strategy.strategy import (
     Strategy,
-    as_flags_say,
     check_passed_on,
     find_strategy,
     read_strategy,

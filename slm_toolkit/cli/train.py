@@ -14,10 +14,10 @@ from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import Machine, gpus_here
 from slm_toolkit.launch.command_line import check_training
 from slm_toolkit.model.names import check_tokenizer, find_model
+from slm_toolkit.strategy.deepspeed_optimizer import as_flags_say
 from slm_toolkit.strategy.groups import fit_groups, group_options
 from slm_toolkit.strategy.strategy import (
     Strategy,
-    as_flags_say,
     find_strategy,
     is_shipped,
     notes_on,

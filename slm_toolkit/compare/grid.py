@@ -24,10 +24,10 @@ from slm_toolkit.record.run_record import (
     installed_versions,
     run_name_of,
 )
+from slm_toolkit.strategy.deepspeed_optimizer import as_flags_say
 from slm_toolkit.strategy.groups import fit_groups, parallel_problems
 from slm_toolkit.strategy.strategy import (
     Strategy,
-    as_flags_say,
     contradictions,
     find_strategy,
     group_problems,

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
@@ -15,10 +15,10 @@ import yaml
 
 from slm_toolkit.base.user_files import json_of, read_text, yaml_node
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.doctor.finding import Finding, with_value
+from slm_toolkit.doctor.finding import Finding
 from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.strategy.deepspeed_json import KEYS_OF_THE_JSON, deepspeed_config_path
-from slm_toolkit.strategy.settings import ZeroSettings, deepspeed_settings, is_true
+from slm_toolkit.strategy.deepspeed_json import deepspeed_config_path, settings_of_yaml
+from slm_toolkit.strategy.settings import ZeroSettings, deepspeed_settings, is_true, value_at
 from slm_toolkit.strategy.strategy import settings_of, yaml_around
 
 # Host: the GPUs, RAM, network interfaces and packages of this machine, read without importing torch.
@@ -128,12 +128,7 @@ class Case:
         """The JSON's content, or what accelerate builds from the YAML; empty under other engines."""
         if self.has_json or self.engine != "DEEPSPEED":
             return self.files.deepspeed if self.has_json else {}
-        section = {"zero_stage": 2, **self.section("deepspeed_config")}  # accelerate's default
-        content: dict[str, Any] = {}
-        for name, keys in KEYS_OF_THE_JSON.items():
-            if name in section:
-                content = with_value(content, keys, section[name])
-        return content
+        return settings_of_yaml(self.section("deepspeed_config"))
 
     @cached_property
     def zero_settings(self) -> ZeroSettings:
@@ -177,13 +172,6 @@ def is_of_cpus(config: Mapping[str, Any]) -> bool:
     """Return True for a YAML of CPUs; accelerate obeys `use_cpu` under distributed_type NO only."""
     engine = str(config.get("distributed_type") or "NO").upper()
     return engine == "MULTI_CPU" or (engine == "NO" and is_true(config.get("use_cpu")))
-
-
-def value_at(content: Any, keys: Sequence[str]) -> Any:
-    """Return the value at a path of keys; None if it is absent."""
-    for key in keys:
-        content = content.get(key) if isinstance(content, dict) else None
-    return content
 
 
 def as_written(value: object) -> str:

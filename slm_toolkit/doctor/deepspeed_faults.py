@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from slm_toolkit.doctor.case import Case, as_written, is_true, value_at
+from slm_toolkit.doctor.case import Case, as_written, is_true
 from slm_toolkit.doctor.finding import (
     REMOVE,
     Edit,
@@ -15,6 +15,7 @@ from slm_toolkit.doctor.finding import (
 )
 from slm_toolkit.doctor.rule import Rule, faults_by
 from slm_toolkit.strategy.deepspeed_json import KEYS_OF_THE_JSON
+from slm_toolkit.strategy.settings import value_at
 
 ZERO = "zero_optimization"
 OFFLOADED = ("offload_optimizer", "offload_param")

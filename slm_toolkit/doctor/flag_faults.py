@@ -4,28 +4,20 @@ from collections.abc import Iterator
 
 from slm_toolkit.doctor.case import Case
 from slm_toolkit.doctor.deepspeed_faults import in_its_file
-from slm_toolkit.doctor.finding import REMOVE, Finding, in_json
+from slm_toolkit.doctor.finding import REMOVE, Finding, in_json, wrong
 from slm_toolkit.doctor.rule import Rule, faults_by
 from slm_toolkit.hardware.gpus import gpu_of_name
+from slm_toolkit.strategy.strategy import Strategy, json_contradictions
 
 _IN_16_BITS = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "sdpa_flash", "sdpa_cudnn")
-_FLAGS_DECIDE = ", so that the flags decide"
-_REFUSED = "the trainer refuses to start"
-_BY_FLAG = {
-    "train_micro_batch_size_per_gpu": ("micro-batch-differs", "per_device_train_batch_size"),
-    "gradient_accumulation_steps": ("accumulation-differs", "gradient_accumulation_steps"),
-    "gradient_clipping": ("clipping-differs", "max_grad_norm"),
+_DIFFERS = {  # names of the findings by DeepSpeed's key
+    "train_micro_batch_size_per_gpu": "micro-batch-differs",
+    "train_batch_size": "train-batch-differs",
+    "gradient_accumulation_steps": "accumulation-differs",
+    "gradient_clipping": "clipping-differs",
+    "bf16.enabled": "bf16-differs",
+    "fp16.enabled": "fp16-differs",
 }
-
-
-def _differs(case: Case, value: object, expected: object) -> bool:
-    """Return whether DeepSpeed's value differs from the flags'; `--numerics stock` takes DeepSpeed's."""
-    return case.flags.numerics != "stock" and value not in (None, "auto", expected)
-
-
-def _train_batch(case: Case) -> int:
-    flags = case.flags
-    return flags.per_device_train_batch_size * flags.gradient_accumulation_steps * case.num_ranks
 
 
 def _reduces_in(case: Case) -> tuple[str, ...]:
@@ -61,43 +53,6 @@ _RULES = (
 _OF_DEEPSPEED = (
     *(
         Rule(
-            "wrong",
-            name,
-            key,
-            lambda case, value, flag=flag: _differs(case, value, getattr(case.flags, flag)),
-            "auto",
-            sentence=f"{{key}} is {{value}} under DeepSpeed; --{flag} is {{case.flags.{flag}}}",
-            why=_REFUSED,
-            then=_FLAGS_DECIDE,
-        )
-        for key, (name, flag) in _BY_FLAG.items()
-    ),
-    *(
-        Rule(
-            "wrong",
-            f"{dtype}-differs",
-            f"{dtype}.enabled",
-            lambda case, value, dtype=dtype: _differs(case, value, case.flags.computes_in == dtype),
-            "auto",
-            sentence=f"{dtype}.enabled is {{value}}; "
-            "--numerics {case.flags.numerics} computes in {case.flags.computes_in}",
-            why=_REFUSED,
-            then=_FLAGS_DECIDE,
-        )
-        for dtype in ("bf16", "fp16")
-    ),
-    Rule(
-        "wrong",
-        "train-batch-differs",
-        "train_batch_size",
-        lambda case, value: _differs(case, value, _train_batch(case)),
-        "auto",
-        sentence="{key} is {value}, not batch x micro-steps x ranks",
-        why=_REFUSED,
-        then=_FLAGS_DECIDE,
-    ),
-    *(
-        Rule(
             "unwise",
             "communication-dtype-differs",
             key,
@@ -116,5 +71,23 @@ _OF_DEEPSPEED = (
 
 def flag_faults(case: Case) -> Iterator[Finding]:
     yield from faults_by(_RULES, case, vars(case.flags), edit=None)
-    for finding in faults_by(_OF_DEEPSPEED, case, case.deepspeed, edit=in_json):
+    strategy = Strategy(
+        name=case.name,
+        engine="deepspeed",
+        num_processes=case.num_ranks,
+        accelerate_config=case.config,
+        deepspeed_config=case.deepspeed,
+    )
+    differing = json_contradictions(strategy, case.flags, case.num_ranks, strategy.mixed_precision)
+    of_json = [
+        wrong(
+            _DIFFERS[key],
+            sentence,
+            in_json(key, "auto"),
+            why="the trainer refuses to start",
+            then=", so that the flags decide",
+        )
+        for key, sentence in differing.items()
+    ]
+    for finding in (*of_json, *faults_by(_OF_DEEPSPEED, case, case.deepspeed, edit=in_json)):
         yield in_its_file(finding, case)

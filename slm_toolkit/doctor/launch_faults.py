@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from difflib import get_close_matches
 
-from slm_toolkit.doctor.case import Case, is_count, is_of_cpus, value_at
+from slm_toolkit.doctor.case import Case, is_count, is_of_cpus
 from slm_toolkit.doctor.finding import (
     REMOVE,
     Edit,
@@ -13,7 +13,7 @@ from slm_toolkit.doctor.finding import (
 )
 from slm_toolkit.doctor.rule import Rule, faults_by
 from slm_toolkit.strategy.passed_on import refused_of_json, refused_of_yaml
-from slm_toolkit.strategy.settings import is_true
+from slm_toolkit.strategy.settings import is_true, value_at
 from slm_toolkit.strategy.strategy import precision_problem
 
 _SUPPORTED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")

@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slm_toolkit.doctor.case import Case, as_written, value_at
+from slm_toolkit.doctor.case import Case, as_written
 from slm_toolkit.doctor.finding import Edit, Finding, fault
+from slm_toolkit.strategy.settings import value_at
 
 
 @dataclass(frozen=True)

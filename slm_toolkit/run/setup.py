@@ -103,7 +103,8 @@ from slm_toolkit.run.rehearse import (
     stay_in_place,
     tensors_of,
 )
-from slm_toolkit.strategy.strategy import as_flags_say, contradictions, sequences_per_step
+from slm_toolkit.strategy.deepspeed_optimizer import as_flags_say
+from slm_toolkit.strategy.strategy import contradictions, sequences_per_step
 
 
 def deepspeed_estimate_of(
@@ -227,9 +228,7 @@ def _check_request(config: RunConfig) -> _Request:
         has_gpu=torch.cuda.is_available(),
     )
     if problems:
-        in_json = any(" the DeepSpeed JSON says " in sentence for sentence in problems)
-        hint = 'write "auto" in the JSON, so that the flag counts' if in_json else "see --help of the flag"
-        raise ValueError("\n".join(problems) + f"\nhint: {hint}")
+        raise ValueError("\n".join(problems) + "\nhint: see --help of the flag")
     strategy, taken_out = as_flags_say(launch.strategy, config)
     if taken_out is not None:
         _print_on_rank_0(taken_out)

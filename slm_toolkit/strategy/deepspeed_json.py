@@ -6,7 +6,7 @@ from typing import Any
 from slm_toolkit.base.secrets import check_no_secrets
 from slm_toolkit.base.typed_files import converted
 from slm_toolkit.base.user_files import is_file, json_of, read_text, typed_path
-from slm_toolkit.strategy.settings import DeepSpeedSettings
+from slm_toolkit.strategy.settings import DeepSpeedSettings, value_at
 
 # YAML keys that accelerate refuses if the YAML also names a DeepSpeed JSON, and the JSON's keys for the same
 # settings: accelerate 1.15, utils/dataclasses.py, DeepSpeedPlugin.
@@ -47,14 +47,7 @@ def read_deepspeed_config(
     """
     named = section.get("deepspeed_config_file")
     if named is None:  # the YAML itself contains the settings
-        stage = section.get("zero_stage", 2)  # accelerate's default
-        config: dict[str, Any] = {"zero_optimization": {"stage": stage}}
-        for key in ("gradient_accumulation_steps", "gradient_clipping"):
-            if key in section:
-                config[key] = section[key]
-        for key in ("offload_optimizer", "offload_param"):
-            if section.get(f"{key}_device", "none") != "none":
-                config["zero_optimization"][key] = {"device": section[f"{key}_device"]}
+        config = settings_of_yaml(section)
         _check_types(config, path)
         return config
     json_path = deepspeed_config_path(str(named), path)
@@ -63,7 +56,8 @@ def read_deepspeed_config(
             f"{path}: deepspeed_config_file {named!r} not found in this folder or near the YAML\n"
             "hint: `slm configs --copy DIR` writes both folders"
         )
-    config = _read_json(json_path) if content is None else content
+    hint = "compare with ds_configs/zero2.json"
+    config = json_of(read_text(json_path, hint=hint), json_path, hint=hint) if content is None else content
     _check_types(config, json_path)
     check_no_secrets(config, json_path)
     if problems := _set_twice(section, config, path, json_path, mixed_precision):
@@ -74,9 +68,16 @@ def read_deepspeed_config(
     return config
 
 
-def _read_json(path: Path) -> Any:
-    hint = "compare with ds_configs/zero2.json"
-    return json_of(read_text(path, hint=hint), path, hint=hint)
+def settings_of_yaml(section: dict[str, Any]) -> dict[str, Any]:
+    """Return the DeepSpeed settings that accelerate makes of a YAML that names no JSON."""
+    config: dict[str, Any] = {"zero_optimization": {"stage": 2}}  # accelerate's default
+    for name, (*above, key) in KEYS_OF_THE_JSON.items():
+        if name in section:
+            content = config
+            for part in above:
+                content = content.setdefault(part, {})
+            content[key] = section[name]
+    return config
 
 
 def _set_twice(
@@ -85,17 +86,12 @@ def _set_twice(
     problems = []
     if mixed_precision is not None:
         problems.append(f"{path}: mixed_precision {mixed_precision!r} together with {json_path.name}")
-    for key, json_keys in KEYS_OF_THE_JSON.items():
-        if key not in section:
-            continue
-        value: Any = config
-        for json_key in json_keys:
-            value = value.get(json_key) if isinstance(value, dict) else None
-        problems.append(
-            f"{path}: {key} {section[key]!r} contradicts {json_path.name}, "
-            f"where {'.'.join(json_keys)} is {value!r}"
-        )
-    return problems
+    return problems + [
+        f"{path}: {key} {section[key]!r} contradicts {json_path.name}, "
+        f"where {'.'.join(json_keys)} is {value_at(config, json_keys)!r}"
+        for key, json_keys in KEYS_OF_THE_JSON.items()
+        if key in section
+    ]
 
 
 def _check_types(config: Any, path: Path) -> None:

@@ -1,5 +1,7 @@
 """Remove the optimizer and scheduler from a DeepSpeed JSON, because the script's flags decide both."""
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 from slm_toolkit.config.run_config import RunConfig
@@ -15,17 +17,16 @@ _FLAGS = {  # a key of `params`: the equivalent flags
 }
 _REQUIRED = {"adam_w_mode": True, "bias_correction": True, "amsgrad": False}
 "optimizer keys, with the only value that matches the script's AdamW"
-_CHANGES_NOTHING = ("torch_adam",)  # selects one of two implementations
 
 
 def optimizer_problems(deepspeed: dict[str, Any], config: RunConfig) -> list[str]:
     """Return why the flags can't replace the optimizer and scheduler sections; empty if they can."""
-    problems = []
-    for name in _SECTIONS:
-        content = deepspeed.get(name) or {}
-        params = content.get("params") or {} if isinstance(content, dict) else content
-        if not isinstance(params, dict):
-            problems.append(f"the DeepSpeed JSON's {name} is {deepspeed[name]!r}, not settings: remove it")
+    problems = [
+        f"the DeepSpeed JSON's {name} is {content!r}, not settings: remove it"
+        for name in _SECTIONS
+        if (content := deepspeed.get(name))
+        and not (isinstance(content, dict) and isinstance(content.get("params") or {}, dict))
+    ]
     section = deepspeed.get("optimizer")
     if problems or not section:
         return problems
@@ -35,13 +36,12 @@ def optimizer_problems(deepspeed: dict[str, Any], config: RunConfig) -> list[str
             "remove the section, or leave out --numerics stock"
         ]
     kind, params = str(section.get("type")), section.get("params") or {}
-    if kind.lower() == "muon":
-        return [f"the DeepSpeed JSON's optimizer is {kind}: remove the section, and give --optim muon"]
     if kind.lower() not in ("adam", "adamw"):
         return [
-            f"the DeepSpeed JSON's optimizer is {kind}, but the script has AdamW and Muon: remove the section"
+            f"the DeepSpeed JSON's optimizer is {kind}, but the script has AdamW and Muon: remove the "
+            "section, and choose with --optim"
         ]
-    known = (*_FLAGS, *_REQUIRED, *_CHANGES_NOTHING)
+    known = (*_FLAGS, *_REQUIRED, "torch_adam")  # torch_adam selects one of two implementations
     return [
         f"the DeepSpeed JSON's optimizer has {key} {value!r}, which the script's AdamW can't do: remove it"
         for key, value in params.items()
@@ -49,43 +49,29 @@ def optimizer_problems(deepspeed: dict[str, Any], config: RunConfig) -> list[str
     ]
 
 
-def without_optimizer(
-    deepspeed: dict[str, Any], config: RunConfig, *, name: str
-) -> tuple[dict[str, Any], str | None]:
-    """Return the DeepSpeed settings without optimizer and scheduler, and a line; None if there is neither.
+def as_flags_say(strategy: Any, config: RunConfig) -> tuple[Any, str | None]:
+    """Return a Strategy without its JSON's optimizer and scheduler, and a line that names what was removed.
 
-    The line names what was removed from the JSON called `name`, and the flags that are used instead.
+    The script creates the optimizer and sets the learning rate from its flags; the line has the JSON's values
+    that differ. It is None if the JSON has neither section.
     """
-    removed = {section: deepspeed[section] for section in _SECTIONS if section in deepspeed}
+    deepspeed = strategy.deepspeed_config or {}
+    removed = {section: deepspeed[section] or {} for section in _SECTIONS if section in deepspeed}
     if not removed:
-        return deepspeed, None
-    json_flags: dict[str, str] = {}
-    described = []
-    for section, content in removed.items():
-        words = [section, str((content or {}).get("type", ""))]
-        params = (content or {}).get("params") or {}
-        values = {key: value for key, value in params.items() if value != "auto"}
-        words.append(", ".join(_described(key, value, config, json_flags) for key, value in values.items()))
-        words.append('(all "auto")' * (bool(params) and not values))
-        described.append(" ".join(filter(None, words)))
-    line = f"note: removed from {name}: {'; '.join(described)}. The flags decide for all strategies: "
-    used = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "warmup_steps")
-    line += " ".join(f"--{flag} {getattr(config, flag):g}" for flag in used)
-    line += f" --lr_scheduler_type {config.lr_scheduler_type}" * ("scheduler" in removed)
-    if json_flags:
-        line += f". The JSON's values: {' '.join(f'--{flag} {value}' for flag, value in json_flags.items())}"
-    return {key: value for key, value in deepspeed.items() if key not in removed}, line
-
-
-def _described(key: str, value: Any, config: RunConfig, json_flags: dict[str, str]) -> str:
-    """Return `lr 5e-05 (--learning_rate 0.0003 is used)`; add the JSON's value to `json_flags`."""
-    flags = _FLAGS.get(key, ())
-    values = value if isinstance(value, list) else [value]
-    if len(values) != len(flags):
-        return f"{key} {value}"
-    differing = {
-        flag: number for flag, number in zip(flags, values, strict=True) if getattr(config, flag) != number
-    }
-    json_flags.update({flag: str(number) for flag, number in differing.items()})
-    used = " ".join(f"--{flag} {getattr(config, flag):g}" for flag in differing)
-    return f"{key} {value}" + f" ({used} is used)" * bool(differing)
+        return strategy, None
+    differing = [
+        f"--{flag} {number}"
+        for content in removed.values()
+        for key, value in (content.get("params") or {}).items()
+        for flag, number in zip(
+            _FLAGS.get(key, ()), value if isinstance(value, list) else [value], strict=False
+        )
+        if number not in ("auto", getattr(config, flag))
+    ]
+    kinds = ", ".join(f"{section} {content.get('type', '')}".strip() for section, content in removed.items())
+    name = Path(strategy.deepspeed_config_file or strategy.path or strategy.name).name
+    line = f"note: removed from {name}: {kinds}. The flags decide for all strategies"
+    if differing:
+        line += f". The JSON's values: {' '.join(differing)}"
+    kept = {key: value for key, value in deepspeed.items() if key not in removed}
+    return dataclasses.replace(strategy, deepspeed_config=kept), line

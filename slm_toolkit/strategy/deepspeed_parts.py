@@ -8,27 +8,17 @@ runtime/tensor_parallel. None was tried on a GPU.
 from collections.abc import Mapping
 from typing import Any
 
-_COMPILE = (
-    "DeepCompile begins when a script calls engine.compile(), and slm_toolkit does not call it, so nothing "
-    "would be compiled: remove it; --torch_compile compiles the layers"
-)
-_AUTO_TP = (
-    "slm_toolkit does not run tensor parallelism, and would count the tokens of a group once per rank: "
-    "remove it; --sp_size shares sequences"
-)
-_ZENFLOW = (
-    "ZenFlow applies most gradients some steps later, so its losses are not those of other strategies: "
-    "remove it; without it, this is ZeRO-Offload"
-)
-_SUPER_OFFLOAD = (
-    "SuperOffload has an AdamW of its own on the host and needs an NVIDIA GPU; nobody has run it here: "
-    "remove it; without it, this is ZeRO-Offload"
-)
+from slm_toolkit.strategy.settings import value_at
+
 _PARTS = {
-    "compile.deepcompile": _COMPILE,
-    "tensor_parallel.autotp_size": _AUTO_TP,
-    "zero_optimization.zenflow": _ZENFLOW,
-    "zero_optimization.offload_optimizer.super_offload": _SUPER_OFFLOAD,
+    "compile.deepcompile": "DeepCompile begins when a script calls engine.compile(), and slm_toolkit does "
+    "not call it, so nothing would be compiled: remove it; --torch_compile compiles the layers",
+    "tensor_parallel.autotp_size": "slm_toolkit does not run tensor parallelism, and would count the tokens "
+    "of a group once per rank: remove it; --sp_size shares sequences",
+    "zero_optimization.zenflow": "ZenFlow applies most gradients some steps later, so its losses are not "
+    "those of other strategies: remove it; without it, this is ZeRO-Offload",
+    "zero_optimization.offload_optimizer.super_offload": "SuperOffload has an AdamW of its own on the host "
+    "and needs an NVIDIA GPU; nobody has run it here: remove it; without it, this is ZeRO-Offload",
 }
 "reasons by path in the JSON"
 
@@ -38,14 +28,8 @@ def part_problems(deepspeed: Mapping[str, Any]) -> list[str]:
     return [
         f"the DeepSpeed JSON has {path}: {why}"
         for path, why in _PARTS.items()
-        if _is_on(_value_at(deepspeed, path))
+        if _is_on(value_at(deepspeed, path.split(".")))
     ]
-
-
-def _value_at(settings: Any, path: str) -> Any:
-    for key in path.split("."):
-        settings = settings.get(key) if isinstance(settings, Mapping) else None
-    return settings
 
 
 def _is_on(value: Any) -> bool:

@@ -133,13 +133,14 @@ def _with_sizes(strategy: Strategy, sizes: Mapping[str, int]) -> Strategy:
 
 # The shipped YAMLs: their text for several machines, and the default strategies of a command.
 
-_SETTING = re.compile(r"( *)(\w+): [^#]*?( #.*)?")
-_LAUNCH = re.compile(r"#   accelerate launch --config_file (\S+) -m slm_toolkit.train")
-_SHORT_FORM = "#   slm train --strategy "
-_LAUNCH_ON_MACHINES = """\
+_ADDED = {  # lines of a shipped file, and their text for several machines
+    r"machine_rank:.*\n|#   slm train --strategy .*\n": "",  # the command gives the rank
+    r"#   accelerate launch (--config_file \S+) -m slm_toolkit.train": """\
 # Run this on each of {num} machines, with its own --machine_rank (0 to {last}); ADDRESS is machine 0's:
-#   slm launch --config_file {file} --machine_rank 0 --main_process_ip ADDRESS -m slm_toolkit.train"""
-_STANDARD = "  deepspeed_multinode_launcher: standard # each machine starts its own ranks (default: pdsh)"
+#   slm launch \\1 --machine_rank 0 --main_process_ip ADDRESS -m slm_toolkit.train""",
+    r"  deepspeed_config_file: .*": "\\g<0>\n  deepspeed_multinode_launcher: standard "
+    "# each machine starts its own ranks (default: pdsh)",
+}
 
 
 def text_for_machines(source: Path, *, num_machines: int, gpus_per_node: int) -> str:
@@ -153,19 +154,11 @@ def text_for_machines(source: Path, *, num_machines: int, gpus_per_node: int) ->
     num_ranks = num_machines * gpus_per_node
     strategy = fit_groups(on_nodes(shipped, num_machines), num_ranks=num_ranks, ranks_per_node=gpus_per_node)
     values = {"num_machines": num_machines, "num_processes": num_ranks, **group_sizes(strategy)}
-    lines = []
-    for line in text.splitlines():
-        setting = _SETTING.fullmatch(line)
-        name = setting[2] if setting else None
-        if launch := _LAUNCH.fullmatch(line):
-            lines.append(_LAUNCH_ON_MACHINES.format(num=num_machines, last=num_machines - 1, file=launch[1]))
-        elif name in values:
-            lines.append(f"{setting[1]}{name}: {values[name]}{setting[3] or ''}")
-        elif name == "deepspeed_config_file":
-            lines += [line, _STANDARD]
-        elif name != "machine_rank" and not line.startswith(_SHORT_FORM):  # the command gives the rank
-            lines.append(line)
-    return "\n".join(lines) + "\n"
+    written = {rf"( *{name}:) \w+": rf"\1 {value}" for name, value in values.items()}
+    for pattern, replacement in (*written.items(), *_ADDED.items()):
+        line = replacement.format(num=num_machines, last=num_machines - 1)
+        text = re.sub(f"^(?:{pattern})", line, text, flags=re.MULTILINE)
+    return text
 
 
 def help_of_strategies() -> str:

@@ -3,7 +3,7 @@
 Nothing here raises an error: other modules check the files. A value that is not valid counts as absent.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -31,7 +31,6 @@ class OptimizerOffload(msgspec.Struct, frozen=True):
     ratio: Annotated[float, Meta(ge=0, le=1)] | None = 1.0
     "the fraction of the optimizer state that is offloaded"
     buffer_count: NonNegative | None = 4
-    buffer_size: NonNegative | None = None
 
 
 class ParameterOffload(msgspec.Struct, frozen=True):
@@ -170,24 +169,31 @@ def _is_of_type(value: object, kind: Any) -> bool:
 
 def fsdp_settings(section: Mapping[str, Any]) -> FsdpSettings:
     """Parse a YAML's fsdp_config."""
-    names = FSDP1_SHARDING_STRATEGIES
-    name_of = {str(number): name for number, name in enumerate(names, 1)} | {name: name for name in names}
     # fsdp_reshard_after_forward is FSDP2's key; under FSDP1 accelerate reads it as the sharding strategy
-    strategy = section.get("fsdp_sharding_strategy", section.get("fsdp_reshard_after_forward", names[0]))
+    strategy = section.get("fsdp_sharding_strategy", section.get("fsdp_reshard_after_forward", "FULL_SHARD"))
     return FsdpSettings(
-        sharding_strategy=name_of.get(str(strategy).upper(), strategy),
+        sharding_strategy=_name_of(strategy, FSDP1_SHARDING_STRATEGIES),
         offloads_params=is_true(section.get("fsdp_offload_params")),
         auto_wrap_policy=str(section.get("fsdp_auto_wrap_policy", FsdpSettings.auto_wrap_policy)),
         activation_checkpointing=is_true(section.get("fsdp_activation_checkpointing")),
-        backward_prefetch=_prefetch_of(section.get("fsdp_backward_prefetch")),
+        backward_prefetch=_name_of(
+            section.get("fsdp_backward_prefetch") or FsdpSettings.backward_prefetch,
+            ("BACKWARD_PRE", "BACKWARD_POST"),
+        ),
     )
 
 
-def _prefetch_of(value: object) -> str:
-    """Return the name of accelerate's fsdp_backward_prefetch, which may be a number of torch's enum."""
-    names = {"1": "BACKWARD_PRE", "2": "BACKWARD_POST"}
-    word = str(value or FsdpSettings.backward_prefetch).upper()
-    return names.get(word, word)
+def _name_of(value: Any, names: tuple[str, ...]) -> Any:
+    """Return the name of a member of torch's enum, of which a YAML may have the number, from 1."""
+    word = str(value).upper()
+    return word if word in names else dict(zip("12345", names, strict=False)).get(word, value)
+
+
+def value_at(content: Any, keys: Iterable[str]) -> Any:
+    """Return the value at a path of keys; None if it is absent."""
+    for key in keys:
+        content = content.get(key) if isinstance(content, Mapping) else None
+    return content
 
 
 def is_true(value: object) -> bool:

@@ -41,12 +41,10 @@ class Sharding:
 
     def problems(self, *, num_gpus: int, gpus_per_node: int) -> list[str]:
         """Return a sentence for each group size that does not divide the number of GPUs."""
-        problems = []
         ranks = self.ranks_of_a_copy(num_gpus=num_gpus, gpus_per_node=gpus_per_node)
-        if self.num_copies is not None:
-            sizes = {"dp_replicate_size": self.num_copies, "dp_shard_size": ranks}
-            if product_problem(sizes, num_gpus):
-                problems.append(f"{shown_sizes(sizes)} with --num_gpus {num_gpus}")
+        sizes = {"dp_replicate_size": self.num_copies or 1, "dp_shard_size": ranks}
+        problem = product_problem(sizes, num_gpus) if self.num_copies else None
+        problems = [problem] if problem else []
         if num_gpus % self.secondary_ranks:
             problems.append(f"zero_hpz_partition_size {self.secondary_ranks} with --num_gpus {num_gpus}")
         return problems
@@ -64,8 +62,5 @@ def product_problem(sizes: Mapping[str, int], num_ranks: int) -> str | None:
     """
     if math.prod(sizes.values()) in (1, num_ranks) or sizes.get("sp_size", 1) > 1:
         return None
-    return f"{shown_sizes(sizes)} with {num_ranks} ranks"
-
-
-def shown_sizes(sizes: Mapping[str, int]) -> str:
-    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    shown = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    return f"{shown} with {num_ranks} ranks"

@@ -17,7 +17,7 @@ from slm_toolkit.base.user_files import check_name, is_file, json_of, read_text,
 from slm_toolkit.config.flag_metadata import strategy_problems
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.strategy.deepspeed_json import is_deepspeed_config, read_deepspeed_config
-from slm_toolkit.strategy.deepspeed_optimizer import optimizer_problems, without_optimizer
+from slm_toolkit.strategy.deepspeed_optimizer import optimizer_problems
 from slm_toolkit.strategy.deepspeed_parts import part_problems
 from slm_toolkit.strategy.passed_on import refused_of_json, refused_of_yaml
 from slm_toolkit.strategy.settings import (
@@ -26,6 +26,7 @@ from slm_toolkit.strategy.settings import (
     deepspeed_settings,
     fsdp_settings,
     is_true,
+    value_at,
 )
 from slm_toolkit.strategy.sharding import Sharding, parallel_sizes
 
@@ -148,32 +149,30 @@ class Strategy:
         """The placement of the training state."""
         if self.deepspeed:
             zero = self.deepspeed.zero_optimization
-            if zero.stage != 3:
-                return Sharding(optimizer_device=zero.offload_optimizer.device)
-            return Sharding(
-                optimizer_device=zero.offload_optimizer.device,
-                parameter_device=zero.offload_param.device,
-                secondary_ranks=1 if zero.zero_hpz_partition_size == "auto" else zero.zero_hpz_partition_size,
+            hpz = zero.zero_hpz_partition_size
+            in_stage_3 = {
+                "parameter_device": zero.offload_param.device,
+                "secondary_ranks": 1 if hpz == "auto" else hpz,
                 # accelerate's default is true at stage 3
-                zero_init=is_true(self._section("deepspeed_config").get("zero3_init_flag", True)),
+                "zero_init": is_true(self._section("deepspeed_config").get("zero3_init_flag", True)),
+            }
+            return Sharding(
+                optimizer_device=zero.offload_optimizer.device, **(in_stage_3 if self.is_zero_3 else {})
             )
         if self.fsdp is None:
             return Sharding()
         device = "cpu" if self.fsdp.offloads_params else "none"
-        if self.is_fsdp1:
-            return Sharding(
-                reshard_after_forward=self.fsdp.reshards,
-                optimizer_device=device,
-                parameter_device=device,
-                node_holds_copy="HYBRID" in str(self.fsdp.sharding_strategy),
-            )
         copies, ranks = self.parallel_sizes["dp_replicate_size"], self.parallel_sizes["dp_shard_size"]
+        is_grouped = self.is_fsdp2 and ranks > 1
         return Sharding(
-            reshard_after_forward=self.reshard_after_forward is not False,
+            reshard_after_forward=(
+                self.fsdp.reshards if self.is_fsdp1 else self.reshard_after_forward is not False
+            ),
             optimizer_device=device,
             parameter_device=device,
-            copy_ranks=ranks if ranks > 1 else None,
-            num_copies=copies if ranks > 1 else None,
+            node_holds_copy=self.is_fsdp1 and "HYBRID" in str(self.fsdp.sharding_strategy),
+            copy_ranks=ranks if is_grouped else None,
+            num_copies=copies if is_grouped else None,
         )
 
     @property
@@ -184,19 +183,13 @@ class Strategy:
     @property
     def sharded_parts(self) -> tuple[str, ...]:
         """The parts of the training state of which a rank keeps only its shard between two steps."""
-        if self.is_fsdp or self.zero_stage == 3:
-            return ("parameters", "gradients", "master_weights", "optimizer")
-        if self.zero_stage == 2:
-            return ("gradients", "master_weights", "optimizer")
-        return ("master_weights", "optimizer") if self.zero_stage == 1 else ()
+        stage = 3 if self.is_fsdp else self.zero_stage
+        return ("parameters", "gradients", "master_weights", "optimizer")[3 - stage :] if stage else ()
 
     @property
     def offloads(self) -> bool:
         """Whether part of the training state is offloaded to the host's RAM or disk."""
-        if self.deepspeed:
-            zero = self.deepspeed.zero_optimization
-            return (zero.offload_optimizer.device, zero.offload_param.device) != ("none", "none")
-        return self.fsdp is not None and self.fsdp.offloads_params
+        return (self.sharding.optimizer_device, self.sharding.parameter_device) != ("none", "none")
 
     @property
     def simplicity(self) -> int:
@@ -211,7 +204,7 @@ class Strategy:
         if self.is_replicated:
             return 0 if self.is_single else 1
         if self.is_deepspeed:
-            return {0: 1, 1: 2, 2: 4, 3: 7}[self.zero_stage]
+            return (1, 2, 4, 7)[self.zero_stage]
         if not self.sharding.reshard_after_forward:
             return 3
         return 6 if self.sharding.is_hybrid else 5
@@ -227,7 +220,7 @@ class Strategy:
         config = self.accelerate_config or {}
         if (precision := config.get("mixed_precision")) is not None:
             return "no" if precision is False else str(precision).lower()  # YAML: unquoted no is false
-        in_json = ((self.deepspeed_config or {}).get("fp16") or {}).get("enabled") is True
+        in_json = value_at(self.deepspeed_config, ("fp16", "enabled")) is True
         return "fp16" if config.get("fp16") or in_json else None  # `fp16` is accelerate's older key
 
     @property
@@ -275,15 +268,15 @@ def copy_configs(target: Path, texts: dict[Path, str] | None = None) -> list[Pat
     Raises ValueError if a file exists already.
     """
     texts = texts or {source: source.read_text() for source in shipped_files()}
-    copies = {source: target / source.parent.name / source.name for source in texts}
-    if present := [str(copy) for copy in copies.values() if copy.exists()]:
+    copies = {target / source.parent.name / source.name: text for source, text in texts.items()}
+    if present := [str(copy) for copy in copies if copy.exists()]:
         raise ValueError(
             f"{present[0]} exists ({len(present)} of the files exist)\nhint: give an empty folder to --copy"
         )
-    for source, copy in copies.items():
+    for copy, text in copies.items():
         copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_text(texts[source])
-    return list(copies.values())
+        copy.write_text(text)
+    return list(copies)
 
 
 def find_strategy(name_or_path: str) -> Strategy:
@@ -351,65 +344,69 @@ def strategy_of(config: dict[str, Any], path: Path, deepspeed: dict[str, Any] | 
     if "distributed_type" not in config:
         raise ValueError(_no_accelerate_config(config, path))
     distributed_type = str(config["distributed_type"]).upper()
-    num_processes = config.get("num_processes", 1)
-    if not isinstance(num_processes, int) or isinstance(num_processes, bool) or num_processes < 1:
-        raise ValueError(
-            f"{path}: num_processes is {num_processes!r}\nhint: write a whole number of at least 1"
-        )
     check_sections(config, path)
     check_no_secrets(config, path)
-    common = {
-        "name": path.stem,
-        "num_processes": num_processes,
-        "path": str(path),
-        "accelerate_config": config,
-    }
+    settings: dict[str, Any] = {}
     if distributed_type in ("NO", "MULTI_CPU", "MULTI_GPU"):
-        return Strategy(engine="single" if distributed_type == "NO" else "ddp", **common)
-    if distributed_type == "FSDP":
-        fsdp = _mapping(config, "fsdp_config", path)
-        if str(fsdp.get("fsdp_version", 1)) != "2":  # accelerate's default is FSDP1
-            return Strategy(engine="fsdp1", **common)
+        engine = "single" if distributed_type == "NO" else "ddp"
+    elif distributed_type == "FSDP":
+        fsdp = config.get("fsdp_config") or {}
+        engine = "fsdp2" if str(fsdp.get("fsdp_version", 1)) == "2" else "fsdp1"  # accelerate's default
         reshard = fsdp.get("fsdp_reshard_after_forward", True)
-        if str(reshard).lower() not in ("true", "false"):
-            raise ValueError(
-                f"{path}: fsdp_reshard_after_forward is {reshard!r}\nhint: FSDP2 accepts true or false"
-            )
-        return Strategy(engine="fsdp2", reshard_after_forward=str(reshard).lower() == "true", **common)
-    if distributed_type == "DEEPSPEED":
+        if engine == "fsdp2":
+            if str(reshard).lower() not in ("true", "false"):
+                raise ValueError(
+                    f"{path}: fsdp_reshard_after_forward is {reshard!r}\nhint: FSDP2 accepts true or false"
+                )
+            settings = {"reshard_after_forward": is_true(reshard)}
+    elif distributed_type == "DEEPSPEED":
+        engine = "deepspeed"
         deepspeed = read_deepspeed_config(
-            _mapping(config, "deepspeed_config", path),
+            config.get("deepspeed_config") or {},
             path,
             mixed_precision=config.get("mixed_precision"),
             content=deepspeed,
         )
         stage = deepspeed.get("zero_optimization", {}).get("stage", 0)
-        if stage not in (0, 1, 2, 3) or not isinstance(stage, int) or isinstance(stage, bool):
+        if type(stage) is not int or not 0 <= stage <= 3:
             raise ValueError(
                 f"{path}: ZeRO stage is {stage!r}\nhint: set zero_optimization.stage to 0, 1, 2 or 3"
             )
-        return Strategy(engine="deepspeed", zero_stage=stage, deepspeed_config=deepspeed, **common)
-    raise ValueError(
-        f"{path}: distributed_type {distributed_type!r} is not supported\n"
-        "hint: use NO, MULTI_GPU, FSDP or DEEPSPEED"
+        settings = {"zero_stage": stage, "deepspeed_config": deepspeed}
+    else:
+        raise ValueError(
+            f"{path}: distributed_type {distributed_type!r} is not supported\n"
+            "hint: use NO, MULTI_GPU, FSDP or DEEPSPEED"
+        )
+    return Strategy(
+        path.stem,
+        engine,
+        config.get("num_processes", 1),
+        path=str(path),
+        accelerate_config=config,
+        **settings,
     )
 
 
 def check_passed_on(strategy: Strategy) -> None:
     """Raise one ValueError with all settings that are not passed on to accelerate or DeepSpeed."""
-    in_yaml, in_json = strategy.accelerate_config or {}, strategy.deepspeed_config or {}
-    json_file = strategy.deepspeed_config_file or strategy.path
-    refused = [(strategy.path, setting) for setting in refused_of_yaml(in_yaml)]
-    refused += [(json_file, setting) for setting in refused_of_json(in_json)]
-    if not refused:
-        return
-    lines = [
-        f"{file}: {setting.sentence}: {setting.why}. Change: {setting.change}" for file, setting in refused
+    refused = [
+        (strategy.path, refused_of_yaml(strategy.accelerate_config or {})),
+        (
+            strategy.deepspeed_config_file or strategy.path,
+            refused_of_json(strategy.deepspeed_config or {}),
+        ),
     ]
-    raise ValueError(
-        "\n".join(lines) + "\nhint: nothing is launched with such settings; "
-        f"`slm doctor --strategy {strategy.path} --fix DIR` writes corrected copies"
-    )
+    lines = [
+        f"{file}: {setting.sentence}: {setting.why}. Change: {setting.change}"
+        for file, settings in refused
+        for setting in settings
+    ]
+    if lines:
+        raise ValueError(
+            "\n".join(lines) + "\nhint: nothing is launched with such settings; "
+            f"`slm doctor --strategy {strategy.path} --fix DIR` writes corrected copies"
+        )
 
 
 def check_one_machine(strategies: Iterable[Strategy]) -> None:
@@ -436,17 +433,6 @@ def write_resolved(strategy: Strategy, folder: Path, num_processes: int) -> Path
     yaml_path = folder.resolve() / f"{strategy.name}.yaml"
     write_new(yaml_path, yaml.safe_dump(config, sort_keys=False))
     return yaml_path
-
-
-def as_flags_say(strategy: Strategy, config: RunConfig) -> tuple[Strategy, str | None]:
-    """Return the strategy without its JSON's optimizer and scheduler, and a line that names what was removed.
-
-    The script creates the optimizer and sets the learning rate from its flags. The line is None if the JSON
-    has neither section.
-    """
-    name = strategy.deepspeed_config_file or strategy.path or strategy.name
-    deepspeed, line = without_optimizer(strategy.deepspeed_config or {}, config, name=Path(name).name)
-    return (strategy if line is None else dataclasses.replace(strategy, deepspeed_config=deepspeed)), line
 
 
 def config_options(path: str) -> list[str]:
@@ -520,62 +506,61 @@ def contradictions(
     mixed_precision: str | None = None,
     has_gpu: bool = True,
 ) -> list[str]:
-    """Return a sentence for each setting of a strategy that contradicts the flags; "auto" never does.
+    """Return a sentence for each setting of a strategy that contradicts the flags.
 
-    Under `--numerics stock` the JSON's clipping and accumulation apply, as in a user's own script, and are
-    not checked. `num_processes`: number of ranks; None: the JSON's `train_batch_size` is not checked.
+    `num_processes`: number of ranks; None: the JSON's `train_batch_size` is not checked.
     `mixed_precision`: the value of the launcher's option or variable; None: the files' value applies.
     """
     deepspeed = strategy.deepspeed_config or {}
-    flags = {"train_micro_batch_size_per_gpu": "per_device_train_batch_size"}
-    if config.numerics != "stock":
-        flags["gradient_accumulation_steps"] = "gradient_accumulation_steps"
-        flags["gradient_clipping"] = "max_grad_norm"
-    problems = [
-        f"{strategy.path}: the DeepSpeed JSON says {key} {deepspeed[key]}, "
-        f"--{flag} says {getattr(config, flag)}"
-        for key, flag in flags.items()
-        if deepspeed.get(key, "auto") not in ("auto", getattr(config, flag))
-    ]
-    of_json = [*part_problems(deepspeed), *optimizer_problems(deepspeed, config)]
-    problems += [f"{strategy.path}: {problem}" for problem in of_json]
-    steps = config.gradient_accumulation_steps
-    if config.numerics == "stock" and strategy.deepspeed is not None:
-        steps = strategy.deepspeed.num_micro_steps or steps
-    batch, total = config.per_device_train_batch_size, deepspeed.get("train_batch_size", "auto")
-    if num_processes is not None and total not in ("auto", None, batch * steps * num_processes):
-        problems.append(
-            f"{strategy.path}: the DeepSpeed JSON says train_batch_size {total}, the flags give {batch} x "
-            f"{steps} micro-steps x {num_processes} processes"
-        )
-    problems += [] if num_processes is None else group_problems(config, num_processes)
     precision = mixed_precision or strategy.mixed_precision
+    in_json = json_contradictions(strategy, config, num_processes, precision)
+    problems = []
     if problem := precision_problem(precision, config, has_gpu=has_gpu):
-        of_files = precision == strategy.mixed_precision
-        source = strategy.path or strategy.name if of_files else "accelerate's --mixed_precision"
-        problems.append(f"{source}: {problem}")
-    needs_bf16 = config.computes_in == "bf16" and precision != "fp16"
-    enabled = (deepspeed.get("bf16") or {}).get("enabled", "auto")
-    if enabled not in ("auto", needs_bf16) and not (enabled is False and precision == "fp16"):
-        problems.append(
-            f"{strategy.path}: the DeepSpeed JSON says bf16.enabled {str(enabled).lower()}, "
-            f"--numerics {config.numerics} needs {str(needs_bf16).lower()}"
-        )
-    in_fp16 = (deepspeed.get("fp16") or {}).get("enabled", "auto")
-    if config.numerics == "fp16" and in_fp16 not in ("auto", True):
-        problems.append(
-            f"{strategy.path}: the DeepSpeed JSON says fp16.enabled {str(in_fp16).lower()}, "
-            "--numerics fp16 needs true"
-        )
-    where = strategy.path or strategy.name
-    problems += [f"{where}: {problem}" for problem in strategy_problems(config, strategy)]
-    if config.reduces_in_fp32 and strategy.zero_stage == 0:
-        problems.append(f"{where}: --reduce_dtype fp32: ZeRO-0 has no such option: remove it from --strategy")
-    if config.reduces_in_fp32 and config.numerics == "pure_bf16" and strategy.zero_stage == 1:
-        problems.append(
-            f"{where}: --numerics pure_bf16 with gradients in fp32: ZeRO-1 then has fp32 master weights"
-        )
-    return problems
+        in_json.pop("fp16.enabled", None)  # the same problem
+        source = "" if precision == strategy.mixed_precision else "accelerate's --mixed_precision: "
+        problems.append(source + problem)
+    problems += [f'{sentence}: write "auto", so that the flags decide' for sentence in in_json.values()]
+    problems += [*part_problems(deepspeed), *optimizer_problems(deepspeed, config)]
+    problems += [] if num_processes is None else group_problems(config, num_processes)
+    problems += strategy_problems(config, strategy)
+    if config.reduces_in_fp32 and strategy.is_zero_0:
+        problems.append("--reduce_dtype fp32: ZeRO-0 has no such option: remove it from --strategy")
+    if config.reduces_in_fp32 and config.numerics == "pure_bf16" and strategy.is_zero_1:
+        problems.append("--numerics pure_bf16 with gradients in fp32: ZeRO-1 then has fp32 master weights")
+    return [f"{strategy.path or strategy.name}: {problem}" for problem in problems]
+
+
+def json_contradictions(
+    strategy: Strategy, config: RunConfig, num_ranks: int | None, precision: str | None
+) -> dict[str, str]:
+    """Return a sentence for each DeepSpeed key whose value contradicts the flags; "auto" never does.
+
+    Under `--numerics stock` the JSON's clipping and accumulation apply, as in a user's own script.
+    """
+    batch, numerics = config.per_device_train_batch_size, f"--numerics {config.numerics}"
+    in_bf16 = config.computes_in == "bf16" and precision != "fp16"
+    expected = {
+        "train_micro_batch_size_per_gpu": ("--per_device_train_batch_size", batch),
+        "bf16.enabled": (numerics, in_bf16),
+    }
+    if config.numerics != "stock":
+        expected |= {
+            "gradient_accumulation_steps": (
+                "--gradient_accumulation_steps",
+                config.gradient_accumulation_steps,
+            ),
+            "gradient_clipping": ("--max_grad_norm", config.max_grad_norm),
+            "fp16.enabled": (numerics, config.computes_in == "fp16"),
+        }
+    if num_ranks is not None:
+        product = batch * micro_steps(strategy, config) * num_ranks
+        expected["train_batch_size"] = ("batch x micro-steps x ranks", product)
+    values = {key: value_at(strategy.deepspeed_config, key.split(".")) for key in expected}
+    return {
+        key: f"DeepSpeed's settings have {key} {str(values[key]).lower()}, {source} says {str(right).lower()}"
+        for key, (source, right) in expected.items()
+        if values[key] not in (None, "auto", right)
+    }
 
 
 def group_problems(config: RunConfig, num_ranks: int) -> list[str]:
@@ -625,19 +610,17 @@ def settings_of(text: str, path: Path) -> dict[str, Any]:
 def check_sections(config: dict[str, Any], path: Path) -> None:
     """Raise ValueError if a section is not a mapping, or a number of machines or ranks is not valid."""
     for key in ("fsdp_config", "deepspeed_config", "parallelism_config", "dynamo_config"):
-        _mapping(config, key, path)
+        if not isinstance(section := config.get(key) or {}, dict):
+            raise ValueError(
+                f"{path}: {key} is {section!r}\nhint: write one setting per indented line below it"
+            )
     sizes = {
         f"parallelism_config.{key}": value
         for key, value in (config.get("parallelism_config") or {}).items()
         if key.endswith("size")  # with or without accelerate's prefix
     }
-    for key, value in {"num_machines": config.get("num_machines"), **sizes}.items():
-        if value is not None and (type(value) is not int or value < 1):
+    for key in ("num_machines", "num_processes"):
+        sizes[key] = config.get(key, 1)
+    for key, value in sizes.items():
+        if (value is not None or key == "num_processes") and (type(value) is not int or value < 1):
             raise ValueError(f"{path}: {key} is {value!r}\nhint: write a whole number of at least 1")
-
-
-def _mapping(config: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
-    value = config.get(key) or {}
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: {key} is {value!r}\nhint: write one setting per indented line below it")
-    return value

@@ -11,9 +11,8 @@ from conftest import COMPILING_SECONDS, FSDP2, compare, launch, own_strategy, re
 from conversions import converted
 
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.strategy.deepspeed_optimizer import optimizer_problems
+from slm_toolkit.strategy.deepspeed_optimizer import as_flags_say, optimizer_problems
 from slm_toolkit.strategy.strategy import (
-    as_flags_say,
     config_dir,
     contradictions,
     find_strategy,
@@ -156,15 +155,14 @@ def test_optimizer_and_scheduler_give_way_to_the_flags_which_are_named(tmp_path:
     assert contradictions(strategy, config) == []
     launched, line = as_flags_say(strategy, config)
     assert {"optimizer", "scheduler"} & launched.deepspeed_config.keys() == set()
-    assert "removed from my_zero3.json: optimizer AdamW lr 5e-05 (--learning_rate 0.0003 is used)" in line
-    assert "eps 1e-06 (--adam_epsilon 1e-08 is used)" in line
+    assert "removed from my_zero3.json: optimizer AdamW, scheduler WarmupLR. The flags decide" in line
     assert "weight_decay 0.1," not in line.partition("The JSON's values")[2]  # as the flag has it
     assert line.endswith(
         "The JSON's values: --learning_rate 5e-05 --adam_beta1 0.8 --adam_beta2 0.999 --adam_epsilon 1e-06 "
         "--warmup_steps 500"
     )
     with_auto = as_flags_say(find_strategy(written(tmp_path, ZERO3)), config)[1]
-    assert 'optimizer AdamW (all "auto"); scheduler WarmupLR (all "auto")' in with_auto
+    assert "JSON's values" not in with_auto
     assert as_flags_say(launched, config) == (launched, None)
 
 
@@ -230,7 +228,7 @@ def test_the_command_of_a_dry_run_launches_a_json_without_a_yaml(tmp_path: Path)
     (command,) = json.loads(done.out)
     ran = run(*shlex.split(command))
     assert ran.code == 0, ran.err
-    assert "removed from my_zero3.json: optimizer AdamW lr 5e-05" in ran.err
+    assert "removed from my_zero3.json: optimizer AdamW, scheduler WarmupLR" in ran.err
     assert record_under(tmp_path / "runs")["zero_stage"] == 3
 
 
@@ -240,7 +238,7 @@ def test_an_accelerate_yaml_is_compared_with_a_json_of_hugging_faces(tmp_path: P
     assert done.finished.code == 0, done.finished.err
     assert {name: row["status"] for name, row in done.rows.items()} == {"my_fsdp": "ok", "my_zero3": "ok"}
     assert "is a DeepSpeed JSON" in done.finished.err
-    assert 'removed from my_zero3.json: optimizer AdamW (all "auto")' in done.finished.err
+    assert "removed from my_zero3.json: optimizer AdamW" in done.finished.err
     row = done.rows["my_zero3"]
     assert (row["parity_reference"], row["parity_holds"]) == ("my_fsdp", True)
 

@@ -257,6 +257,8 @@ def test_keys_that_name_a_path_a_module_or_a_host_take_no_such_value(value: obje
     for key in ("a_key_of_a_later_version", "nebula", "datastates_ckpt", "hooks"):
         assert refused_of_json({key: value}), key
         assert refused_of_json({"zero_optimization": {key: value}}), key
+        for section in ("aio", "checkpoint", "compile", "tensor_parallel"):  # unlisted: numbers and switches
+            assert refused_of_json({section: {key: value}}), (section, key)
     assert key not in JSON_SETTINGS
     for key in (
         "tpu_name",

@@ -74,7 +74,7 @@ MODELS = {
             ["--strategy", "fixed.yaml", "--largest_batch", "--gpu", "l4"],
             "--largest_batch searches for it",
         ),
-        (["--strategy", "groups.yaml"], "dp_shard_size 5 with --num_gpus 8"),
+        (["--strategy", "groups.yaml"], "dp_shard_size 5 with 8 ranks"),
         (["--strategy", "unread.yaml"], "dp_shard_size: accelerate does not read this key"),
         (["--strategy", "tensor.yaml"], "tp_size 4"),
         (["--strategy", "whole.yaml"], "fsdp_sharding_strategy is 'NO_SHARD'"),

@@ -58,7 +58,7 @@ def test_a_users_own_groups_are_taken_as_they_are(tmp_path: Path) -> None:
     assert fit_groups(strategy, num_ranks=64, ranks_per_node=8) == strategy
     done = slm_here("estimate", "--strategy", str(own), "--num_gpus", "8")
     assert done.code == 2
-    assert "dp_replicate_size 2 x dp_shard_size 2 with --num_gpus 8" in done.err
+    assert "dp_replicate_size 2 x dp_shard_size 2 with 8 ranks" in done.err
 
 
 def test_hpz_auto_is_the_ranks_of_a_node() -> None:
