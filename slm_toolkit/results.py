@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from slm_toolkit.predict.estimate import Estimate
-    from slm_toolkit.predict.setup.other_trainers import OtherTrainer
     from slm_toolkit.recommend.job import GpuOffer
     from slm_toolkit.recommend.plans import Plan
     from slm_toolkit.record.run_record import RunRecord
@@ -127,8 +126,6 @@ class Recommendation(_Listed["Plan"]):
     notes: list[str]
     offers: list["GpuOffer"]
     objective: str
-    gpus_per_node: int
-    like: "OtherTrainer | None" = None
     deadline_hours: float | None = None
     budget_usd: float | None = None
 
@@ -152,7 +149,6 @@ class Recommendation(_Listed["Plan"]):
 
     def table(self, *, width: int = _TEXT_WIDTH, top: int = 10) -> "RenderableType":
         """Return what `slm recommend` prints, with the first `top` rows; print it with `crop=False`."""
-        from slm_toolkit.recommend.job import advice_on
         from slm_toolkit.recommend.plan_table import nothing_found, plan_report
 
         if not self.plans:
@@ -162,13 +158,7 @@ class Recommendation(_Listed["Plan"]):
                 deadline_hours=self.deadline_hours,
                 budget_usd=self.budget_usd,
             )
-        advice = advice_on(
-            self.plans,
-            offers=self.offers,
-            gpus_per_node=self.gpus_per_node,
-            like=self.like,
-        )
-        return plan_report(self.plans, advice, top=top, objective=self.objective, width=width)
+        return plan_report(self.plans, top=top, objective=self.objective, width=width)
 
     def write(self, folder: str | Path) -> list[Path]:
         """Write the first plan's YAML, launch script and SkyPilot task; return the files.

@@ -137,8 +137,8 @@ def fill(parser: argparse.ArgumentParser) -> None:
 def recommendation(args: argparse.Namespace) -> Recommendation:
     """Return the plans that the flags ask for. Raises ValueError for a user's mistake."""
     from slm_toolkit.predict.setup.other_trainers import as_liked, notes_like, trainer_named
-    from slm_toolkit.recommend.job import Length, configs_of, offers_of, search_all, workloads_of
-    from slm_toolkit.recommend.plans import observations_of
+    from slm_toolkit.recommend.job import Length, configs_of, offers_of, workloads_of
+    from slm_toolkit.recommend.plans import observations_of, search
     from slm_toolkit.recommend.ranking import best_plans
     from slm_toolkit.strategy.strategy import find_strategy, notes_on
 
@@ -149,6 +149,8 @@ def recommendation(args: argparse.Namespace) -> Recommendation:
         )
     own_flags, trainer = given_flags(args), trainer_named(args.like)
     of_trainer = notes_like(trainer, own_flags)
+    if trainer:
+        of_trainer.append("the command starts slm_toolkit's own trainer")
     given, trainer = as_liked(trainer, own_flags)
     offers = offers_of(
         args.gpu,
@@ -167,7 +169,7 @@ def recommendation(args: argparse.Namespace) -> Recommendation:
     strategies = [find_strategy(name) for name in dict.fromkeys(names)]
     if trainer and (problems := trainer.problems(strategies)):
         raise ValueError("\n".join(problems) + "\nhint: leave --strategy or --like out")
-    found = search_all(
+    found = search(
         workloads,
         offers,
         strategies,
@@ -184,8 +186,6 @@ def recommendation(args: argparse.Namespace) -> Recommendation:
         notes=[*of_trainer, *notes, *notes_on(strategies)],
         offers=offers,
         objective=args.objective,
-        gpus_per_node=args.gpus_per_node,
-        like=trainer,
         **limits,
     )
 
