@@ -149,8 +149,6 @@ def recommendation(args: argparse.Namespace) -> Recommendation:
         )
     own_flags, trainer = given_flags(args), trainer_named(args.like)
     of_trainer = notes_like(trainer, own_flags)
-    if trainer:
-        of_trainer.append("the command starts slm_toolkit's own trainer")
     given, trainer = as_liked(trainer, own_flags)
     offers = offers_of(
         args.gpu,

@@ -36,6 +36,8 @@ def plan_report(ranked: list[Plan], *, top: int, objective: str, width: int) -> 
     columns, _ = columns_that_fit(_columns(listed), width=width)
     styles = ["bold", *("yellow" if plan.verdict != "fits" else None for plan in listed[1:])]
     lines = [*_settings_of_all(listed), *reasons(listed, objective=objective)]
+    if like := ranked[0].estimate.like:
+        lines.append(f"estimated as {like} trains; the command starts slm_toolkit's own trainer")
     if more := len(rows) - len(listed):
         lines.append(f"--top {len(rows)} shows {more} more, --json all")
     priced = [plan.estimate for plan in listed if plan.usd is not None]
