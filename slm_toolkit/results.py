@@ -165,11 +165,10 @@ class Recommendation(_Listed["Plan"]):
 
         Raises ValueError if there is no plan, and for a folder that can't be used.
         """
-        from slm_toolkit.recommend.launch_files import check_folder, write_launch
+        from slm_toolkit.recommend.launch_files import write_launch
 
         if not self.plans:
             raise ValueError("there is no plan to write\nhint: table() says what comes nearest")
-        check_folder(Path(folder))
         return write_launch(self.plans[0], Path(folder))
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from slm_toolkit.config.flag_pairs import Pair, check_pairs, names_given
 from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
 from slm_toolkit.hardware.gpus import Gpu, gpu_of_name, gpus, gpus_and_count
 from slm_toolkit.hardware.prices import Price
@@ -98,13 +97,6 @@ def workloads_of(given: dict[str, Any], length: Length) -> tuple[list[Workload],
     A model without weights trains on as many tokens as the law calls compute-optimal if the length is not
     given. Raises ValueError if no model reaches the target, and for fine-tuning of unknown length.
     """
-    asked = {
-        "tokens": length.num_tokens,
-        "target_loss": length.target_loss,
-        "num_train_epochs": length.num_epochs,
-    }
-    why = ": both set the length of the training"
-    check_pairs(names_given(asked), [Pair(*pair, why) for pair in itertools.combinations(asked, 2)])
     found, unreached, notes = [], [], []
     lengths = given.get("seq_len") or [RunConfig().with_defaults(has_gpu=True).seq_len]
     of_data = {flag: given[flag] for flag in ("dataset", "dataset_format", "tokenizer_name") if flag in given}

@@ -8,7 +8,7 @@ from rich.text import Text
 from slm_toolkit.config.run_config import COLUMN_TITLES, FLAGS, RunConfig
 from slm_toolkit.model.from_config import GPT_TYPES
 from slm_toolkit.predict.estimate import Estimate
-from slm_toolkit.recommend.launch_files import check_command, launch_command
+from slm_toolkit.recommend.launch_files import launch_command
 from slm_toolkit.recommend.plans import HIGHEST_PUBLISHED_MFU, Plan
 from slm_toolkit.recommend.ranking import TIE, per_hardware, reason_of, score
 from slm_toolkit.recommend.scaling_laws import LAW
@@ -45,23 +45,18 @@ def plan_report(ranked: list[Plan], *, top: int, objective: str, width: int) -> 
         f"{row.gpu}: ${row.usd_per_gpu_hour:.2f} per GPU-hour, {row.price_source}" for row in priced
     )
     lines.append("hours and dollars cover training steps only, not starting, saving and failures")
+    model_type = ranked[0].spec.model_type
+    if model_type in GPT_TYPES:
+        command = f"a {model_type} can be estimated, not trained here: nothing to launch"
+    else:
+        lines.append("\nto launch the first plan:")
+        command = launch_command(ranked[0])
     return Group(
         Text(_heading(ranked), style="bold"),
         table_of(columns, row_styles=styles),
         *map(Text, lines),
-        *_commands(ranked[0]),
+        command_line(command),
     )
-
-
-def _commands(winner: Plan) -> list[Text]:
-    if winner.spec.model_type in GPT_TYPES:
-        return [Text(f"\na {winner.spec.model_type} can be estimated, not trained here: nothing to launch")]
-    return [
-        Text("\nto launch the first plan:", style="bold"),
-        command_line(launch_command(winner)),
-        Text("to measure it first:", style="bold"),
-        command_line(check_command(winner)),
-    ]
 
 
 def reasons(plans: list[Plan], *, objective: str) -> list[str]:
@@ -91,15 +86,14 @@ def nothing_found(
     plans: list[Plan], left_out: list[str], *, deadline_hours: float | None, budget_usd: float | None
 ) -> RenderableType:
     """Return the text for no plan within the limits: the closest plans, or why there is no plan."""
-    if not plans and left_out:
-        return Text("no plan: see what was left out; no other configuration fits, if any was tried")
     if not plans:
         return Text(
-            "nothing fits: use more GPUs, larger GPUs or a smaller model (`slm estimate` shows by how much)"
+            "no plan: see what was left out; no other configuration fits, if any was tried"
+            if left_out
+            else "nothing fits: use more or larger GPUs or a smaller model (`slm estimate` shows by how much)"
         )
-    limits = [f"{deadline_hours:g} h"] if deadline_hours is not None else []
-    limits += [f"${budget_usd:,.2f}"] if budget_usd is not None else []
-    lines = [f"nothing is within {' and '.join(limits)}"]
+    limits = [deadline_hours and f"{deadline_hours:g} h", budget_usd and f"${budget_usd:,.2f}"]
+    lines = [f"nothing is within {' and '.join(filter(None, limits))}"]
     for name, objective in (("fastest", "time"), ("cheapest", "cost")):
         plan = min(plans, key=lambda plan: score(plan, objective))
         row = plan.estimate

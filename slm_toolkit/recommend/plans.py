@@ -15,7 +15,7 @@ from slm_toolkit.hardware.gpus import Gpu, find_gpu
 from slm_toolkit.model.families import with_kernels_of
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.estimate import Estimate, estimate
-from slm_toolkit.predict.memory.peak import MemoryEstimate, peak
+from slm_toolkit.predict.flag_checks import placement_problems
 from slm_toolkit.predict.setup.other_trainers import OtherTrainer
 from slm_toolkit.predict.setup.setup import Deployment, Setup, config_as_launched, unknown_to_estimates
 from slm_toolkit.recommend.scaling_laws import loss, loss_per_usd
@@ -23,7 +23,6 @@ from slm_toolkit.record.files import find_records
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.report.recorded_estimate import config_that_ran, strategy_that_ran
 from slm_toolkit.report.rows import row_of
-from slm_toolkit.strategy.groups import fit_groups
 from slm_toolkit.strategy.strategy import Strategy, contradictions, group_problems
 
 _ENOUGH_BATCHES = 2
@@ -154,7 +153,6 @@ def search(
     for workload in workloads:
         own = [config for config in configs if config.model == workload.asked_model]
         own = list(dict.fromkeys(with_kernels_of(workload.spec, config) for config in own))
-        memory_by_place: dict[tuple[int, int], dict[int, MemoryEstimate]] = {}
         places = [(offer, count) for offer in offers for count in offer.counts]
         candidates = {count: candidates_of(workload, own, count) for count in {n for _, n in places}}
         for offer, count in places:
@@ -163,7 +161,7 @@ def search(
                     f"{count} x {offer.gpu.name}: no batch gives {workload.global_batch_tokens:,.0f} tokens "
                     f"per step (--global_batch_tokens) within {_GLOBAL_BATCH_TOLERANCE:.0%}"
                 )
-            for number, strategy in enumerate(strategies):
+            for strategy in strategies:
                 if strategy.is_single != (count == 1):
                     continue
                 setup = Setup(
@@ -180,9 +178,10 @@ def search(
                     without_network.append(offer.gpu.name)
                     if not observations:
                         continue
-                # a GPU type changes the time of a step, but not the memory that its tensors take
-                memories = memory_by_place.setdefault((count, number), {})
-                _search_strategy(workload, setup, candidates[count], memories, observations, result)
+                if problems := placement_problems([strategy], num_gpus=[count], gpus_per_node=gpus_per_node):
+                    result.left_out.extend(problems)
+                    continue
+                _search_strategy(workload, setup, candidates[count], observations, result)
     if without_network:
         names = ", ".join(dict.fromkeys(without_network))
         result.left_out.append(
@@ -238,32 +237,21 @@ def _search_strategy(
     workload: Workload,
     setup: Setup,
     candidates: list[Candidate],
-    memories: dict[int, MemoryEstimate],
     observations: Observations,
     result: PlanSearch,
 ) -> None:
     """Add the plans of one strategy on one number of GPUs to `result`.
 
-    The config of each candidate replaces that of `setup`. `memories` keeps each candidate's memory for the
-    next GPU type. Three kinds of candidates without a record are skipped: those larger than the GPU, those
-    with _ENOUGH_BATCHES larger batches that fit, and those that save memory although the same batch fits
-    without. Batches with one micro-step and with several are judged separately, because a single micro-step
-    may take less memory than several, and overlaps less communication.
+    The config of each candidate replaces that of `setup`. Two kinds of candidates without a record are
+    skipped: those with _ENOUGH_BATCHES larger batches that fit, and those that save memory although the same
+    batch fits without. Batches with one micro-step and with several are judged separately, because a single
+    micro-step may take less memory than several, and overlaps less communication.
     """
-    count, gpu = setup.num_gpus, setup.gpu
-    try:
-        strategy = fit_groups(setup.strategy, num_ranks=count, ranks_per_node=setup.ranks_per_node)
-    except ValueError as error:
-        result.left_out.append(str(error).splitlines()[0])
-        return
+    gpu, strategy = setup.gpu, setup.launched.strategy
     setup = dataclasses.replace(setup, strategy=strategy)
-    if problems := setup.placement.problems(num_gpus=count, gpus_per_node=setup.ranks_per_node):
-        where = f"{count} x {gpu.name} {strategy.name}"
-        result.left_out.extend(f"{where}: {problem}" for problem in problems)
-        return
     num_fitting: Counter[int] = Counter()
     fit_unsaved: set[int] = set()
-    for number, candidate in enumerate(candidates):
+    for candidate in candidates:
         config = candidate.config
         launched = dataclasses.replace(setup, config=config_as_launched(config, strategy))
         observed = _observed(launched, observations)  # records name the model without padding
@@ -271,19 +259,14 @@ def _search_strategy(
         fits = observed is None and (enough_fit or candidate.with_any_saving in fit_unsaved)
         if not fits:
             if problems := [
-                *group_problems(config, count),
+                *group_problems(config, setup.num_gpus),
                 *contradictions(strategy, config),
                 *config.problems(),
                 *unknown_to_estimates(config, gpu=gpu, spec=workload.spec),
             ]:
                 result.left_out.extend(problems)
                 continue
-            launched = launched.launched
-            if number not in memories:
-                memories[number] = peak(launched)
-            if observed is None and memories[number].peak_bytes > gpu.memory_bytes:
-                continue
-            row = estimate(launched, memory=memories[number])
+            row = estimate(launched.launched)
             plan = _plan(workload, row, config, strategy, gpu, observed)
             result.plans.extend([plan] if plan else [])
             fits = observed is None and row.verdict == "fits"
@@ -387,9 +370,8 @@ def _limited(row: Estimate, speed_evidence: str) -> tuple[Estimate, float]:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return the plan as a dict for JSON: the estimate's keys, then the plan's keys."""
-    fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
-    for name in ("estimate", "spec", "config", "strategy"):
-        del fields[name]
+    inputs = ("estimate", "spec", "config", "strategy")
+    fields = {name: value for name, value in vars(plan).items() if name not in inputs}
     return {**vars(plan.estimate), **fields, "gpu_hours": plan.gpu_hours}
 
 

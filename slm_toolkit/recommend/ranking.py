@@ -1,6 +1,6 @@
 """Choose the best plans, and explain why the others rank lower."""
 
-import itertools
+from operator import attrgetter
 
 from slm_toolkit.recommend.plans import Plan
 
@@ -26,20 +26,12 @@ def best_plans(
         """Of plans slowed to one MFU, the one with the fastest estimate comes first."""
         return plan.verdict != "fits", [round(value, 6) for value in score(plan, objective)], -plan.slowed_by
 
-    def comes_late(plan: Plan) -> tuple[bool, bool]:
-        return plan.verdict != "fits", objective == "cost" and plan.usd is None
-
     for plan in sorted(plans, key=order):
         is_late = deadline_hours is not None and plan.hours > deadline_hours
         if is_late or (budget_usd is not None and (plan.usd is None or plan.usd > budget_usd)):
             continue
-        row = plan.estimate
-        # these settings change the result of the training, not only its speed
-        dtypes = (row.numerics, row.reduce_dtype, row.grad_dtype)
-        training = (row.model, *dtypes, row.seq_len, row.peft, row.lora_r)
-        best.setdefault((*training, row.gpu, row.usd_per_gpu_hour, row.num_gpus, row.strategy), plan)
-    groups = itertools.groupby(sorted(best.values(), key=comes_late), key=comes_late)
-    return [plan for _, group in groups for plan in _simplest_of_ties(list(group), objective)]
+        best.setdefault((_hardware(plan), _training_of(plan.estimate)), plan)
+    return _simplest_of_ties(list(best.values()), objective)
 
 
 def _simplest_of_ties(plans: list[Plan], objective: str) -> list[Plan]:
@@ -49,20 +41,21 @@ def _simplest_of_ties(plans: list[Plan], objective: str) -> list[Plan]:
     hardware don't fall on both sides of a limit.
     """
     lowest: dict[tuple, float] = {}
-    for plan in plans:
-        hardware, amount = _hardware(plan), _amount(plan, objective)
-        lowest[hardware] = min(amount, lowest.get(hardware, amount))
-
-    def counted(plan: Plan) -> float:
-        amount, least = _amount(plan, objective), lowest[_hardware(plan)]
-        return least if amount <= least * (1 + TIE) else amount
+    rest: list[tuple[tuple[bool, bool], float, Plan]] = []
+    for plan in sorted(plans, key=lambda plan: _amount(plan, objective)):
+        late = (plan.verdict != "fits", objective == "cost" and plan.usd is None)
+        amount = _amount(plan, objective)
+        least = lowest.setdefault((late, _hardware(plan)), amount)
+        rest.append((late, least if amount <= least * (1 + TIE) else amount, plan))
 
     def simplest_first(plan: Plan) -> tuple[int, int, float]:
         return plan.strategy.simplicity, plan.estimate.num_gpus, _amount(plan, objective)
 
-    rest, ranked = sorted(plans, key=counted), []
+    rest.sort(key=lambda item: item[:2])
+    ranked = []
     while rest:
-        tied = [plan for plan in rest if counted(plan) <= counted(rest[0]) * (1 + TIE)]
+        late, least, _ = rest[0]
+        tied = [plan for *place, plan in rest if place <= [late, least * (1 + TIE)]]
         ranked += sorted(tied, key=simplest_first)
         rest = rest[len(tied) :]
     return ranked
@@ -76,9 +69,13 @@ def per_hardware(ranked: list[Plan]) -> list[Plan]:
     return list(first.values()) if len(first) > 1 else ranked
 
 
+_hardware_of = attrgetter("model", "numerics", "seq_len", "gpu", "usd_per_gpu_hour", "num_gpus")
+_training_of = attrgetter("reduce_dtype", "grad_dtype", "peft", "lora_r", "strategy")
+"settings that change the result of the training, not only its speed; the strategy has its own rows"
+
+
 def _hardware(plan: Plan) -> tuple:
-    row = plan.estimate
-    return row.model, row.numerics, row.seq_len, row.gpu, row.usd_per_gpu_hour, row.num_gpus
+    return _hardware_of(plan.estimate)
 
 
 def score(plan: Plan, objective: str) -> tuple[float, ...]:
