@@ -1,17 +1,15 @@
 """Print ranked plans: the table, the reason for the order, and the commands."""
 
-import dataclasses
-
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from slm_toolkit.config.run_config import COLUMN_TITLES, FLAGS, RunConfig
+from slm_toolkit.config.run_config import COLUMN_TITLES
 from slm_toolkit.model.from_config import GPT_TYPES
-from slm_toolkit.predict.estimate import Estimate
 from slm_toolkit.recommend.launch_files import launch_command
 from slm_toolkit.recommend.plans import HIGHEST_PUBLISHED_MFU, Plan
-from slm_toolkit.recommend.ranking import TIE, per_hardware, reason_of, score
+from slm_toolkit.recommend.ranking import TIE, amount, per_hardware, reason_of
 from slm_toolkit.recommend.scaling_laws import LAW
+from slm_toolkit.report.tables.estimate import FLAGS_SHOWN, differs, same_settings
 from slm_toolkit.report.tables.fitted import (
     DASH,
     Column,
@@ -34,8 +32,8 @@ def plan_report(ranked: list[Plan], *, top: int, objective: str, width: int) -> 
     rows = per_hardware(ranked)
     listed = rows[:top]
     columns, _ = columns_that_fit(_columns(listed), width=width)
-    styles = ["bold", *("yellow" if plan.verdict != "fits" else None for plan in listed[1:])]
-    lines = [*_settings_of_all(listed), *reasons(listed, objective=objective)]
+    same = same_settings([plan.estimate for plan in listed], _SETTINGS)
+    lines = [f"all rows: {same}", *reasons(listed, objective=objective)]
     if like := ranked[0].estimate.like:
         lines.append(f"estimated as {like} trains; the command starts slm_toolkit's own trainer")
     if more := len(rows) - len(listed):
@@ -53,7 +51,7 @@ def plan_report(ranked: list[Plan], *, top: int, objective: str, width: int) -> 
         command = launch_command(ranked[0])
     return Group(
         Text(_heading(ranked), style="bold"),
-        table_of(columns, row_styles=styles),
+        table_of(columns),
         *map(Text, lines),
         command_line(command),
     )
@@ -94,8 +92,9 @@ def nothing_found(
         )
     limits = [deadline_hours and f"{deadline_hours:g} h", budget_usd and f"${budget_usd:,.2f}"]
     lines = [f"nothing is within {' and '.join(filter(None, limits))}"]
-    for name, objective in (("fastest", "time"), ("cheapest", "cost")):
-        plan = min(plans, key=lambda plan: score(plan, objective))
+    fastest = min(plans, key=lambda plan: plan.hours)
+    cheapest = min(plans, key=lambda plan: (plan.usd is None, amount(plan, "cost")))
+    for name, plan in (("fastest", fastest), ("cheapest", cheapest)):
         row = plan.estimate
         cost = "no price known" if plan.usd is None else _usd(plan.usd)
         lines.append(
@@ -126,29 +125,9 @@ def _size(number: float) -> str:
     return f"{number:,.0f}"
 
 
-_IN_COLUMNS = ("model", "per_device_train_batch_size", "gradient_accumulation_steps")
-_SETTINGS = tuple(
-    f.name
-    for f in dataclasses.fields(Estimate)
-    if f.name in FLAGS and FLAGS[f.name].heading and f.name not in _IN_COLUMNS
-)
+_IN_COLUMNS = ("per_device_train_batch_size", "gradient_accumulation_steps")
+_SETTINGS = [name for name in FLAGS_SHOWN if name not in _IN_COLUMNS]
 "settings that have a column if the plans differ in them"
-_DEFAULTS = RunConfig().with_defaults(has_gpu=True)
-
-
-def _differ(plans: list[Plan], name: str) -> bool:
-    return len({getattr(plan.estimate, name) for plan in plans}) > 1
-
-
-def _settings_of_all(plans: list[Plan]) -> list[str]:
-    """Return a line on the settings that all plans share and that differ from the defaults."""
-    values = {name: getattr(plans[0].estimate, name) for name in _SETTINGS if not _differ(plans, name)}
-    words = [
-        FLAGS[name].heading.format(value)
-        for name, value in values.items()
-        if value not in (None, getattr(_DEFAULTS, name))
-    ]
-    return [f"all rows: {', '.join(words)}"] if words else []
 
 
 def _columns(plans: list[Plan]) -> list[Column]:
@@ -157,19 +136,15 @@ def _columns(plans: list[Plan]) -> list[Column]:
     def texts(title: str, cells: list[str], drop_order: int = 0) -> Column:
         return Column(title, cells, drop_order, justify="left")
 
-    def settings(*names: str) -> list[Column]:
-        return [
-            texts(COLUMN_TITLES[name], [setting(getattr(row, name)) for row in rows])
-            for name in names
-            if _differ(plans, name)
-        ]
-
     return [
         Column("", [str(number) for number in range(1, len(plans) + 1)]),
-        *settings("model"),
         texts("GPUs", [f"{row.num_gpus} x {row.gpu}" for row in rows]),
         texts("strategy", [row.strategy for row in rows]),
-        *settings(*_SETTINGS),
+        *(
+            texts(COLUMN_TITLES[name], [setting(getattr(row, name)) for row in rows])
+            for name in _SETTINGS
+            if differs(rows, name)
+        ),
         texts(
             "batch x\nmicro-steps",
             [f"{row.per_device_train_batch_size} x {row.gradient_accumulation_steps}" for row in rows],

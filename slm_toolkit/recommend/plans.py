@@ -278,13 +278,11 @@ def _search_strategy(
 
 def _observed(setup: Setup, observations: Observations) -> Observed | None:
     """Return the observation on this GPU type, else that of a rehearsal without a GPU, else None."""
-    if not observations:
-        return None
-    keys = (
-        observation_key(setup.spec, name, setup.num_gpus, setup.strategy, setup.config)
-        for name in (setup.gpu.name, None)
-    )
-    return next((observations[key] for key in keys if key in observations), None)
+    for name in (setup.gpu.name, None) if observations else ():
+        key = observation_key(setup.spec, name, setup.num_gpus, setup.strategy, setup.config)
+        if key in observations:
+            return observations[key]
+    return None
 
 
 def _plan(

@@ -22,15 +22,15 @@ def best_plans(
     """
     best: dict[tuple, Plan] = {}
 
-    def order(plan: Plan) -> tuple[bool, list[float], float]:
+    def fastest_first(plan: Plan) -> tuple[bool, float, float]:
         """Of plans slowed to one MFU, the one with the fastest estimate comes first."""
-        return plan.verdict != "fits", [round(value, 6) for value in score(plan, objective)], -plan.slowed_by
+        return plan.verdict != "fits", round(plan.hours, 6), -plan.slowed_by
 
-    for plan in sorted(plans, key=order):
+    for plan in sorted(plans, key=fastest_first):
         is_late = deadline_hours is not None and plan.hours > deadline_hours
         if is_late or (budget_usd is not None and (plan.usd is None or plan.usd > budget_usd)):
             continue
-        best.setdefault((_hardware(plan), _training_of(plan.estimate)), plan)
+        best.setdefault((_hardware(plan), _TRAINING(plan.estimate)), plan)
     return _simplest_of_ties(list(best.values()), objective)
 
 
@@ -42,14 +42,14 @@ def _simplest_of_ties(plans: list[Plan], objective: str) -> list[Plan]:
     """
     lowest: dict[tuple, float] = {}
     rest: list[tuple[tuple[bool, bool], float, Plan]] = []
-    for plan in sorted(plans, key=lambda plan: _amount(plan, objective)):
+    for plan in sorted(plans, key=lambda plan: amount(plan, objective)):
         late = (plan.verdict != "fits", objective == "cost" and plan.usd is None)
-        amount = _amount(plan, objective)
-        least = lowest.setdefault((late, _hardware(plan)), amount)
-        rest.append((late, least if amount <= least * (1 + TIE) else amount, plan))
+        value = amount(plan, objective)
+        least = lowest.setdefault((late, _hardware(plan)), value)
+        rest.append((late, least if value <= least * (1 + TIE) else value, plan))
 
     def simplest_first(plan: Plan) -> tuple[int, int, float]:
-        return plan.strategy.simplicity, plan.estimate.num_gpus, _amount(plan, objective)
+        return plan.strategy.simplicity, plan.estimate.num_gpus, amount(plan, objective)
 
     rest.sort(key=lambda item: item[:2])
     ranked = []
@@ -69,22 +69,16 @@ def per_hardware(ranked: list[Plan]) -> list[Plan]:
     return list(first.values()) if len(first) > 1 else ranked
 
 
-_hardware_of = attrgetter("model", "numerics", "seq_len", "gpu", "usd_per_gpu_hour", "num_gpus")
-_training_of = attrgetter("reduce_dtype", "grad_dtype", "peft", "lora_r", "strategy")
-"settings that change the result of the training, not only its speed; the strategy has its own rows"
-
-
 def _hardware(plan: Plan) -> tuple:
-    return _hardware_of(plan.estimate)
+    return _HARDWARE(plan.estimate)
 
 
-def score(plan: Plan, objective: str) -> tuple[float, ...]:
-    """Return a sort key: hours or dollars (GPU-hours without a price); the other one breaks ties."""
-    cost = (plan.usd is None, _amount(plan, "cost"))
-    return (plan.hours, *cost) if objective == "time" else (*cost, plan.hours)
+_HARDWARE = attrgetter("model", "numerics", "seq_len", "gpu", "usd_per_gpu_hour", "num_gpus")
+_TRAINING = attrgetter("reduce_dtype", "grad_dtype", "peft", "lora_r", "strategy")
+"settings that change the result of the training, not only its speed; a strategy has its own rows, too"
 
 
-def _amount(plan: Plan, objective: str) -> float:
+def amount(plan: Plan, objective: str) -> float:
     """Return the hours or dollars (GPU-hours without a price) that `objective` compares."""
     if objective == "time":
         return plan.hours
@@ -97,17 +91,13 @@ def reason_of(plan: Plan, winner: Plan, *, objective: str) -> tuple[float, str]:
     Return its dollars, GPU-hours or hours divided by the winner's, and the part of a step that explains most
     of the difference.
     """
-    ratio = _amount(plan, objective) / _amount(winner, objective)
-    of_plan, of_winner = (_parts_per_token(candidate, objective) for candidate in (plan, winner))
-    more = {name: seconds - of_winner[name] for name, seconds in of_plan.items()}
+
+    def parts_of(each: Plan) -> dict[str, float]:
+        seconds = each.estimate.parts_seconds
+        per_second = amount(each, objective) / sum(seconds.values())
+        return {name: per_second * part for name, part in seconds.items()}
+
+    ratio = amount(plan, objective) / amount(winner, objective)
+    of_winner = parts_of(winner)
+    more = {name: part - of_winner[name] for name, part in parts_of(plan).items()}
     return ratio, (max if ratio >= 1 else min)(more, key=more.get)
-
-
-def _parts_per_token(plan: Plan, objective: str) -> dict[str, float]:
-    """Return the seconds, or dollars (GPU-seconds without a price), per token of each part of a step.
-
-    The dollars lack a constant factor, which cancels in comparisons.
-    """
-    row = plan.estimate
-    factor = 1.0 if objective == "time" else row.num_gpus * (row.usd_per_gpu_hour or 1.0)
-    return {name: factor * seconds / plan.tokens_per_step for name, seconds in row.parts_seconds.items()}
