@@ -13,7 +13,7 @@ from slm_toolkit.model.from_config import position_problem
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import check_tokenizer, find_model, has_weights
 from slm_toolkit.predict.flag_checks import all_of, check_grid, model_to_estimate, node_problems
-from slm_toolkit.predict.setup.setup import Deployment, unknown_to_estimates, unlike_the_model
+from slm_toolkit.predict.setup.setup import Deployment, unlike_the_model
 from slm_toolkit.recommend.plans import GpuOffer, Workload
 from slm_toolkit.recommend.scaling_laws import compute_optimal_tokens, tokens_for_loss
 
@@ -159,32 +159,19 @@ def _tokens_of_dataset(name: str, starts_from: str | None, given: dict[str, Any]
         raise ValueError("--num_train_epochs without --dataset\nhint: --dataset FILE, or --tokens 50M")
     flags = {flag: value[0] if isinstance(value, list) else value for flag, value in given.items()}
     config = RunConfig(**{**flags, "model": starts_from or name}).with_defaults(has_gpu=True)
-    try:
-        spec = find_model(config.model)
-    except ValueError as error:  # the hub does not answer
-        hint = "--tokens 50M needs no tokenizer"
-        raise ValueError(f"{str(error).splitlines()[0]}\nhint: {hint}") from None
     from slm_toolkit.run.data.data import load_data
 
-    train = load_data(config, spec, num_sequences=0).train
+    train = load_data(config, find_model(config.model), num_sequences=0).train
     if not hasattr(train, "__len__"):
         raise ValueError(f"{config.dataset} is read as a stream, which has no epochs\nhint: --tokens 50M")
     return len(train) * config.seq_len
 
 
 def configs_of(given: dict[str, Any], *, gpus_per_node: int) -> list[RunConfig]:
-    """Return the grid of the given flags, and of GRID for the rest.
-
-    Of GRID's own combinations those without a closed form are left out.
-    """
+    """Return the grid of the given flags, and of GRID for the rest."""
     first_of_grid = {name: values[0] for name, values in GRID.items()}
     check_grid({**first_of_grid, **given}, num_gpus=[1], gpus_per_node=gpus_per_node)
     grid = {"model": [_DEFAULT_MODEL], **GRID, **given}
     several = [value if isinstance(value, list) else [value] for value in grid.values()]
     combinations = [dict(zip(grid, values, strict=True)) for values in itertools.product(*several)]
-    found = dict.fromkeys(RunConfig(**flags).with_defaults(has_gpu=True) for flags in combinations)
-    return [
-        config
-        for config in found
-        if "torch_compile" in given or not config.torch_compile or not unknown_to_estimates(config)
-    ]
+    return list(dict.fromkeys(RunConfig(**flags).with_defaults(has_gpu=True) for flags in combinations))

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import re
 import shlex
 import textwrap
 from pathlib import Path
@@ -50,11 +49,10 @@ def skypilot_task(plan: Plan, folder: Path) -> str | None:
     num_gpus = min(row.num_gpus, row.gpus_per_node)
     values = _values(plan)
     variables = {name: values[name] for name in _variables(values, is_here=False)}
-    required = "".join(f" --env {_VARIABLES[name]}=..." for name, value in variables.items() if not value)
     lines = [
         f"{_head(plan)}. Records and checkpoints stay on the first node.",
-        f"#   sky launch {SKYPILOT_FILE} --env SLM_TOOLKIT=git+https://...{required}",
-        f"name: {re.sub('[^a-z0-9]+', '-', plan.strategy.name.lower()).strip('-')}-{row.num_gpus}-gpus",
+        f"#   sky launch {SKYPILOT_FILE} --env SLM_TOOLKIT=git+https://...",
+        f"name: slm-train-{row.num_gpus}-gpus",
         f"workdir: {json.dumps(str(folder.resolve()))}  # each node works in a copy of it",
         f"num_nodes: {row.num_gpus // num_gpus}",
         "resources:",
@@ -73,7 +71,6 @@ def skypilot_task(plan: Plan, folder: Path) -> str | None:
     run = [
         "set -e",
         'export NODE_RANK=$SKYPILOT_NODE_RANK HEAD_NODE=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',
-        'echo "node $NODE_RANK of $SKYPILOT_NUM_NODES, the first node is $HEAD_NODE"',
         f"sh {SCRIPT}",
     ]
     lines += ["setup: |", '  pip install "$SLM_TOOLKIT"', "run: |", textwrap.indent("\n".join(run), "  ")]

@@ -546,7 +546,7 @@ def test_epochs_are_counted_as_the_training_packs_the_dataset(
         *("recommend", "--model", "qwen2.5-0.5b", *asked[2:], "--dataset", str(data)),
         env={"HF_HUB_OFFLINE": "1"},
     )
-    assert "hint: --tokens 50M needs no tokenizer" in on_the_hub.err
+    assert "there is no cached copy of the model 'Qwen/Qwen2.5-0.5B'" in on_the_hub.err
     twice = slm_here("recommend", *asked, "--tokens", "1M")
     assert "argument --tokens/--max_tokens: not allowed with argument --num_train_epochs" in twice.err
     monkeypatch.setattr("slm_toolkit.run.data.sources.STREAM_ABOVE_BYTES", 100)
