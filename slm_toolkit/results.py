@@ -139,7 +139,8 @@ class Recommendation(_Listed["Plan"]):
     @property
     def unpriced(self) -> list[str]:
         """Names of offered GPUs without a known price."""
-        return [offer.gpu.name for offer in self.offers if offer.deployment.price is None]
+        names = (offer.gpu.name for offer in self.offers if offer.deployment.price is None)
+        return list(dict.fromkeys(names))
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return the objects of `slm recommend --json`."""
@@ -154,7 +155,6 @@ class Recommendation(_Listed["Plan"]):
         if not self.plans:
             return nothing_found(
                 self.considered,
-                self.left_out,
                 deadline_hours=self.deadline_hours,
                 budget_usd=self.budget_usd,
             )

@@ -15,9 +15,20 @@ from slm_toolkit.results import Recommendation
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, shipped_strategies
 
 _FOLLOW_FROM_TOKENS = ("gradient_accumulation_steps", "max_steps", "max_tokens", "seed")
+_DESCRIPTION = """\
+Find the cheapest or fastest way to train a model on the GPUs you can get. Ranks GPU types and numbers,
+strategies, batches, checkpointing, kernels and torch.compile by estimate, or by your own records if they
+match. A flag that you give is fixed."""
+_EXAMPLES = """\
+  slm recommend --model slm-1b                            every GPU type with a known price
+  slm recommend --model slm-2b --tokens 40B --gpu h100-80gb:8,16@2.49 a100-80gb:8 --deadline_hours 72
+  slm recommend --model slm-500m slm-1b --target_loss 2.9 --gpu l40s:1,2,4,8 --budget_usd 500 --write plan/
+"""
 
 
-def add_recommend_flags(parser: argparse.ArgumentParser) -> None:
+def fill(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `slm recommend`."""
+    parser.description, parser.examples = _DESCRIPTION, _EXAMPLES
     job = parser.add_argument_group("job")
     length = job.add_mutually_exclusive_group()
     length.add_argument(
@@ -106,6 +117,7 @@ def add_recommend_flags(parser: argparse.ArgumentParser) -> None:
     add_price_flag(parser)
     add_network_flag(parser)
     add_flags(parser, grid=True, leave_out=(*NOT_OF_AN_ESTIMATE, *_FOLLOW_FROM_TOKENS))
+    parser.set_defaults(verb=_recommend)
 
 
 def _tokens(text: str) -> float:
@@ -114,22 +126,6 @@ def _tokens(text: str) -> float:
 
 _MOST_LEFT_OUT = 6
 "most reasons to print"
-_DESCRIPTION = """\
-Find the cheapest or fastest way to train a model on the GPUs you can get. Ranks GPU types and numbers,
-strategies, batches, checkpointing, kernels and torch.compile by estimate, or by your own records if they
-match. A flag that you give is fixed."""
-_EXAMPLES = """\
-  slm recommend --model slm-1b                            every GPU type with a known price
-  slm recommend --model slm-2b --tokens 40B --gpu h100-80gb:8,16@2.49 a100-80gb:8 --deadline_hours 72
-  slm recommend --model slm-500m slm-1b --target_loss 2.9 --gpu l40s:1,2,4,8 --budget_usd 500 --write plan/
-"""
-
-
-def fill(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `slm recommend`."""
-    parser.description, parser.examples = _DESCRIPTION, _EXAMPLES
-    add_recommend_flags(parser)
-    parser.set_defaults(verb=_recommend)
 
 
 def recommendation(args: argparse.Namespace) -> Recommendation:

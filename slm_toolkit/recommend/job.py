@@ -37,7 +37,7 @@ def offers_of(
     gpus_per_node: int,
     deployment_of: Callable[[Gpu | None], Deployment],
 ) -> list[GpuOffer]:
-    """Return an offer for each of `texts`, as in `h100-80gb:8,16@2.49`; `num_gpus` where that has no number.
+    """Return the offers of `texts`, as in `h100-80gb:8,16@2.49`; `num_gpus` where that has no number.
 
     `A100:8` is every A100. `all`, or `all:1,8`, is every GPU type. None is every GPU type with a known price.
     Raises one ValueError with all that can't be read or had.
@@ -54,7 +54,7 @@ def offers_of(
         names, counts, usd = asked
         if usd == 0:
             problems.append(f"--gpu {text}: the price must be above 0")
-        counts = tuple(sorted(set(counts or usual)))
+        counts = sorted(set(counts or usual))
         for number in counts:
             of_number = node_problems(number, gpus_per_node) if number else ["0 GPUs: at least 1"]
             problems += [f"--gpu {text}: {problem}" for problem in of_number]
@@ -62,7 +62,7 @@ def offers_of(
             deployment = deployment_of(gpu)
             if usd is not None:
                 deployment = Deployment(deployment.cluster, Price(usd, "given by --gpu"))
-            found.append(GpuOffer(gpu, counts, deployment))
+            found += [GpuOffer(gpu, number, deployment) for number in counts]
     if problems:
         raise ValueError(
             "\n".join(problems) + "\nhint: write h100-80gb:8,16@2.49; --gpus_per_node sets the size of a node"

@@ -71,6 +71,7 @@ def skypilot_task(plan: Plan, folder: Path) -> str | None:
     run = [
         "set -e",
         'export NODE_RANK=$SKYPILOT_NODE_RANK HEAD_NODE=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',
+        'echo "node $NODE_RANK of $SKYPILOT_NUM_NODES, the first node is $HEAD_NODE"',
         f"sh {SCRIPT}",
     ]
     lines += ["setup: |", '  pip install "$SLM_TOOLKIT"', "run: |", textwrap.indent("\n".join(run), "  ")]
@@ -117,11 +118,11 @@ def write_launch(plan: Plan, folder: Path) -> list[Path]:
     script = folder / SCRIPT
     write_new(script, "\n".join(lines) + "\n")
     script.chmod(0o755)
-    task = skypilot_task(plan, folder)
-    if task is None:
-        return [yaml_path, script]
-    write_new(folder / SKYPILOT_FILE, task)
-    return [yaml_path, script, folder / SKYPILOT_FILE]
+    written = [yaml_path, script]
+    if (task := skypilot_task(plan, folder)) is not None:
+        written.append(folder / SKYPILOT_FILE)
+        write_new(written[-1], task)
+    return written
 
 
 def _head(plan: Plan) -> str:

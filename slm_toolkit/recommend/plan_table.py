@@ -81,14 +81,13 @@ def reasons(plans: list[Plan], *, objective: str) -> list[str]:
 
 
 def nothing_found(
-    plans: list[Plan], left_out: list[str], *, deadline_hours: float | None, budget_usd: float | None
+    plans: list[Plan], *, deadline_hours: float | None, budget_usd: float | None
 ) -> RenderableType:
     """Return the text for no plan within the limits: the closest plans, or why there is no plan."""
     if not plans:
         return Text(
-            "no plan: see what was left out; no other configuration fits, if any was tried"
-            if left_out
-            else "nothing fits: use more or larger GPUs or a smaller model (`slm estimate` shows by how much)"
+            "no plan: see what was left out. If nothing was, use more or larger GPUs or a smaller model "
+            "(`slm estimate` shows by how much)"
         )
     limits = [deadline_hours and f"{deadline_hours:g} h", budget_usd and f"${budget_usd:,.2f}"]
     lines = [f"nothing is within {' and '.join(filter(None, limits))}"]

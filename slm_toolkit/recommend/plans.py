@@ -33,10 +33,10 @@ _GLOBAL_BATCH_TOLERANCE = 0.10
 
 @dataclass(frozen=True)
 class GpuOffer:
-    """A GPU type that can be rented, and the numbers of GPUs to try."""
+    """A number of GPUs of one type that can be rented."""
 
     gpu: Gpu
-    counts: tuple[int, ...]
+    num_gpus: int
     deployment: Deployment
 
 
@@ -153,9 +153,10 @@ def search(
     for workload in workloads:
         own = [config for config in configs if config.model == workload.asked_model]
         own = list(dict.fromkeys(with_kernels_of(workload.spec, config) for config in own))
-        places = [(offer, count) for offer in offers for count in offer.counts]
-        candidates = {count: candidates_of(workload, own, count) for count in {n for _, n in places}}
-        for offer, count in places:
+        counts = {offer.num_gpus for offer in offers}
+        candidates = {count: candidates_of(workload, own, count) for count in counts}
+        for offer in offers:
+            count = offer.num_gpus
             if not candidates[count]:
                 result.left_out.append(
                     f"{count} x {offer.gpu.name}: no batch gives {workload.global_batch_tokens:,.0f} tokens "
