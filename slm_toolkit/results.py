@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from slm_toolkit.predict.estimate import Estimate
-    from slm_toolkit.predict.setup.other_trainers import OtherTrainer
     from slm_toolkit.recommend.job import GpuOffer
     from slm_toolkit.recommend.plans import Plan
     from slm_toolkit.record.run_record import RunRecord
@@ -127,8 +126,6 @@ class Recommendation(_Listed["Plan"]):
     notes: list[str]
     offers: list["GpuOffer"]
     objective: str
-    gpus_per_node: int
-    like: "OtherTrainer | None" = None
     deadline_hours: float | None = None
     budget_usd: float | None = None
 
@@ -142,7 +139,8 @@ class Recommendation(_Listed["Plan"]):
     @property
     def unpriced(self) -> list[str]:
         """Names of offered GPUs without a known price."""
-        return [offer.gpu.name for offer in self.offers if offer.deployment.price is None]
+        names = (offer.gpu.name for offer in self.offers if offer.deployment.price is None)
+        return list(dict.fromkeys(names))
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return the objects of `slm recommend --json`."""
@@ -152,34 +150,25 @@ class Recommendation(_Listed["Plan"]):
 
     def table(self, *, width: int = _TEXT_WIDTH, top: int = 10) -> "RenderableType":
         """Return what `slm recommend` prints, with the first `top` rows; print it with `crop=False`."""
-        from slm_toolkit.recommend.job import advice_on
         from slm_toolkit.recommend.plan_table import nothing_found, plan_report
 
         if not self.plans:
             return nothing_found(
                 self.considered,
-                self.left_out,
                 deadline_hours=self.deadline_hours,
                 budget_usd=self.budget_usd,
             )
-        advice = advice_on(
-            self.plans,
-            offers=self.offers,
-            gpus_per_node=self.gpus_per_node,
-            like=self.like,
-        )
-        return plan_report(self.plans, advice, top=top, objective=self.objective, width=width)
+        return plan_report(self.plans, top=top, objective=self.objective, width=width)
 
     def write(self, folder: str | Path) -> list[Path]:
         """Write the first plan's YAML, launch script and SkyPilot task; return the files.
 
         Raises ValueError if there is no plan, and for a folder that can't be used.
         """
-        from slm_toolkit.recommend.launch_files import check_folder, write_launch
+        from slm_toolkit.recommend.launch_files import write_launch
 
         if not self.plans:
             raise ValueError("there is no plan to write\nhint: table() says what comes nearest")
-        check_folder(Path(folder))
         return write_launch(self.plans[0], Path(folder))
 
 

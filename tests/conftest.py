@@ -438,10 +438,10 @@ def plans_of(*strategies: str, num_gpus: int, inter_node_gbps: float | None = No
     """slm-1m on one or two A100s, slm-500m on more: batch 8 of 1024 tokens, one micro-step, $2 per hour."""
     gpu = gpu_of_name("a100-80gb")
     deployment = Deployment(cluster_of(gpu, inter_node_gbps=inter_node_gbps), Price(2.0, "made up"))
-    offer = GpuOffer(gpu, (num_gpus,), deployment)
+    offer = GpuOffer(gpu, num_gpus, deployment)
     model = "slm-1m" if num_gpus <= 2 else "slm-500m"
     workload = Workload(model, PRESETS[model], 1e9, num_gpus * 8 * 1024)
     config = RunConfig(model=workload.asked_model, per_device_train_batch_size=8, norm_kernel="fused")
     configs = [config.with_defaults(has_gpu=True)]
     found = [find_strategy(name) for name in strategies]
-    return search(workload, [offer], found, configs, gpus_per_node=8, observations={}).plans
+    return search([workload], [offer], found, configs, gpus_per_node=8, observations={}).plans

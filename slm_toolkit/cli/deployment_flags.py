@@ -36,7 +36,7 @@ def add_network_flag(parser: argparse.ArgumentParser) -> None:
 def _prices(text: str) -> "OwnPrices":
     from slm_toolkit.hardware.prices import own_prices
 
-    return _typed(own_prices, text)
+    return typed(own_prices, text)
 
 
 def _network(text: str) -> "float | MeasuredNetwork":
@@ -45,11 +45,11 @@ def _network(text: str) -> "float | MeasuredNetwork":
     try:
         float(text)
     except ValueError:
-        return _typed(read_network, text)
+        return typed(read_network, text)
     return positive_number(text)
 
 
-def _typed(read: Callable, text: str) -> object:
+def typed(read: Callable, text: str) -> object:
     try:
         return read(text)
     except ValueError as error:

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from slm_toolkit.base.errors import user_errors
-from slm_toolkit.cli.deployment_flags import add_network_flag, add_price_flag, deployments
+from slm_toolkit.cli.deployment_flags import add_network_flag, add_price_flag, deployments, typed
 from slm_toolkit.cli.output import print_notes
 from slm_toolkit.config.flags import add_flags, given_flags
 from slm_toolkit.config.parser import count, positive_number
@@ -15,24 +15,36 @@ from slm_toolkit.results import Recommendation
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, shipped_strategies
 
 _FOLLOW_FROM_TOKENS = ("gradient_accumulation_steps", "max_steps", "max_tokens", "seed")
+_DESCRIPTION = """\
+Find the cheapest or fastest way to train a model on the GPUs you can get. Ranks GPU types and numbers,
+strategies, batches, checkpointing, kernels and torch.compile by estimate, or by your own records if they
+match. A flag that you give is fixed."""
+_EXAMPLES = """\
+  slm recommend --model slm-1b                            every GPU type with a known price
+  slm recommend --model slm-2b --tokens 40B --gpu h100-80gb:8,16@2.49 a100-80gb:8 --deadline_hours 72
+  slm recommend --model slm-500m slm-1b --target_loss 2.9 --gpu l40s:1,2,4,8 --budget_usd 500 --write plan/
+"""
 
 
-def add_recommend_flags(parser: argparse.ArgumentParser) -> None:
+def fill(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `slm recommend`."""
+    parser.description, parser.examples = _DESCRIPTION, _EXAMPLES
     job = parser.add_argument_group("job")
-    job.add_argument(
+    length = job.add_mutually_exclusive_group()
+    length.add_argument(
         "--tokens",
         "--max_tokens",
         type=_tokens,
         metavar="N",
         help="tokens to train on, such as 20B or 300M. A model with weights needs this or --epochs",
     ).basic = True
-    job.add_argument(
+    length.add_argument(
         "--target_loss",
         type=positive_number,
         metavar="L",
         help="train until a scaling law predicts this loss",
     ).basic = True
-    job.add_argument(
+    length.add_argument(
         "--num_train_epochs",
         "--epochs",
         dest="epochs",
@@ -105,42 +117,24 @@ def add_recommend_flags(parser: argparse.ArgumentParser) -> None:
     add_price_flag(parser)
     add_network_flag(parser)
     add_flags(parser, grid=True, leave_out=(*NOT_OF_AN_ESTIMATE, *_FOLLOW_FROM_TOKENS))
+    parser.set_defaults(verb=_recommend)
 
 
 def _tokens(text: str) -> float:
-    try:
-        return number_of_tokens(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    return typed(number_of_tokens, text)
 
 
 _MOST_LEFT_OUT = 6
 "most reasons to print"
-_DESCRIPTION = """\
-Find the cheapest or fastest way to train a model on the GPUs you can get. Ranks GPU types and numbers,
-strategies, batches, checkpointing, kernels and torch.compile by estimate, or by your own records if they
-match. A flag that you give is fixed."""
-_EXAMPLES = """\
-  slm recommend --model slm-1b                            every GPU type with a known price
-  slm recommend --model slm-2b --tokens 40B --gpu h100-80gb:8,16@2.49 a100-80gb:8 --deadline_hours 72
-  slm recommend --model slm-500m slm-1b --target_loss 2.9 --gpu l40s:1,2,4,8 --budget_usd 500 --write plan/
-"""
-
-
-def fill(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `slm recommend`."""
-    parser.description, parser.examples = _DESCRIPTION, _EXAMPLES
-    add_recommend_flags(parser)
-    parser.set_defaults(verb=_recommend)
 
 
 def recommendation(args: argparse.Namespace) -> Recommendation:
     """Return the plans that the flags ask for. Raises ValueError for a user's mistake."""
     from slm_toolkit.predict.setup.other_trainers import as_liked, notes_like, trainer_named
-    from slm_toolkit.recommend.job import Length, configs_of, offers_of, search_all, workloads_of
-    from slm_toolkit.recommend.plans import observations_of
+    from slm_toolkit.recommend.job import Length, configs_of, offers_of, workloads_of
+    from slm_toolkit.recommend.plans import observations_of, search
     from slm_toolkit.recommend.ranking import best_plans
-    from slm_toolkit.strategy.strategy import find_strategy, notes_on
+    from slm_toolkit.strategy.groups import strategies_asked
 
     if args.like is not None and args.records:
         raise ValueError(
@@ -164,10 +158,10 @@ def recommendation(args: argparse.Namespace) -> Recommendation:
     )
     workloads, notes = workloads_of(given, length)
     names = args.strategy or ["single", *(trainer.strategies if trainer else STUDIED_STRATEGIES)]
-    strategies = [find_strategy(name) for name in dict.fromkeys(names)]
+    strategies, of_strategies = strategies_asked(names, given, has_gpu=True)
     if trainer and (problems := trainer.problems(strategies)):
         raise ValueError("\n".join(problems) + "\nhint: leave --strategy or --like out")
-    found = search_all(
+    found = search(
         workloads,
         offers,
         strategies,
@@ -181,11 +175,9 @@ def recommendation(args: argparse.Namespace) -> Recommendation:
         plans=best_plans(found.plans, objective=args.objective, **limits),
         considered=found.plans,
         left_out=found.left_out,
-        notes=[*of_trainer, *notes, *notes_on(strategies)],
+        notes=[*of_trainer, *notes, *of_strategies],
         offers=offers,
         objective=args.objective,
-        gpus_per_node=args.gpus_per_node,
-        like=trainer,
         **limits,
     )
 
@@ -193,22 +185,18 @@ def recommendation(args: argparse.Namespace) -> Recommendation:
 def _recommend(args: argparse.Namespace) -> int:
     """Return exit code 0 if a plan was found, 1 if no plan is within the limits."""
     with user_errors():
-        if args.write is not None:
-            from slm_toolkit.recommend.launch_files import check_folder
+        from slm_toolkit.recommend.launch_files import SKYPILOT_FILE, check_folder
 
+        if args.write is not None:
             check_folder(args.write)
         found = recommendation(args)
-        notes = list(found.notes)
-        if found.plans and args.write is not None:
-            from slm_toolkit.recommend.launch_files import SKYPILOT_FILE
-
-            written = found.write(args.write)
-            notes += [f"written: {path}" for path in written]
-            if args.write / SKYPILOT_FILE not in written:
-                notes.append(f"no {SKYPILOT_FILE}: SkyPilot's name for this GPU is unknown")
+        written = found.write(args.write) if found.plans and args.write is not None else []
+    notes = [*found.notes, *(f"written: {path}" for path in written)]
+    if written and not any(path.name == SKYPILOT_FILE for path in written):
+        notes.append(f"no {SKYPILOT_FILE}: SkyPilot's name for this GPU is unknown")
     notes += [f"left out: {reason}" for reason in found.left_out[:_MOST_LEFT_OUT]]
-    if len(found.left_out) > _MOST_LEFT_OUT:
-        notes.append(f"left out: {len(found.left_out) - _MOST_LEFT_OUT} more")
+    if (more := len(found.left_out) - _MOST_LEFT_OUT) > 0:
+        notes.append(f"left out: {more} more")
     notes += [
         f"{name}: the price is unknown: give it as {name}@USD, or with --prices" for name in found.unpriced
     ]

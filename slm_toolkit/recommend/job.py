@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from slm_toolkit.config.flag_pairs import Pair, check_pairs, names_given
 from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
 from slm_toolkit.hardware.gpus import Gpu, gpu_of_name, gpus, gpus_and_count
 from slm_toolkit.hardware.prices import Price
@@ -13,14 +12,10 @@ from slm_toolkit.model.families import kernel_problems
 from slm_toolkit.model.from_config import position_problem
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import check_tokenizer, find_model, has_weights
-from slm_toolkit.predict.bottleneck import WORTH_SAYING, alignment_gain, levers
-from slm_toolkit.predict.estimate import largest_batch
 from slm_toolkit.predict.flag_checks import all_of, check_grid, model_to_estimate, node_problems
-from slm_toolkit.predict.setup.other_trainers import OtherTrainer
-from slm_toolkit.predict.setup.setup import Deployment, Setup, unknown_to_estimates, unlike_the_model
-from slm_toolkit.recommend.plans import GpuOffer, Observations, Plan, PlanSearch, Workload, search
+from slm_toolkit.predict.setup.setup import Deployment, unlike_the_model
+from slm_toolkit.recommend.plans import GpuOffer, Workload
 from slm_toolkit.recommend.scaling_laws import compute_optimal_tokens, tokens_for_loss
-from slm_toolkit.strategy.strategy import Strategy
 
 GRID: dict[str, list[Any]] = {
     "per_device_train_batch_size": [1, 2, 4, 8, 16, 32, 64, 128],
@@ -42,7 +37,7 @@ def offers_of(
     gpus_per_node: int,
     deployment_of: Callable[[Gpu | None], Deployment],
 ) -> list[GpuOffer]:
-    """Return an offer for each of `texts`, as in `h100-80gb:8,16@2.49`; `num_gpus` where that has no number.
+    """Return the offers of `texts`, as in `h100-80gb:8,16@2.49`; `num_gpus` where that has no number.
 
     `A100:8` is every A100. `all`, or `all:1,8`, is every GPU type. None is every GPU type with a known price.
     Raises one ValueError with all that can't be read or had.
@@ -50,8 +45,7 @@ def offers_of(
     found, problems = [], []
     if texts is None:
         texts = [gpu.name for gpu in gpus() if deployment_of(gpu).price is not None]
-        if not texts:
-            raise ValueError("no GPU type has a price\nhint: --gpu NAME@USD, or --prices")
+    usual = num_gpus or [n for n in _DEFAULT_COUNTS if n <= gpus_per_node or n % gpus_per_node == 0]
     for text in itertools.chain.from_iterable(map(_of_every_type, texts)):
         asked = gpus_and_count(text)
         if asked is None:
@@ -60,19 +54,15 @@ def offers_of(
         names, counts, usd = asked
         if usd == 0:
             problems.append(f"--gpu {text}: the price must be above 0")
-            continue
-        usual = num_gpus or [n for n in _DEFAULT_COUNTS if n <= gpus_per_node or n % gpus_per_node == 0]
-        counts = list(counts) or usual
+        counts = sorted(set(counts or usual))
         for number in counts:
-            if number < 1:
-                problems.append(f"--gpu {text}: {number} GPUs: at least 1")
-            else:
-                problems += [f"--gpu {text}: {problem}" for problem in node_problems(number, gpus_per_node)]
+            of_number = node_problems(number, gpus_per_node) if number else ["0 GPUs: at least 1"]
+            problems += [f"--gpu {text}: {problem}" for problem in of_number]
         for gpu in map(gpu_of_name, names):
             deployment = deployment_of(gpu)
             if usd is not None:
                 deployment = Deployment(deployment.cluster, Price(usd, "given by --gpu"))
-            found.append(GpuOffer(gpu, tuple(sorted(set(counts))), deployment))
+            found += [GpuOffer(gpu, number, deployment) for number in counts]
     if problems:
         raise ValueError(
             "\n".join(problems) + "\nhint: write h100-80gb:8,16@2.49; --gpus_per_node sets the size of a node"
@@ -107,29 +97,28 @@ def workloads_of(given: dict[str, Any], length: Length) -> tuple[list[Workload],
     A model without weights trains on as many tokens as the law calls compute-optimal if the length is not
     given. Raises ValueError if no model reaches the target, and for fine-tuning of unknown length.
     """
-    asked = {
-        "tokens": length.num_tokens,
-        "target_loss": length.target_loss,
-        "num_train_epochs": length.num_epochs,
-    }
-    why = ": both set the length of the training"
-    check_pairs(names_given(asked), [Pair(*pair, why) for pair in itertools.combinations(asked, 2)])
     found, unreached, notes = [], [], []
     lengths = given.get("seq_len") or [RunConfig().with_defaults(has_gpu=True).seq_len]
     of_data = {flag: given[flag] for flag in ("dataset", "dataset_format", "tokenizer_name") if flag in given}
+    kernels = [{name: value} for name in _KERNELS for value in given.get(name, [])]
     for name in dict.fromkeys(given.get("model", [_DEFAULT_MODEL])):
         spec = model_to_estimate(name)
         if spec.hub_id is None:  # a published preset's plan names its tokenizer
             check_tokenizer(RunConfig(**of_data), spec)
-        if problems := [problem for n in lengths if (problem := position_problem(spec, n)) is not None]:
-            raise all_of(problems, verb="recommend")
-        if problems := _given_problems(spec, given):
+        problems = [problem for n in lengths if (problem := position_problem(spec, n)) is not None]
+        for flag in kernels:
+            problems += kernel_problems(spec, RunConfig(**{"attn_implementation": "eager", **flag}))
+        if problems:
             raise all_of(problems, verb="recommend")
         notes += [note for n in lengths for note in unlike_the_model(spec, n)]
-        starts_from = _weights_to_start_from(spec, length)
+        # a published preset starts from its weights on the hub, unless a target loss asks for pretraining
+        on_hub = spec.hub_id if length.target_loss is None else None
+        starts_from = spec.path if has_weights(spec) else on_hub
         try:
             tokens = _num_tokens(name, spec, starts_from, given, length)
-        except _Unreachable as error:
+        except ValueError as error:
+            if length.target_loss is None:
+                raise
             unreached.append(f"{name}: {error}")
             continue
         default = _FINE_TUNING_BATCH_SEQUENCES * lengths[0] if starts_from else _PRETRAINING_BATCH_TOKENS
@@ -143,63 +132,25 @@ def workloads_of(given: dict[str, Any], length: Length) -> tuple[list[Workload],
 _KERNELS = ("attn_implementation", "loss_kernel", "norm_kernel", "sp_size")
 
 
-def _given_problems(spec: ModelSpec, given: dict[str, Any]) -> list[str]:
-    """Return a sentence for each flag that the user gave and the model can't follow."""
-    asked = ({name: value} for name in _KERNELS for value in given.get(name, []))
-    return [
-        problem
-        for flag in asked
-        for problem in kernel_problems(spec, RunConfig(**{"attn_implementation": "eager", **flag}))
-    ]
-
-
-class _Unreachable(ValueError):
-    """The model never reaches the target loss."""
-
-
-def _weights_to_start_from(spec: ModelSpec, length: Length) -> str | None:
-    """Return the folder or hub id of the weights that are trained further; None for random ones.
-
-    A published preset starts from its weights on the hub, unless a target loss asks for pretraining.
-    """
-    if has_weights(spec):
-        return spec.path
-    return spec.hub_id if length.target_loss is None else None
-
-
 def _num_tokens(
     name: str, spec: ModelSpec, starts_from: str | None, given: dict[str, Any], length: Length
 ) -> float:
     """Return the tokens to train on. Raises ValueError if only the user can know them."""
-    adapters = [peft for peft in given.get("peft", []) if peft != "none"]
-    is_pretraining = starts_from is None and not adapters
     if length.num_tokens is not None:
         return length.num_tokens
     if length.num_epochs is not None:
         return length.num_epochs * _tokens_of_dataset(name, starts_from, given)
-    if not is_pretraining:
-        raise ValueError(_unknown_length(name, spec, starts_from, adapters, length))
-    if length.target_loss is None:
-        return compute_optimal_tokens(spec.num_params)
-    try:
+    adapters = [peft for peft in given.get("peft", []) if peft != "none"]
+    if starts_from is not None or adapters:
+        reason = f"--peft {adapters[0]}" if adapters else f"--model {name} has weights"
+        raise ValueError(
+            f"{reason}: this is fine-tuning, and scaling laws don't say how long that takes\n"
+            "hint: --tokens 50M, or --dataset DATA --num_train_epochs 3; --target_loss trains a preset from "
+            "random weights"
+        )
+    if length.target_loss is not None:
         return tokens_for_loss(spec.num_params, length.target_loss)
-    except ValueError as error:
-        raise _Unreachable(str(error)) from None
-
-
-def _unknown_length(
-    name: str, spec: ModelSpec, starts_from: str | None, adapters: list[str], length: Length
-) -> str:
-    reason = f"--model {name} has weights"
-    if adapters:
-        reason = f"--peft {adapters[0]}"
-    elif spec.hub_id is not None:
-        reason = f"--model {name} has weights ({starts_from})"
-    hint = "--tokens 50M, or --dataset DATA --num_train_epochs 3"
-    if spec.hub_id is not None and not adapters:
-        optimal = compute_optimal_tokens(spec.num_params)
-        hint += f"; --target_loss L trains random weights (compute-optimal: {optimal / 1e9:.1f}B tokens)"
-    return f"{reason}: this is fine-tuning, and scaling laws don't say how long that takes\nhint: {hint}"
+    return compute_optimal_tokens(spec.num_params)
 
 
 def _tokens_of_dataset(name: str, starts_from: str | None, given: dict[str, Any]) -> int:
@@ -208,118 +159,19 @@ def _tokens_of_dataset(name: str, starts_from: str | None, given: dict[str, Any]
         raise ValueError("--num_train_epochs without --dataset\nhint: --dataset FILE, or --tokens 50M")
     flags = {flag: value[0] if isinstance(value, list) else value for flag, value in given.items()}
     config = RunConfig(**{**flags, "model": starts_from or name}).with_defaults(has_gpu=True)
-    try:
-        spec = find_model(config.model)
-    except ValueError as error:  # the hub does not answer
-        hint = "--tokens 50M needs no tokenizer"
-        raise ValueError(f"{str(error).splitlines()[0]}\nhint: {hint}") from None
     from slm_toolkit.run.data.data import load_data
 
-    train = load_data(config, spec, num_sequences=0).train
+    train = load_data(config, find_model(config.model), num_sequences=0).train
     if not hasattr(train, "__len__"):
         raise ValueError(f"{config.dataset} is read as a stream, which has no epochs\nhint: --tokens 50M")
     return len(train) * config.seq_len
 
 
 def configs_of(given: dict[str, Any], *, gpus_per_node: int) -> list[RunConfig]:
-    """Return the grid of the given flags, and of GRID for the rest.
-
-    Of GRID's own combinations those without a closed form are left out.
-    """
-    several = {
-        name: list(dict.fromkeys(value)) if isinstance(value, list) else [value]
-        for name, value in {**GRID, **given}.items()
-    }
+    """Return the grid of the given flags, and of GRID for the rest."""
     first_of_grid = {name: values[0] for name, values in GRID.items()}
     check_grid({**first_of_grid, **given}, num_gpus=[1], gpus_per_node=gpus_per_node)
-    several.setdefault("model", [_DEFAULT_MODEL])
-    combinations = [
-        dict(zip(several, values, strict=True)) for values in itertools.product(*several.values())
-    ]
-    found = list(dict.fromkeys(RunConfig(**flags).with_defaults(has_gpu=True) for flags in combinations))
-    if "torch_compile" not in given:
-        found = [config for config in found if not config.torch_compile or not unknown_to_estimates(config)]
-    return found
-
-
-_MOST_ADVISED_GPUS = 3
-"GPU types, best first, with a line on aligned widths"
-
-
-def advice_on(
-    ranked: list[Plan],
-    *,
-    offers: list[GpuOffer],
-    gpus_per_node: int,
-    like: OtherTrainer | None = None,
-) -> list[str]:
-    """Return lines on the gain of aligned widths, and on changes that speed up the first plan."""
-
-    def setup_of(plan: Plan) -> Setup:
-        return Setup(
-            plan.spec,
-            plan.strategy,
-            plan.config,
-            num_gpus=plan.estimate.num_gpus,
-            gpus_per_node=gpus_per_node,
-            gpu=next(offer.gpu for offer in offers if offer.gpu.name == plan.estimate.gpu),
-            like=like,
-            deployment=plan.deployment,
-        )
-
-    lines = []
-    if like is not None:
-        lines.append(f"estimated as {like.title} trains; the command starts slm_toolkit's own trainer")
-    new = [plan for plan in ranked if plan.starts_from is None]  # trained weights keep their shape
-    for name in list(dict.fromkeys(plan.estimate.gpu for plan in new))[:_MOST_ADVISED_GPUS]:
-        plan = next(plan for plan in new if plan.estimate.gpu == name)
-        gain = alignment_gain(setup_of(plan))
-        if gain is not None and gain.speedup >= WORTH_SAYING:
-            row = plan.estimate
-            price = f": ${plan.usd / gain.speedup:,.2f} instead of ${plan.usd:,.2f}" if plan.usd else ""
-            lines.append(
-                f"aligned widths: on {row.num_gpus} x {name}, {gain.change} for {row.model} is about "
-                f"{gain.speedup:.2f}x faster{price}"
-            )
-    first = ranked[0]
-    most = largest_batch(setup_of(first).launched).batch_with_margin
-    lines.append(
-        f"batch of row 1: {first.estimate.per_device_train_batch_size}, a power of two if you give none; "
-        f"at most {most} fits with its flags (`slm estimate --largest_batch`)"
-    )
-    if first.starts_from is not None and (hub_id := first.spec.hub_id) is not None:
-        lines.append(
-            f"the command starts from the weights of {hub_id}; from random ones: --model {first.spec.name} "
-            f"--tokenizer_name {hub_id}"
-        )
-    for lever in [lever for lever in levers(setup_of(ranked[0])) if lever.change.startswith("--")][:2]:
-        if not lever.change.startswith("--per_device"):  # another batch would make other steps
-            lines.append(f"add {lever.change} to row 1: about {lever.speedup:.2f}x faster")
-    return lines
-
-
-def search_all(
-    workloads: list[Workload],
-    offers: list[GpuOffer],
-    strategies: list[Strategy],
-    configs: list[RunConfig],
-    *,
-    gpus_per_node: int,
-    observations: Observations,
-    like: OtherTrainer | None = None,
-) -> PlanSearch:
-    """Return all plans that fit, and reasons for those left out."""
-    found, left_out = [], []
-    for workload in workloads:
-        of_job = search(
-            workload,
-            offers,
-            strategies,
-            [config for config in configs if config.model == workload.asked_model],
-            gpus_per_node=gpus_per_node,
-            observations=observations,
-            like=like,
-        )
-        found += of_job.plans
-        left_out += of_job.left_out
-    return PlanSearch(found, list(dict.fromkeys(left_out)))
+    grid = {"model": [_DEFAULT_MODEL], **GRID, **given}
+    several = [value if isinstance(value, list) else [value] for value in grid.values()]
+    combinations = [dict(zip(grid, values, strict=True)) for values in itertools.product(*several)]
+    return list(dict.fromkeys(RunConfig(**flags).with_defaults(has_gpu=True) for flags in combinations))

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import re
 import shlex
 import textwrap
 from pathlib import Path
@@ -50,12 +49,10 @@ def skypilot_task(plan: Plan, folder: Path) -> str | None:
     num_gpus = min(row.num_gpus, row.gpus_per_node)
     values = _values(plan)
     variables = {name: values[name] for name in _variables(values, is_here=False)}
-    required = "".join(f" --env {_VARIABLES[name]}=..." for name, value in variables.items() if not value)
     lines = [
-        f"# {row.model} on {row.num_gpus} x {row.gpu}: {plan.num_tokens:.3g} tokens, "
-        f"{plan.hours:,.1f} h expected ({plan.evidence}). Records and checkpoints stay on the first node.",
-        f"#   sky launch {SKYPILOT_FILE} --env SLM_TOOLKIT=git+https://...{required}",
-        f"name: {re.sub('[^a-z0-9]+', '-', plan.strategy.name.lower()).strip('-')}-{row.num_gpus}-gpus",
+        f"{_head(plan)}. Records and checkpoints stay on the first node.",
+        f"#   sky launch {SKYPILOT_FILE} --env SLM_TOOLKIT=git+https://...",
+        f"name: slm-train-{row.num_gpus}-gpus",
         f"workdir: {json.dumps(str(folder.resolve()))}  # each node works in a copy of it",
         f"num_nodes: {row.num_gpus // num_gpus}",
         "resources:",
@@ -90,16 +87,9 @@ def launch_command(plan: Plan) -> str:
     Each of several nodes runs it with its own NODE_RANK. What the user must still choose, such as the
     dataset, is an environment variable.
     """
-    return _train(plan, shlex.quote(_strategy_word(plan)), _flags(plan, _values(plan)))
-
-
-def check_command(plan: Plan) -> str:
-    """Return the command that measures the plan for a few steps, on generated tokens if it has no dataset."""
-    row, strategy = plan.estimate, shlex.quote(_strategy_word(plan))
-    flags = _flags(plan, _values(plan, measures_only=True), measures_only=True)
-    if row.num_gpus > row.gpus_per_node:  # `slm compare` runs on one machine
-        return _train(plan, strategy, flags)
-    return f"slm compare --strategy {strategy} --num_processes {row.num_gpus} {flags}"
+    path = Path(plan.strategy.path).resolve()
+    strategy = plan.strategy.name if is_shipped(path) else str(path)
+    return _train(plan, shlex.quote(strategy), _flags(plan, _values(plan), is_here=True))
 
 
 def write_launch(plan: Plan, folder: Path) -> list[Path]:
@@ -118,8 +108,7 @@ def write_launch(plan: Plan, folder: Path) -> list[Path]:
     values = _values(plan)
     lines = [
         "#!/bin/sh",
-        f"# {row.model} on {row.num_gpus} x {row.gpu}: {plan.num_tokens:.3g} tokens, "
-        f"{plan.hours:,.1f} h expected ({plan.evidence})",
+        _head(plan),
         *(f"# set {_VARIABLES[name]}: {_HOLDS[name]}" for name in _variables(values, is_here=False)),
     ]
     if num_nodes > 1:
@@ -129,11 +118,19 @@ def write_launch(plan: Plan, folder: Path) -> list[Path]:
     script = folder / SCRIPT
     write_new(script, "\n".join(lines) + "\n")
     script.chmod(0o755)
-    task = skypilot_task(plan, folder)
-    if task is None:
-        return [yaml_path, script]
-    write_new(folder / SKYPILOT_FILE, task)
-    return [yaml_path, script, folder / SKYPILOT_FILE]
+    written = [yaml_path, script]
+    if (task := skypilot_task(plan, folder)) is not None:
+        written.append(folder / SKYPILOT_FILE)
+        write_new(written[-1], task)
+    return written
+
+
+def _head(plan: Plan) -> str:
+    row = plan.estimate
+    return (
+        f"# {row.model} on {row.num_gpus} x {row.gpu}: {plan.num_tokens:.3g} tokens, "
+        f"{plan.hours:,.1f} h expected ({plan.evidence})"
+    )
 
 
 def check_folder(folder: Path) -> None:
@@ -165,21 +162,16 @@ def _train(plan: Plan, strategy: str, flags: str) -> str:
     return f"slm train --strategy {strategy} --num_processes {row.num_gpus}{nodes} {flags}"
 
 
-def _values(plan: Plan, *, measures_only: bool = False) -> dict[str, str | None]:
-    """Return the model, dataset and tokenizer, with absolute paths; None: the user must choose it.
-
-    A run that only measures takes a published preset's shape, without its weights.
-    """
+def _values(plan: Plan) -> dict[str, str | None]:
+    """Return the model, dataset and tokenizer, with absolute paths; None: the user must choose it."""
     config, spec = plan.config, plan.spec
-    weights = None if measures_only else plan.starts_from
-    values = {"model": _absolute(weights or spec.path or config.model)}
-    has_data = config.dataset != SYNTHETIC
-    if measures_only and not has_data:
-        return values
     sources = [
         _absolute(source.path) + (f"={source.weight:g}" if source.weight else "") for source in config.sources
     ]
-    values["dataset"] = ",".join(sources) if has_data else None
+    values = {
+        "model": _absolute(plan.starts_from or spec.path or config.model),
+        "dataset": ",".join(sources) if config.dataset != SYNTHETIC else None,
+    }
     tokenizer = config.tokenizer_name or spec.hub_id
     if tokenizer or (config.dataset_format != "tokens" and needs_tokenizer(spec)):
         values["tokenizer_name"] = tokenizer and _absolute(tokenizer)
@@ -201,9 +193,7 @@ def _variables(values: dict[str, str | None], *, is_here: bool) -> list[str]:
     ]
 
 
-def _flags(
-    plan: Plan, values: dict[str, str | None], *, is_here: bool = True, measures_only: bool = False
-) -> str:
+def _flags(plan: Plan, values: dict[str, str | None], *, is_here: bool) -> str:
     """Return the plan's flags for a shell, without the defaults of a GPU.
 
     A run that trains writes a checkpoint and evaluates about every half hour, at least once.
@@ -213,18 +203,11 @@ def _flags(
     changes = {name: None for name in filled_in if getattr(plan.config, name) == getattr(defaults, name)}
     variables = _variables(values, is_here=is_here)
     changes |= {name: getattr(RunConfig(), name) if name in variables else values[name] for name in values}
-    if not measures_only:
-        per_checkpoint = round(plan.num_steps / plan.hours * _HOURS_BETWEEN_CHECKPOINTS)
-        every = min(max(1, per_checkpoint), plan.num_steps)
-        changes |= {"max_steps": plan.num_steps, "eval_steps": every}
-        if not contradictions(plan.strategy, dataclasses.replace(plan.config, save_steps=every)):
-            changes["save_steps"] = every
+    per_checkpoint = round(plan.num_steps / plan.hours * _HOURS_BETWEEN_CHECKPOINTS)
+    every = min(max(1, per_checkpoint), plan.num_steps)
+    changes |= {"max_steps": plan.num_steps, "eval_steps": every}
+    if not contradictions(plan.strategy, dataclasses.replace(plan.config, save_steps=every)):
+        changes["save_steps"] = every
     words = [shlex.join(flags_of(dataclasses.replace(plan.config, **changes)))]
     words += [f'--{name} "${{{_VARIABLES[name]}:?{_HOLDS[name]}}}"' for name in variables]
     return " ".join(words)
-
-
-def _strategy_word(plan: Plan) -> str:
-    """Return the value for `--strategy`: the name of a shipped strategy, or else its file."""
-    path = Path(plan.strategy.path).resolve()
-    return plan.strategy.name if is_shipped(path) else str(path)

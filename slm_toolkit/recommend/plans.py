@@ -14,9 +14,8 @@ from slm_toolkit.hardware.calibration import is_calibrated
 from slm_toolkit.hardware.gpus import Gpu, find_gpu
 from slm_toolkit.model.families import with_kernels_of
 from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.predict.cost import budget
 from slm_toolkit.predict.estimate import Estimate, estimate
-from slm_toolkit.predict.memory.peak import MemoryEstimate, peak
+from slm_toolkit.predict.flag_checks import placement_problems
 from slm_toolkit.predict.setup.other_trainers import OtherTrainer
 from slm_toolkit.predict.setup.setup import Deployment, Setup, config_as_launched, unknown_to_estimates
 from slm_toolkit.recommend.scaling_laws import loss, loss_per_usd
@@ -24,7 +23,6 @@ from slm_toolkit.record.files import find_records
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.report.recorded_estimate import config_that_ran, strategy_that_ran
 from slm_toolkit.report.rows import row_of
-from slm_toolkit.strategy.groups import fit_groups
 from slm_toolkit.strategy.strategy import Strategy, contradictions, group_problems
 
 _ENOUGH_BATCHES = 2
@@ -35,10 +33,10 @@ _GLOBAL_BATCH_TOLERANCE = 0.10
 
 @dataclass(frozen=True)
 class GpuOffer:
-    """A GPU type that can be rented, and the numbers of GPUs to try."""
+    """A number of GPUs of one type that can be rented."""
 
     gpu: Gpu
-    counts: tuple[int, ...]
+    num_gpus: int
     deployment: Deployment
 
 
@@ -70,7 +68,6 @@ class Plan:
     config: RunConfig
     "the flags of the command, before the user's own files change them"
     strategy: Strategy
-    deployment: Deployment
     num_tokens: float
     num_steps: int
     tokens_per_step: int
@@ -93,7 +90,7 @@ class Plan:
     "by a scaling law, for its data and tokenizer; None for fine-tuning, which no law covers"
     loss_per_usd: float | None
     "the paper's equation 1: how much one dollar more would lower the loss"
-    slowed_by: float = 1.0
+    slowed_by: float
     "the estimated rate is divided by it: see `_limited`"
 
     @property
@@ -138,7 +135,7 @@ class PlanSearch:
 
 
 def search(
-    workload: Workload,
+    workloads: list[Workload],
     offers: list[GpuOffer],
     strategies: list[Strategy],
     configs: list[RunConfig],
@@ -147,85 +144,51 @@ def search(
     observations: Observations,
     like: OtherTrainer | None = None,
 ) -> PlanSearch:
-    """Return the plans of all GPUs, strategies and `configs`.
+    """Return the plans of all workloads, GPUs and strategies, with the `configs` of each workload's model.
 
     `configs` must have their defaults and one micro-step. The number of micro-steps follows from the
     workload's tokens per step. Kernels that the model does not have are replaced.
     """
-    configs = list(dict.fromkeys(with_kernels_of(workload.spec, config) for config in configs))
-    result = PlanSearch([], [])
-    candidates_by_count: dict[int, list[Candidate]] = {}
-    without_network: list[str] = []
-    memory_by_place: dict[tuple[int, int], dict[int, MemoryEstimate]] = {}
-    for offer in offers:
-        for count in offer.counts:
-            if count not in candidates_by_count:
-                candidates_by_count[count] = candidates_of(workload, configs, count)
-            unshared = [group_problems(config, count) for config in configs]
-            result.left_out.extend(
-                f"{count} x {offer.gpu.name}: {problem}" for problems in unshared for problem in problems
-            )
-            if all(unshared):
-                continue
-            if not candidates_by_count[count]:
-                goal = f"{workload.global_batch_tokens:,.0f} tokens per step (--global_batch_tokens)"
+    result, without_network = PlanSearch([], []), []
+    for workload in workloads:
+        own = [config for config in configs if config.model == workload.asked_model]
+        own = list(dict.fromkeys(with_kernels_of(workload.spec, config) for config in own))
+        counts = {offer.num_gpus for offer in offers}
+        candidates = {count: candidates_of(workload, own, count) for count in counts}
+        for offer in offers:
+            count = offer.num_gpus
+            if not candidates[count]:
                 result.left_out.append(
-                    f"{count} x {offer.gpu.name}: no batch gives {goal} within {_GLOBAL_BATCH_TOLERANCE:.0%}"
+                    f"{count} x {offer.gpu.name}: no batch gives {workload.global_batch_tokens:,.0f} tokens "
+                    f"per step (--global_batch_tokens) within {_GLOBAL_BATCH_TOLERANCE:.0%}"
                 )
-                continue
-            for number, strategy in enumerate(strategies):
+            for strategy in strategies:
                 if strategy.is_single != (count == 1):
                     continue
                 setup = Setup(
                     workload.spec,
                     strategy,
-                    configs[0],  # replaced by each candidate's config
+                    own[0],  # replaced by each candidate's config
                     num_gpus=count,
                     gpus_per_node=gpus_per_node,
                     gpu=offer.gpu,
                     like=like,
                     deployment=offer.deployment,
                 )
-                if _is_network_unknown(setup) and not observations:
+                if setup.num_nodes > 1 and not setup.cluster.node_bytes_per_second(setup.ranks_per_node):
                     without_network.append(offer.gpu.name)
+                    if not observations:
+                        continue
+                if problems := placement_problems([strategy], num_gpus=[count], gpus_per_node=gpus_per_node):
+                    result.left_out.extend(problems)
                     continue
-                # a GPU type changes the time of a step, but not the memory that its tensors take
-                memories = memory_by_place.setdefault((count, number), {})
-                _search_strategy(
-                    workload, offer, setup, candidates_by_count[count], memories, observations, result
-                )
+                _search_strategy(workload, setup, candidates[count], observations, result)
     if without_network:
-        result.left_out.append(_unknown_network(without_network))
-    result.left_out[:] = dict.fromkeys(result.left_out)
-    return result
-
-
-def _limited(plan: Plan) -> Plan:
-    """Slow an estimated plan of a GPU type that nothing supports to HIGHEST_PUBLISHED_MFU, if it is above."""
-    row = plan.estimate
-    of_peak = (row.mfu or 0.0) / (1 if row.fp8 == "none" else 2)  # float8's peak is twice bf16's
-    if plan.speed_evidence in ("compared", "none") and of_peak > HIGHEST_PUBLISHED_MFU:
-        return _slowed(plan, of_peak / HIGHEST_PUBLISHED_MFU)
-    return plan
-
-
-def _slowed(plan: Plan, by: float) -> Plan:
-    row = plan.estimate
-
-    def times(source: Any, factor: float, *names: str) -> dict[str, Any]:
-        return {name: None if (value := getattr(source, name)) is None else value * factor for name in names}
-
-    rates = times(row, 1 / by, "tokens_per_second", "tokens_per_second_per_gpu", "mfu", "tokens_per_usd")
-    seconds = ("step_seconds", "step_low_seconds", "step_high_seconds", "misaligned_seconds")
-    slower = times(row, by, *seconds, "usd_per_million_tokens")
-    parts = {name: value * by for name, value in row.parts_seconds.items()}
-    return dataclasses.replace(
-        plan,
-        estimate=dataclasses.replace(row, **rates, **slower, parts_seconds=parts),
-        slowed_by=by,
-        **times(plan, 1 / by, "tokens_per_second", "loss_per_usd"),
-        **times(plan, by, "hours", "usd"),
-    )
+        names = ", ".join(dict.fromkeys(without_network))
+        result.left_out.append(
+            f"several nodes of {names}: the network between nodes is unknown (give --network)"
+        )
+    return PlanSearch(result.plans, list(dict.fromkeys(result.left_out)))
 
 
 @dataclass(frozen=True)
@@ -241,133 +204,86 @@ class Candidate:
 
 def candidates_of(workload: Workload, configs: list[RunConfig], num_gpus: int) -> list[Candidate]:
     """Return the configs that reach the tokens per step: larger batches first, savings last."""
-    numbers: dict[tuple[RunConfig, bool], int] = {}
+    numbers: dict[RunConfig, int] = {}
+
+    def number_of(config: RunConfig, **changes: object) -> int:
+        return numbers.setdefault(dataclasses.replace(config, **changes), len(numbers))
+
     found = []
     for config in configs:
-        steps = _micro_steps(workload, config, num_gpus)
-        if steps is None:
-            continue
-        without_batch = dataclasses.replace(config, per_device_train_batch_size=1)
-        without_savings = dataclasses.replace(config, gradient_checkpointing="none")
-        found.append(
-            Candidate(
-                dataclasses.replace(config, gradient_accumulation_steps=steps),
-                numbers.setdefault((without_batch, steps > 1), len(numbers)),
-                numbers.setdefault((without_savings, steps > 1), len(numbers)),
+        of_micro_step = _tokens_per_micro_step(config, num_gpus)
+        steps = max(1, round(workload.global_batch_tokens / of_micro_step))
+        if abs(steps * of_micro_step / workload.global_batch_tokens - 1) <= _GLOBAL_BATCH_TOLERANCE:
+            several = {"gradient_accumulation_steps": min(steps, 2), "per_device_train_batch_size": 1}
+            found.append(
+                Candidate(
+                    dataclasses.replace(config, gradient_accumulation_steps=steps),
+                    number_of(config, **several),
+                    number_of(config, gradient_checkpointing="none"),
+                )
             )
-        )
 
-    def order(candidate: Candidate) -> tuple[int, int]:
+    def order(candidate: Candidate) -> tuple[int, bool]:
         config = candidate.config
         return -config.per_device_train_batch_size, config.gradient_checkpointing != "none"
 
     return sorted(found, key=order)
 
 
+def _tokens_per_micro_step(config: RunConfig, num_gpus: int) -> int:
+    return max(1, num_gpus // config.sp_size) * config.per_device_train_batch_size * config.seq_len
+
+
 def _search_strategy(
     workload: Workload,
-    offer: GpuOffer,
     setup: Setup,
     candidates: list[Candidate],
-    memories: dict[int, MemoryEstimate],
     observations: Observations,
     result: PlanSearch,
 ) -> None:
     """Add the plans of one strategy on one number of GPUs to `result`.
 
-    The config of each candidate replaces that of `setup`. `memories` keeps each candidate's memory for the
-    next GPU type. Three kinds of candidates without a record are skipped: those larger than the GPU, those
-    with _ENOUGH_BATCHES larger batches that fit, and those that save memory although the same batch fits
-    without. Batches with one micro-step and with several are judged separately, because a single micro-step
-    may take less memory than several, and overlaps less communication.
+    The config of each candidate replaces that of `setup`. Two kinds of candidates without a record are
+    skipped: those with _ENOUGH_BATCHES larger batches that fit, and those that save memory although the same
+    batch fits without. Batches with one micro-step and with several are judged separately, because a single
+    micro-step may take less memory than several, and overlaps less communication.
     """
-    strategy = _fitted_strategy(setup, result)
-    if strategy is None:
-        return
+    gpu, strategy = setup.gpu, setup.launched.strategy
     setup = dataclasses.replace(setup, strategy=strategy)
     num_fitting: Counter[int] = Counter()
-    fit_unsaved: set[tuple[int, int]] = set()
-    for number, candidate in enumerate(candidates):
+    fit_unsaved: set[int] = set()
+    for candidate in candidates:
         config = candidate.config
-        same_batch = (candidate.with_any_saving, config.per_device_train_batch_size)
         launched = dataclasses.replace(setup, config=config_as_launched(config, strategy))
         observed = _observed(launched, observations)  # records name the model without padding
-        launched = launched.launched
         enough_fit = num_fitting[candidate.with_any_batch] >= _ENOUGH_BATCHES
-        if observed is None and (enough_fit or same_batch in fit_unsaved):
+        fits = observed is None and (enough_fit or candidate.with_any_saving in fit_unsaved)
+        if not fits:
+            if problems := [
+                *group_problems(config, setup.num_gpus),
+                *contradictions(strategy, config),
+                *config.problems(),
+                *unknown_to_estimates(config, gpu=gpu, spec=workload.spec),
+            ]:
+                result.left_out.extend(problems)
+                continue
+            row = estimate(launched.launched)
+            plan = _plan(workload, row, config, strategy, gpu, observed)
+            result.plans.extend([plan] if plan else [])
+            fits = observed is None and row.verdict == "fits"
+        if fits:
             num_fitting[candidate.with_any_batch] += 1
             if config.gradient_checkpointing == "none":
-                fit_unsaved.add(same_batch)
-            continue
-        if problems := [
-            *contradictions(strategy, config),
-            *config.problems(),
-            *unknown_to_estimates(config, gpu=offer.gpu, spec=workload.spec),
-        ]:
-            result.left_out.extend(problems)
-            continue
-        if number not in memories:
-            memories[number] = peak(launched)
-        if observed is None and memories[number].peak_bytes > offer.gpu.memory_bytes:
-            continue
-        row = estimate(launched, memory=memories[number])
-        if row.tokens_per_second is None and (observed is None or observed.tokens_per_second is None):
-            result.left_out.append(_unknown_network([offer.gpu.name]))
-            continue
-        if observed is None and row.verdict == "fits":
-            num_fitting[candidate.with_any_batch] += 1
-            if config.gradient_checkpointing == "none":
-                fit_unsaved.add(same_batch)
-        plan = _plan(workload, row, config, strategy, offer, observed)
-        if plan is not None:
-            result.plans.append(_limited(plan))
-
-
-def _fitted_strategy(setup: Setup, result: PlanSearch) -> Strategy | None:
-    """Return the strategy with groups that fit the GPUs, or add to `result` why it has no plan."""
-    count = setup.num_gpus
-    try:
-        strategy = fit_groups(setup.strategy, num_ranks=count, ranks_per_node=setup.ranks_per_node)
-    except ValueError as error:
-        result.left_out.append(str(error).splitlines()[0])
-        return None
-    sharding = dataclasses.replace(setup, strategy=strategy).placement
-    if problems := sharding.problems(num_gpus=count, gpus_per_node=setup.ranks_per_node):
-        where = f"{count} x {setup.gpu.name} {strategy.name}"
-        result.left_out.extend(f"{where}: {problem}" for problem in problems)
-        return None
-    return strategy
-
-
-def _is_network_unknown(setup: Setup) -> bool:
-    return setup.num_nodes > 1 and setup.cluster.node_bytes_per_second(setup.ranks_per_node) is None
-
-
-def _unknown_network(gpu_names: list[str]) -> str:
-    names = ", ".join(dict.fromkeys(gpu_names))
-    return f"several nodes of {names}: the network between nodes is unknown (give --network)"
+                fit_unsaved.add(candidate.with_any_saving)
 
 
 def _observed(setup: Setup, observations: Observations) -> Observed | None:
     """Return the observation on this GPU type, else that of a rehearsal without a GPU, else None."""
-    if not observations:
-        return None
-    keys = (
-        observation_key(setup.spec, name, setup.num_gpus, setup.strategy, setup.config)
-        for name in (setup.gpu.name, None)
-    )
-    return next((observations[key] for key in keys if key in observations), None)
-
-
-def _micro_steps(workload: Workload, config: RunConfig, num_gpus: int) -> int | None:
-    """Return the number of micro-steps nearest to the workload's tokens per step, or None if too far off."""
-    if group_problems(config, num_gpus):
-        return None
-    num_groups = num_gpus // config.sp_size
-    tokens_per_micro_step = num_groups * config.per_device_train_batch_size * config.seq_len
-    micro_steps = max(1, round(workload.global_batch_tokens / tokens_per_micro_step))
-    difference = abs(micro_steps * tokens_per_micro_step / workload.global_batch_tokens - 1)
-    return micro_steps if difference <= _GLOBAL_BATCH_TOLERANCE else None
+    for name in (setup.gpu.name, None) if observations else ():
+        key = observation_key(setup.spec, name, setup.num_gpus, setup.strategy, setup.config)
+        if key in observations:
+            return observations[key]
+    return None
 
 
 def _plan(
@@ -375,68 +291,86 @@ def _plan(
     row: Estimate,
     config: RunConfig,
     strategy: Strategy,
-    offer: GpuOffer,
+    gpu: Gpu,
     observed: Observed | None,
 ) -> Plan | None:
     """Return the plan of an estimate, or None if it does not fit or its time is unknown."""
     verdict, headroom, memory_evidence = row.verdict, row.headroom_bytes, "estimated"
-    tokens_per_second, evidence = row.tokens_per_second, "estimated"
+    measured = None
     if observed is not None:
         if observed.is_out_of_memory:
             return None
-        if observed.tokens_per_second is not None:
-            tokens_per_second, evidence = observed.tokens_per_second, "measured"
+        measured = observed.tokens_per_second
         if observed.peak_allocated_bytes is not None:
-            context = row.parts["cuda_context"]
-            headroom = offer.gpu.memory_bytes - context - observed.peak_allocated_bytes
+            headroom = gpu.memory_bytes - row.parts["cuda_context"] - observed.peak_allocated_bytes
             memory_evidence = observed.memory_evidence
             is_measured = memory_evidence == "measured"
             verdict = "fits" if is_measured or headroom >= 0 else "does not fit"
-    if verdict not in ("fits", "may fit") or tokens_per_second is None:
+    if verdict not in ("fits", "may fit") or (measured is None and row.tokens_per_second is None):
         return None
-    sequences_of_group = config.gradient_accumulation_steps * config.per_device_train_batch_size
-    tokens_per_step = row.num_gpus // config.sp_size * sequences_of_group * config.seq_len
-    price = offer.deployment.price
-    paid = {"tokens_per_second": tokens_per_second, "num_gpus": row.num_gpus}
-    per_gpu_hour = price.usd_per_gpu_hour if price else 0.0
-    needed = budget(num_tokens=workload.num_tokens, usd_per_gpu_hour=per_gpu_hour, **paid)
+    speed_evidence, slowed_by = "measured", 1.0
+    if measured is None:
+        is_timed = row.calibration and is_calibrated(gpu.name)
+        speed_evidence = "calibrated" if is_timed else gpu.speed_evidence
+        row, slowed_by = _limited(row, speed_evidence)
+    tokens_per_second = measured or row.tokens_per_second
+    tokens_per_step = config.gradient_accumulation_steps * _tokens_per_micro_step(config, row.num_gpus)
+    hours = workload.num_tokens / tokens_per_second / 3600
+    price = row.usd_per_gpu_hour
+    usd = None if price is None else hours * row.num_gpus * price
     is_pretraining = config.peft == "none" and workload.starts_from is None
     return Plan(
         estimate=row,
         spec=workload.spec,
         config=config,
         strategy=strategy,
-        deployment=offer.deployment,
         num_tokens=workload.num_tokens,
         num_steps=math.ceil(workload.num_tokens / tokens_per_step),
         tokens_per_step=tokens_per_step,
         tokens_per_second=tokens_per_second,
         starts_from=workload.starts_from,
-        evidence=evidence,
+        evidence="estimated" if measured is None else "measured",
         memory_evidence=memory_evidence,
         verdict=verdict,
         headroom_bytes=headroom,
-        speed_evidence=_speed_evidence(evidence, row, offer.gpu),
-        hours=needed.hours,
-        usd=needed.usd if price else None,
+        speed_evidence=speed_evidence,
+        hours=hours,
+        usd=usd,
         expected_loss=loss(workload.spec.num_params, workload.num_tokens) if is_pretraining else None,
-        loss_per_usd=loss_per_usd(workload.num_tokens, usd_per_gpu_hour=per_gpu_hour, **paid)
-        if price and is_pretraining
-        else None,
+        loss_per_usd=loss_per_usd(workload.num_tokens, usd) if usd and is_pretraining else None,
+        slowed_by=slowed_by,
     )
 
 
-def _speed_evidence(evidence: str, row: Estimate, gpu: Gpu) -> str:
-    if evidence == "measured":
-        return evidence
-    return "calibrated" if row.calibration and is_calibrated(gpu.name) else gpu.speed_evidence
+_RATES = ("tokens_per_second", "tokens_per_second_per_gpu", "mfu", "tokens_per_usd")
+_TIMES = (
+    "step_seconds",
+    "step_low_seconds",
+    "step_high_seconds",
+    "misaligned_seconds",
+    "usd_per_million_tokens",
+)
+
+
+def _limited(row: Estimate, speed_evidence: str) -> tuple[Estimate, float]:
+    """Slow an estimate above HIGHEST_PUBLISHED_MFU to it, on a GPU type that nothing supports.
+
+    Return the estimate and the number by which its rate was divided.
+    """
+    of_peak = (row.mfu or 0.0) / (1 if row.fp8 == "none" else 2)  # float8's peak is twice bf16's
+    by = of_peak / HIGHEST_PUBLISHED_MFU
+    if speed_evidence not in ("compared", "none") or by <= 1:
+        return row, 1.0
+    factors = {**dict.fromkeys(_RATES, 1 / by), **dict.fromkeys(_TIMES, by)}
+    changes = {name: getattr(row, name) and getattr(row, name) * factors[name] for name in factors}
+    parts = {name: seconds * by for name, seconds in row.parts_seconds.items()}
+    return dataclasses.replace(row, **changes, parts_seconds=parts), by
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return the plan as a dict for JSON: the estimate's keys, then the plan's keys."""
-    fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
-    for name in ("estimate", "spec", "config", "strategy", "deployment"):
-        del fields[name]
+    inputs = ("estimate", "spec", "config", "strategy")
+    fields = {name: value for name, value in vars(plan).items() if name not in inputs}
     return {**vars(plan.estimate), **fields, "gpu_hours": plan.gpu_hours}
 
 

@@ -8,8 +8,6 @@ counts are more reliable.
 
 import math
 
-from slm_toolkit.predict.cost import tokens_per_usd
-
 LAW = "besiroglu"  # et al. 2024, arXiv 2404.10102, by epoch-research/analyzing-chinchilla @9225883
 _E = 1.81686
 _A, _ALPHA = 482.006, 0.34781
@@ -21,20 +19,16 @@ def loss(num_params: float, num_tokens: float) -> float:
     return _E + _A / num_params**_ALPHA + _B / num_tokens**_BETA
 
 
-def loss_per_usd(
-    num_tokens: float, *, tokens_per_second: float, usd_per_gpu_hour: float, num_gpus: int
-) -> float:
+def loss_per_usd(num_tokens: float, usd: float) -> float:
     """Return the paper's equation 1, Loss/Dollar = Loss/Token x Token/Second x inv(Dollar/Second).
 
-    We read it as: how much one dollar more lowers the loss after D tokens. Loss/Token is -dL/dD. The paper
-    evaluates no law, and ranks by Token/Dollar only. For one model at one D the two rankings are the same;
-    for two models, equation 1 also counts how much each learns from a token.
+    We read it as: how much one dollar more lowers the loss after D tokens. Loss/Token is -dL/dD. The other
+    two terms are D / `usd`, the tokens per dollar. The paper evaluates no law, and ranks by Token/Dollar
+    only. For one model at one D the two rankings are the same; for two models, equation 1 also counts how
+    much each learns from a token.
     """
     loss_over_token = _BETA * _B / num_tokens ** (_BETA + 1)
-    token_over_dollar = tokens_per_usd(  # Token/Second x inv(Dollar/Second)
-        tokens_per_second=tokens_per_second, usd_per_gpu_hour=usd_per_gpu_hour, num_gpus=num_gpus
-    )
-    return loss_over_token * token_over_dollar
+    return loss_over_token * num_tokens / usd
 
 
 def compute_optimal_tokens(num_params: float) -> float:

@@ -1,7 +1,7 @@
 """Show estimates as a table; for a single estimate, also bars with the parts of its peak and of its step."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -26,12 +26,12 @@ from slm_toolkit.report.tables.fitted import (
 
 _BAR_WIDTH = 40
 _VERDICT_STYLE = {"fits": "green", "may fit": "yellow", "unlikely to fit": "yellow", "does not fit": "red"}
-_FLAGS = tuple(f.name for f in dataclasses.fields(Estimate) if f.name in FLAGS and FLAGS[f.name].heading)
+FLAGS_SHOWN = tuple(f.name for f in dataclasses.fields(Estimate) if f.name in FLAGS and FLAGS[f.name].heading)
 _TITLES = {"model": "model", "gpu": "GPU", "num_gpus": "GPUs"}
-_TITLES |= {name: COLUMN_TITLES[name] for name in dict.fromkeys((*FIRST_COLUMNS, *_FLAGS))}
+_TITLES |= {name: COLUMN_TITLES[name] for name in dict.fromkeys((*FIRST_COLUMNS, *FLAGS_SHOWN))}
 "title of a column if rows differ in this setting; otherwise the heading shows it once"
 _HEADINGS = {
-    **{name: FLAGS[name].heading for name in _FLAGS},
+    **{name: FLAGS[name].heading for name in FLAGS_SHOWN},
     **{"gpu": "{}", "num_gpus": "GPUs: {}", "per_device_train_batch_size": "batch {} per GPU"},
 }
 _ABOVE_IF_DEFAULT = (
@@ -42,7 +42,7 @@ _ABOVE_IF_DEFAULT = (
     "optim",
     "lora_r",
 )
-NETWORK_SOURCES = {
+_NETWORK_SOURCES = {
     "measured": "the --network measurement",
     "measured in part": "the --network measurement and data sheets",
     "given": "--network and, inside a node, data sheets",
@@ -72,7 +72,7 @@ def estimate_table(rows: list[Estimate], *, width: int, largest_batch: bool = Fa
 
 def _changes(rows: list[Estimate]) -> list[Text]:
     """Return a line for the rows that don't fit and share their smallest changes: those, with their cost."""
-    differing = [name for name in _TITLES if _differs(rows, name)]
+    differing = [name for name in _TITLES if differs(rows, name)]
     names_by_ways: dict[str, list[str]] = {}
     for row in rows:
         if row.changes_that_fit is not None:
@@ -152,7 +152,7 @@ def _columns(rows: list[Estimate], *, largest_batch: bool) -> list[Column]:
     columns = [
         column(title, lambda row, name=name: setting(getattr(row, name)))
         for name, title in _TITLES.items()
-        if _differs(rows, name) or (largest_batch and title == "batch")
+        if differs(rows, name) or (largest_batch and title == "batch")
     ]
     if largest_batch:
         columns.append(column("batch with\nmargin", lambda row: str(row.batch_with_margin)))
@@ -186,17 +186,22 @@ def _columns(rows: list[Estimate], *, largest_batch: bool) -> list[Column]:
     return columns
 
 
-def _heading(rows: list[Estimate], largest_batch: bool) -> Text:
-    same = [
+def same_settings(rows: list[Estimate], names: Iterable[str]) -> str:
+    """Return the settings that all rows share, without defaults that need no words."""
+    return ", ".join(
         _HEADINGS[name].format(value)
-        for name, title in _TITLES.items()
-        if not _differs(rows, name)
+        for name in names
+        if not differs(rows, name)
         and (value := getattr(rows[0], name)) is not None
         and (name in _ABOVE_IF_DEFAULT or value != getattr(RunConfig, name, None))
-        and not (largest_batch and title == "batch")
-    ]
+    )
+
+
+def _heading(rows: list[Estimate], largest_batch: bool) -> Text:
+    names = [name for name, title in _TITLES.items() if not (largest_batch and title == "batch")]
+    same = same_settings(rows, names)
     as_trained_by = f", as {rows[0].like} trains" if rows[0].like else ""
-    return Text("estimated: " + ", ".join(same) + as_trained_by, style="bold")
+    return Text(f"estimated: {same}{as_trained_by}", style="bold")
 
 
 def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> list[Text]:
@@ -233,7 +238,10 @@ def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> lis
             "compiled: layers keep what torch's partitioner saves; what their kernels use in backward was "
             "never traced"
         )
-    notes += untimed_notes(rows)
+    if any(row.fp8 != "none" for row in rows):
+        notes.append(
+            "fp8: its speed is counted from torchao's code; four runs on an H100 and an H200 were within 4 %"
+        )
     notes += _adapter_notes(rows)
     if versions := {row.deepspeed_version for row in rows if row.deepspeed_version}:
         notes.append(f"DeepSpeed's estimate: by version {versions.pop()}; model states only, no activations")
@@ -246,18 +254,8 @@ def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> lis
 
 def _assumed(rows: list[Estimate]) -> str:
     """Return the flags, equal in all rows, that decide how many sequences fit."""
-    values = {name: getattr(rows[0], name) for name in _DECIDES_BATCH if not _differs(rows, name)}
+    values = {name: getattr(rows[0], name) for name in _DECIDES_BATCH if not differs(rows, name)}
     return " ".join(f"--{name} {str(value).lower()}" for name, value in values.items())
-
-
-def untimed_notes(rows: list[Estimate]) -> list[str]:
-    """Return a note on each kernel of another package whose speed is counted from its code."""
-    notes = []
-    if any(row.fp8 != "none" for row in rows):
-        notes.append(
-            "fp8: its speed is counted from torchao's code; four runs on an H100 and an H200 were within 4 %"
-        )
-    return notes
 
 
 def _adapter_notes(rows: list[Estimate]) -> list[str]:
@@ -324,13 +322,13 @@ def _speed_notes(rows: list[Estimate]) -> list[str]:
             f"a node of {worst.gpu} has {available}"
         )
     if evidence := dict.fromkeys(row.network_evidence for row in rows if row.network_evidence):
-        notes.append(f"network speed from {', '.join(NETWORK_SOURCES[name] for name in evidence)}")
+        notes.append(f"network speed from {', '.join(_NETWORK_SOURCES[name] for name in evidence)}")
     if any(row.gpu and row.tokens_per_second is None for row in rows):
         notes.append("no tokens/s across nodes with an unknown network: set --network")
     return notes
 
 
-def _differs(rows: list[Estimate], name: str) -> bool:
+def differs(rows: list[Estimate], name: str) -> bool:
     return len({getattr(row, name) for row in rows}) > 1
 
 

@@ -23,13 +23,10 @@ from rich.console import Console
 
 from slm_toolkit import api
 from slm_toolkit.cli.main import main
-from slm_toolkit.hardware.gpus import Gpu, gpus
-from slm_toolkit.hardware.network import cluster_of
+from slm_toolkit.hardware.gpus import gpus
 from slm_toolkit.hardware.prices import price_of
 from slm_toolkit.model.model_spec import model_flops_utilization
-from slm_toolkit.predict.setup.setup import Deployment
 from slm_toolkit.recommend import plans
-from slm_toolkit.recommend.job import offers_of
 from slm_toolkit.recommend.plan_table import plan_report, reasons
 from slm_toolkit.recommend.plans import HIGHEST_PUBLISHED_MFU, Plan, observations_of
 from slm_toolkit.recommend.ranking import best_plans, reason_of
@@ -158,16 +155,6 @@ def test_padded_widths_are_faster_without_a_compiler() -> None:
     assert padded["usd"] < plain["usd"] / 2  # it is 2.14 times as fast
 
 
-def test_aligned_widths_are_named_for_each_gpu_type() -> None:
-    done = slm_here(
-        "recommend", "--model", "slm-500m", "--gpu", "a100-40gb:1", "h100-80gb:1", "--tokens", "1B"
-    )
-    for name in ("a100-40gb", "h100-80gb"):
-        assert f"on 1 x {name}, --pad_widths for slm-500m is about 1." in done.out
-    aligned = slm_here("recommend", "--model", "slm-500m-hw", "--gpu", "h100-80gb:1").out
-    assert "aligned widths" not in aligned
-
-
 RECORDED = (  # the flags of conftest's made_record
     *("--model", "slm-100m", "--gpu", "h100-80gb:2@3", "--strategy", "ddp", "--tokens", "1B"),
     *("--per_device_train_batch_size", "4", "--global_batch_tokens", "8192", "--loss_kernel", "hf"),
@@ -217,15 +204,13 @@ def test_every_problem_of_the_flags_is_named_at_once() -> None:
         assert problem in done.err
 
 
-def test_reasons_name_the_parts_that_cost_more() -> None:
+def test_the_reason_is_the_part_that_costs_most_more() -> None:
     found = plans_of("ds_zero1", "ds_zero3", num_gpus=16, inter_node_gbps=50)
     ranked = best_plans(found, objective="cost")
     assert [plan.estimate.strategy for plan in ranked] == ["ds_zero1", "ds_zero3"]
-    reason = reason_of(ranked[1], ranked[0], objective="cost")
-    assert reason.ratio > 1
-    assert reason.parts[0][0] == "communication"
-    assert 1 + sum(more for _, more in reason.parts) == pytest.approx(reason.ratio, abs=0.05)
-    assert reason.ties_at_usd_per_gpu_hour is None  # the same GPUs cost the same
+    ratio, part = reason_of(ranked[1], ranked[0], objective="cost")
+    assert ratio == ranked[1].usd / ranked[0].usd > 1
+    assert part == "communication"
 
 
 def test_a_batch_that_fits_is_found_beyond_one_that_does_not() -> None:
@@ -268,7 +253,8 @@ def test_gpus_without_a_price_come_last_and_are_not_compared_in_dollars() -> Non
     assert rows[-1]["gpu"] == "a40"
     shown = slm_here("recommend", *asked).out
     assert "8 x a40" in shown
-    assert "without a price it can't be compared in dollars" in shown
+    assert "dollars against row 1 (main reason): row 2 +" in shown
+    assert ", row 3 " not in shown  # the a40
 
 
 @pytest.mark.parametrize(
@@ -301,7 +287,7 @@ def test_own_shards_that_don_t_divide_are_left_out_by_name_and_offload_is_ranked
         *("--strategy", hybrid, offload, "ddp"),
     )
     assert done.code == 0
-    assert "left out: 8 x h100-80gb hybrid: dp_replicate_size 2 x dp_shard_size 8 with 8 ranks" in done.err
+    assert f"left out: {hybrid}: dp_replicate_size 2 x dp_shard_size 8 with 8 ranks" in done.err
     assert "offload" in done.out
 
 
@@ -380,8 +366,8 @@ def test_ties_go_to_the_simplest_strategy() -> None:
     assert names_of(best_plans([zero3, zero2, ddp], objective="cost")) == ["ds_zero2", "ds_zero3", "ddp"]
     lines = reasons([zero2, zero3], objective="cost")
     assert lines == [
-        "rows 1 and 2 cost the same within 3%, and estimates are no more precise: of these the simplest "
-        "strategy comes first, then the fewest GPUs"
+        "rows within 3% of row 1, too close to rank: 2. Of these the simplest strategy comes first, then the "
+        "fewest GPUs"
     ]
 
 
@@ -397,7 +383,7 @@ def test_an_implausible_speed_that_no_run_supports_counts_with_the_highest_publi
         assert row["tokens_per_second"] * row["step_seconds"] == pytest.approx(row["tokens_per_step"])
     assert plans[0]["gradient_checkpointing"] == "none"  # still the fastest of its own type
     shown = slm_here("recommend", *asked).out
-    assert "rtx-3090: plans with a higher estimate count with the highest published MFU, 64%" in shown
+    assert "rarely measured, MFU held to 64%" in shown
 
 
 def test_a_plans_number_does_not_depend_on_the_other_plans() -> None:
@@ -450,31 +436,14 @@ def test_the_highest_published_mfu_and_the_evidence_of_gpus_agree_with_the_table
 
 def test_a_gpu_type_without_published_runs_is_marked() -> None:
     shown = slm_here("recommend", "--model", "slm-100m", "--gpu", "gh200:1", "l4:1", "--tokens", "1B").out
-    assert " never measured " in shown
-    assert "never measured: no published run on gh200" in shown
-    assert "* l4: few published runs support the estimated speed" in shown
-
-
-def test_advice_and_notes_are_plain_sentences() -> None:
-    asked = ("--model", "slm-500m", "--gpu", "a100-40gb:8@1", "--strategy", "ddp", "--tokens", "10B")
-    eager = slm_here("recommend", *asked, "--torch_compile", "false").out
-    (speedup,) = re.findall(r"add --torch_compile to row 1: about (\S+)x faster", eager)
-    usd = [recommended(*asked, "--torch_compile", value)[0]["usd"] for value in ("false", "true")]
-    assert float(speedup) == pytest.approx(usd[0] / usd[1], rel=0.05)  # the batch may differ
-    assert "network speed from data sheets, not measured" in eager
-    dollars, gain = re.search(
-        r"\$(\S+) more on row 1 lowers its expected loss by about (\S+) \(law besiroglu", eager
-    ).groups()
-    more = 10e9 * (1 + float(dollars.replace(",", "")) / usd[0])
-    # besiroglu: of the loss only 2085.43 / D^0.3658 depends on the tokens D
-    assert float(gain) == pytest.approx(2085.43 / 10e9**0.3658 - 2085.43 / more**0.3658, abs=0.005)
-    assert float(gain) >= 0.005
+    assert re.search(r"1 x gh200 .* never measured ", shown)
+    assert re.search(r"1 x l4 .* rarely measured ", shown)
 
 
 def report_of(ranked: list[Plan], *, top: int = 10, objective: str = "cost") -> str:
     with io.StringIO() as out:
         Console(file=out, width=400).print(
-            plan_report(ranked, [], top=top, objective=objective, width=400), crop=False
+            plan_report(ranked, top=top, objective=objective, width=400), crop=False
         )
         return out.getvalue()
 
@@ -486,42 +455,26 @@ def on_gpus(plan: Plan, num_gpus: int, **changes: object) -> Plan:
     )
 
 
-def test_the_report_names_a_faster_plan_that_costs_the_same() -> None:
-    first, second = made_plans("ddp", "ds_zero3", usd=[100.0, 102.0])
-    fast = on_gpus(dataclasses.replace(second, hours=first.hours / 2), 32)
-    said = "faster at the same cost (within 3%): 32 x a100-80gb ds_zero3, 1.6 h"  # 100 / 32 / 2
-    assert said in report_of([first, fast])
-    assert "faster at the same cost" not in report_of([first, fast], objective="time")
-    assert "faster at the same cost" not in report_of([first, on_gpus(second, 32)])
-
-
 def test_the_report_says_what_may_not_fit_and_whose_memory_was_rehearsed() -> None:
     sure, unsure = made_plans("ddp", "ds_zero3", usd=[100.0, 50.0])
-    full = on_gpus(sure, 8, is_nearly_full=True)
     unsure = dataclasses.replace(unsure, verdict="may fit", memory_evidence="rehearsed")
-    shown = report_of([full, on_gpus(unsure, 16, fit_probability=0.61)])
-    assert "2: 16 x a100-80gb ds_zero3: 50% fewer dollars" in shown
-    assert "but it fits with a probability of 61%" in shown
-    assert "yellow: may not fit, so measure it first" in shown
-    assert "nearly full, and slower if PyTorch's allocator has to free blocks and retry: 1\n" in shown
-    assert "estimated, memory rehearsed" in shown
+    shown = report_of([on_gpus(sure, 8), on_gpus(unsure, 16, fit_probability=0.61)])
+    assert "dollars against row 1 (main reason): row 2 -50% (" in shown
+    assert "estimated, memory rehearsed, may fit 61%" in shown
 
 
 def test_ranked_by_time_the_report_compares_hours() -> None:
     first, second = made_plans("ddp", "ds_zero3", usd=[100.0, 150.0])
     shown = report_of([first, second, on_gpus(second, 8)], objective="time")
-    assert re.search(r"^2: 8 x a100-80gb ds_zero3: 50% more hours \(", shown, re.MULTILINE)
-    assert re.search(r"^hours on 16 x a100-80gb against ddp: ds_zero3 \+50\.0% \(", shown, re.MULTILINE)
+    assert "hours against row 1 (main reason): row 2 +50% (" in shown
 
 
-def test_a_cheaper_plan_is_explained_by_the_parts_that_cost_less() -> None:
+def test_a_cheaper_plan_is_explained_by_the_part_that_costs_less() -> None:
+    ddp, zero3 = plans_of("ddp", "ds_zero3", num_gpus=16, inter_node_gbps=50)
     for objective in ("cost", "time"):
-        ddp, zero3 = plans_of("ddp", "ds_zero3", num_gpus=16, inter_node_gbps=50)
-        dearer, cheaper = (
-            reason_of(a, b, objective=objective).parts for a, b in ((zero3, ddp), (ddp, zero3))
-        )
-        assert dearer[0][0] == cheaper[0][0] == "communication"
-        assert dearer[0][1] > 0 > cheaper[0][1]
+        dearer, cheaper = (reason_of(a, b, objective=objective) for a, b in ((zero3, ddp), (ddp, zero3)))
+        assert dearer[1] == cheaper[1] == "communication"
+        assert dearer[0] > 1 > cheaper[0]
 
 
 def test_records_that_say_nothing_of_gpus_are_not_counted(tmp_path: Path) -> None:
@@ -533,14 +486,6 @@ def test_records_that_say_nothing_of_gpus_are_not_counted(tmp_path: Path) -> Non
     write_record(dataclasses.replace(record, gpu=None, run_name="cpu"), tmp_path)
     write_record(dataclasses.replace(record, engine=None, run_name="unknown"), tmp_path)
     assert observations_of([tmp_path]) == {}
-
-
-def test_without_any_price_the_user_is_asked_for_one() -> None:
-    def unpriced(gpu: Gpu | None) -> Deployment:
-        return Deployment(cluster_of(gpu), None)
-
-    with pytest.raises(ValueError, match="no GPU type has a price\nhint: --gpu NAME@USD"):
-        offers_of(None, num_gpus=[1], gpus_per_node=8, deployment_of=unpriced)
 
 
 def test_a_model_that_no_plan_can_have_is_refused() -> None:
@@ -571,7 +516,6 @@ def test_fine_tuning_needs_its_length_and_promises_no_loss(tmp_path: Path) -> No
     assert refused.code == 2
     assert "scaling laws don't say how long" in refused.err
     shown = slm_here("recommend", "--model", "qwen2.5-1.5b", "--gpu", "l4:8", "--tokens", "50M").out
-    assert "aligned widths" not in shown
     assert shown.startswith("qwen2.5-1.5b, from the weights of Qwen/Qwen2.5-1.5B: 50.0M tokens")
 
 
@@ -602,9 +546,9 @@ def test_epochs_are_counted_as_the_training_packs_the_dataset(
         *("recommend", "--model", "qwen2.5-0.5b", *asked[2:], "--dataset", str(data)),
         env={"HF_HUB_OFFLINE": "1"},
     )
-    assert "hint: --tokens 50M needs no tokenizer" in on_the_hub.err
+    assert "there is no cached copy of the model 'Qwen/Qwen2.5-0.5B'" in on_the_hub.err
     twice = slm_here("recommend", *asked, "--tokens", "1M")
-    assert "--tokens with --num_train_epochs: both set the length of the training" in twice.err
+    assert "argument --tokens/--max_tokens: not allowed with argument --num_train_epochs" in twice.err
     monkeypatch.setattr("slm_toolkit.run.data.sources.STREAM_ABOVE_BYTES", 100)
     streamed = slm_here("recommend", *asked, "--dataset", str(data))
     assert f"{data} is read as a stream, which has no epochs\nhint: --tokens 50M" in streamed.err
@@ -617,7 +561,7 @@ def test_a_pipe_keeps_to_columns_and_wraps_between_words_but_no_command(columns:
     wide = slm_here(*asked, env={"COLUMNS": "1000"})
     assert narrow.code == 0
     long = [line for line in narrow.out.splitlines() if len(line) > columns]
-    assert [line.split()[0] for line in long] == ["slm", "slm"]  # a command is for copying
+    assert [line.split()[0] for line in long] == ["slm"]  # a command is for copying
     below_table = [line for line in wide.out.splitlines() if line[:1] not in "┏┡└│┃"]
     assert set(" ".join(below_table).split()) <= set(narrow.out.split())
 

@@ -19,8 +19,7 @@ def test_the_loss_by_hand() -> None:
 def test_loss_per_dollar_is_the_slope_of_the_loss(num_params: float, num_tokens: float) -> None:
     step = 1e-4 * num_tokens
     fall = loss(num_params, num_tokens - step) - loss(num_params, num_tokens + step)
-    # $3.6 an hour are $0.001 a second: at 1,000 tokens/s a dollar buys a million tokens
-    per_dollar = loss_per_usd(num_tokens, tokens_per_second=1000, usd_per_gpu_hour=3.6, num_gpus=1)
+    per_dollar = loss_per_usd(num_tokens, usd=num_tokens / 1e6)  # a dollar buys a million tokens
     assert per_dollar == pytest.approx(1e6 * fall / (2 * step), rel=1e-6)
 
 

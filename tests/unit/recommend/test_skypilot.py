@@ -9,7 +9,7 @@ import yaml
 from conftest import plans_of, slm_here
 
 from slm_toolkit.hardware.gpus import gpus
-from slm_toolkit.recommend.launch_files import SKYPILOT_FILE, SKYPILOT_NAMES, skypilot_task, write_launch
+from slm_toolkit.recommend.launch_files import SKYPILOT_FILE, SKYPILOT_NAMES, write_launch
 
 
 def task_of(folder: Path, strategy: str, *, num_gpus: int) -> dict:
@@ -51,10 +51,3 @@ def test_a_gpu_that_skypilot_does_not_know_gets_no_task_and_a_note(tmp_path: Pat
     assert done.code == 0, done.err
     assert f"no {SKYPILOT_FILE}: SkyPilot's name for this GPU is unknown" in done.out + done.err
     assert not (tmp_path / "plan" / SKYPILOT_FILE).exists()
-
-
-def test_a_strategy_of_any_name_makes_a_name_that_yaml_and_clouds_take(tmp_path: Path) -> None:
-    (plan, *_) = plans_of("ddp", num_gpus=2)
-    named = dataclasses.replace(plan, strategy=dataclasses.replace(plan.strategy, name="My: [own]_one"))
-    task = skypilot_task(named, tmp_path)
-    assert yaml.safe_load(task)["name"] == "my-own-one-2-gpus"
