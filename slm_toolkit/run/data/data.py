@@ -9,7 +9,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -86,24 +86,19 @@ def load_data(
     if num_held_out is None:
         num_held_out = most_held_out
     parts = _load_parts(config.sources, tokenizer, config, spec, num_held_out if split_here else None)
+    trained, split_off, facts, contents = map(list, zip(*parts, strict=True))
+    names = tuple(fact["name"] for fact in facts)
+    held_out = dict(zip(names, split_off, strict=True)) if split_here else {}
     eval_parts = _load_parts(config.eval_sources, tokenizer, config, spec, None)
-    facts = [part.facts for part in parts]
-    held_out = {part.facts["name"]: part.held_out for part in parts if split_here}
     for part in eval_parts:
         is_stream = isinstance(part.train, IterableDataset)
         held_out[part.facts["name"]] = list(islice(part.train, most_held_out)) if is_stream else part.train
-    for fact in facts:
-        if fact["packing"] != "concat" and os.environ.get("RANK", "0") == "0":
-            print(_describe(fact), file=sys.stderr)
-    names = tuple(fact["name"] for fact in facts)
-    train = _mixed([part.train for part in parts], config)
     is_separated = any(part.facts["packing"] in SEPARATED_PACKINGS for part in (*parts, *eval_parts))
-    contents = [part.content for part in parts]
+    train = _mixed(trained, config)
     return Data(train, held_out, tokenizer, names, facts, contents, documents_apart=is_separated)
 
 
-@dataclass(frozen=True)
-class _LoadedSource:
+class _LoadedSource(NamedTuple):
     train: Any
     held_out: Any
     facts: dict[str, Any]
@@ -134,6 +129,8 @@ def _load_parts(
         facts = {"name": source.name, "weight": source.weight, "format": kind, "packing": packing}
         split = _split_stream if streaming else _split_rows
         parts.append(split(PackedStream(rows, pack, source.path), facts, config, num_held_out))
+        if packing != "concat" and os.environ.get("RANK", "0") == "0":
+            print(_describe(parts[-1].facts), file=sys.stderr)
     return parts
 
 
@@ -338,7 +335,18 @@ class Pack:
         of a long chat is dropped, because it lacks its question.
         """
         if self.packing in JOINED_PACKINGS:
-            return _joined(documents, self.seq_len)
+            sequences, unfilled, free = [], [], self.seq_len
+            for document in documents:
+                start = 0
+                while start < len(document.tokens):
+                    unfilled.append(_piece(document, start, free))
+                    length = len(unfilled[-1].tokens)
+                    start += length
+                    free -= length
+                    if free == 0:
+                        sequences.append(unfilled)
+                        unfilled, free = [], self.seq_len
+            return sequences, unfilled
         is_chat = self.kind in CHATS
         whole = [
             _piece(document, start, self.seq_len)
@@ -357,8 +365,7 @@ class Pack:
         begins; padding counts as another document. padding: the number of padding tokens.
         """
         is_separated = self.packing in SEPARATED_PACKINGS
-        tokens: list[int] = []
-        labels: list[int] = []
+        tokens, labels = [], []
         for document in documents:
             tokens += document.tokens
             labels += [IGNORE_INDEX, *document.labels[1:]] if is_separated else document.labels
@@ -374,23 +381,6 @@ class Pack:
         return {name: columns[name] for name in self.names}
 
 
-def _joined(documents: list[Document], seq_len: int) -> tuple[list[list[Document]], list[Document]]:
-    sequences: list[list[Document]] = []
-    unfilled: list[Document] = []
-    free = seq_len
-    for document in documents:
-        start = 0
-        while start < len(document.tokens):
-            unfilled.append(_piece(document, start, free))
-            length = len(unfilled[-1].tokens)
-            start += length
-            free -= length
-            if free == 0:
-                sequences.append(unfilled)
-                unfilled, free = [], seq_len
-    return sequences, unfilled
-
-
 def _piece(document: Document, start: int, length: int) -> Document:
     return Document(document.tokens[start : start + length], document.labels[start : start + length])
 
@@ -400,8 +390,7 @@ def _best_fit(documents: list[Document], seq_len: int) -> list[list[Document]]:
 
     Best-fit decreasing needs at most 11/9 of the smallest possible number of bins (D. S. Johnson, 1973).
     """
-    bins: list[list[Document]] = []
-    free: list[tuple[int, int]] = []  # tokens free, bin; sorted
+    bins, free = [], []  # of each bin: its documents; (tokens free, bin), sorted
     for document in sorted(documents, key=lambda document: -len(document.tokens)):
         length = len(document.tokens)
         place = bisect_left(free, (length,))

@@ -86,22 +86,13 @@ def documents_of(
 def _pieces(
     row: dict[str, Any], kind: str, tokenizer: Any, *, loss_on: str
 ) -> tuple[list[tuple[str, bool]], bool]:
-    """Return a chat's pieces, each (text, has a loss), and True if the row is two plain texts."""
-    if kind == "prompt_completion" and isinstance(row["prompt"], str) and isinstance(row["completion"], str):
-        return [(row["prompt"], loss_on == "all"), (row["completion"], True)], True  # as in TRL
-    messages, num_given = _messages(row, kind)
-    with _limits(TEMPLATE_SECONDS * (1 + len(messages) // 100), TEMPLATE_BYTES):
-        if loss_on == "all":
-            return [(_rendered(messages, tokenizer), True)], False
-        return _turns(messages, tokenizer, first=num_given), False
-
-
-def _messages(row: dict[str, Any], kind: str) -> tuple[list[dict[str, str]], int]:
-    """Return a row's turns, with role and content, and the number of given turns, whose answers have no loss.
+    """Return a chat's pieces, each (text, has a loss), and True if the row is two plain texts.
 
     Raises ValueError if the row is not a conversation, or contains more than text.
     """
-    role, content, num_given = "role", "content", 1
+    if kind == "prompt_completion" and isinstance(row["prompt"], str) and isinstance(row["completion"], str):
+        return [(row["prompt"], loss_on == "all"), (row["completion"], True)], True  # as in TRL
+    role, content, num_given = "role", "content", 1  # a first answer has no loss
     if kind == "alpaca":
         question = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
@@ -113,7 +104,11 @@ def _messages(row: dict[str, Any], kind: str) -> tuple[list[dict[str, str]], int
         turns = row["messages"]
     if not turns:
         raise _not_a_chat("a conversation has no turns", row)
-    return [_turn(turn, role, content) for turn in turns], num_given
+    messages = [_turn(turn, role, content) for turn in turns]
+    with _limits(TEMPLATE_SECONDS * (1 + len(messages) // 100)):
+        if loss_on == "all":
+            return [(_rendered(messages, tokenizer), True)], False
+        return _turns(messages, tokenizer, first=num_given), False
 
 
 def _turn(turn: Any, role: str, content: str) -> dict[str, str]:
@@ -185,8 +180,7 @@ def _tokenized(pieces: list[tuple[list[tuple[str, bool]], bool]], tokenizer: Any
         tokenized = iter(tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
     documents = []
     for document, is_ended in pieces:
-        tokens: list[int] = []
-        labels: list[int] = []
+        tokens, labels = [], []
         for _, has_loss in document:
             piece = next(tokenized)
             tokens += piece
@@ -224,9 +218,9 @@ def _of_tokens(rows: dict[str, list[Any]]) -> list[Document]:
 
 
 @contextmanager
-def _limits(seconds: float, num_bytes: int) -> Iterator[None]:
+def _limits(seconds: float) -> Iterator[None]:
     """Limit third-party code: raise TimeoutError after `seconds` of processor time, and MemoryError when the
-    process needs `num_bytes` more than now.
+    process needs TEMPLATE_BYTES more than now.
 
     Time is limited only in the main thread, where Python handles signals.
     """
@@ -238,7 +232,7 @@ def _limits(seconds: float, num_bytes: int) -> Iterator[None]:
         # RLIMIT_DATA counts private memory, not the files that Arrow maps nor a GPU's address space
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
         used = int(Path("/proc/self/statm").read_text().split()[5]) * os.sysconf("SC_PAGESIZE")
-        finite = [limit for limit in (used + num_bytes, soft, hard) if limit != resource.RLIM_INFINITY]
+        finite = [limit for limit in (used + TEMPLATE_BYTES, soft, hard) if limit != resource.RLIM_INFINITY]
         resource.setrlimit(resource.RLIMIT_DATA, (min(finite), hard))
         undo.callback(resource.setrlimit, resource.RLIMIT_DATA, (soft, hard))
         yield
