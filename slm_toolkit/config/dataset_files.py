@@ -3,6 +3,7 @@
 import glob
 import math
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ FILE_FORMATS = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json"
 MOST_ENTRIES = 200_000
 "limit on the entries of a folder, at any depth: a whole disk is not a dataset"
 _LONGEST_PATH = 1000  # glob.glob takes quadratic time in a pattern's brackets
+_LOCAL = r"^[./]|[*?[~]|/.*/|.{1001}"  # a hub id is org/name
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,11 @@ def sources_of(text: str) -> tuple[Source, ...]:
         raise ValueError(f"--dataset {text!r} has an empty name between commas\nhint: --dataset A=3,B=1")
     pairs = [_path_and_weight(part) for part in parts]
     paths = [path for path, _ in pairs]
-    short = [_stem(path) for path in paths]
-    names = [name if short.count(name) == 1 else path for name, path in zip(short, paths, strict=True)]
+    # train for data/train.jsonl, c4 for allenai/c4, texts for texts/
+    short = [Path(path).stem if Path(path).suffix in FILE_FORMATS else Path(path).name for path in paths]
+    names = [
+        name if name and short.count(name) == 1 else path for name, path in zip(short, paths, strict=True)
+    ]
     if len(set(names)) < len(names):
         raise ValueError(f"--dataset {text} names a dataset twice\nhint: name it once, with a weight")
     return tuple(Source(name, path, weight) for name, (path, weight) in zip(names, pairs, strict=True))
@@ -57,12 +62,6 @@ def _path_and_weight(part: str) -> tuple[str, float | None]:
     return path, weight
 
 
-def _stem(path: str) -> str:
-    """Return a short name: train for data/train.jsonl, c4 for allenai/c4, texts for texts/."""
-    name = path.rstrip("/").rpartition("/")[2]
-    return Path(name).stem if Path(name).suffix in FILE_FORMATS else name
-
-
 def is_saved_dataset(dataset: str) -> bool:
     """True if `Dataset.save_to_disk` wrote this folder."""
     return is_file(typed_path(dataset) / "state.json")
@@ -74,43 +73,28 @@ def local_files(dataset: str) -> list[str]:
     Raises ValueError, with a hint, if there are no files.
     """
     path = typed_path(dataset)
-    if len(dataset) > _LONGEST_PATH:
-        raise ValueError(f"no such file: {dataset}\nhint: a path has at most {_LONGEST_PATH:,} characters")
+    found: list[str] = []
     if is_dir(path):
         found = _files_under(path)
-        if not found:
-            raise ValueError(
-                f"{dataset} has no .txt, .jsonl or .parquet file\nhint: give a folder that has some"
-            )
-        return found
-    if os.path.lexists(path):
+    elif os.path.lexists(path):
         found = [str(path)]  # even if its name has characters of a glob, such as [x].jsonl
-    else:
-        found = sorted(glob.glob(str(path), recursive=True)) if "\0" not in dataset else []
-    if odd := [file for file in found if "::" in file]:  # datasets reads the rest as an archive or a URL
-        raise ValueError(f"can't read {odd[0]}: '::' in its name\nhint: rename the file")
-    if odd := [file for file in found if Path(file).suffix.lower() not in FILE_FORMATS]:
-        raise ValueError(f"{odd[0]}: not one of {', '.join(FILE_FORMATS)}\nhint: rename or convert the file")
-    if odd := [file for file in found if os.path.lexists(file) and not os.path.isfile(file)]:
-        if os.path.exists(odd[0]):
-            raise ValueError(f"{odd[0]} is not a regular file\nhint: give files, not a folder or a pipe")
-        raise ValueError(
-            f"can't read dataset {dataset!r}: {odd[0]}: No such file or directory\nhint: the link is broken"
-        )
-    looks_local = (
-        *(path.suffix.lower() in FILE_FORMATS, any(sign in dataset for sign in "*?[~")),
-        *(dataset[:1] in "./", dataset.count("/") > 1),  # a hub id is org/name
-    )
-    if not found and any(looks_local):
+    elif len(dataset) <= _LONGEST_PATH and "\0" not in dataset:
+        found = sorted(glob.glob(str(path), recursive=True))
+    for file in found:
+        if "::" in file:  # datasets reads the rest as an archive or a URL
+            raise ValueError(f"can't read {file}: '::' in its name\nhint: rename the file")
+        if Path(file).suffix.lower() not in FILE_FORMATS:
+            raise ValueError(f"{file}: not one of {', '.join(FILE_FORMATS)}\nhint: rename or convert it")
+        if not os.path.isfile(file):
+            raise ValueError(f"{file} is a broken link, a folder or a pipe\nhint: give files, or a glob")
+    looks_local = path.suffix.lower() in FILE_FORMATS or re.search(_LOCAL, dataset)
+    if not found and looks_local:
         raise ValueError(f"no such file: {dataset}\nhint: paths are relative to {Path.cwd()}")
     return found
 
 
 def _files_under(folder: Path) -> list[str]:
-    """Return the data files of a folder at any depth. Links to folders are not followed.
-
-    Raises ValueError for pipes and devices.
-    """
+    """Return the data files of a folder at any depth. Links to folders are not followed."""
     found, num_entries = [], 0
     for place, folders, names in os.walk(folder):
         num_entries += len(folders) + len(names)
@@ -118,9 +102,7 @@ def _files_under(folder: Path) -> list[str]:
             raise ValueError(
                 f"{folder} has over {MOST_ENTRIES:,} files\nhint: give a folder with only the data"
             )
-        found += [
-            os.path.join(place, name) for name in names if os.path.splitext(name)[1].lower() in FILE_FORMATS
-        ]
-    if odd := [file for file in found if not os.path.isfile(file)]:
-        raise ValueError(f"{odd[0]} is not a regular file\nhint: remove it, or select files with a glob")
+        found += [os.path.join(place, name) for name in names if Path(name).suffix.lower() in FILE_FORMATS]
+    if not found:
+        raise ValueError(f"{folder} has no .txt, .jsonl or .parquet file\nhint: give a folder that has some")
     return sorted(found)

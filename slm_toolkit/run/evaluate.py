@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.record.run_record import finite
-from slm_toolkit.run.data.batches import model_inputs, num_labels
+from slm_toolkit.run.data.batches import labels_by_sequence, model_inputs
 from slm_toolkit.run.model.loss_recorder import RecordedLoss
 from slm_toolkit.run.model.sequence_parallel import SequenceGroup
 from slm_toolkit.run.observe.progress import NoProgress, Tracker, TrainingProgress
@@ -79,7 +79,7 @@ class Evaluations:
                 if config.records_graphs:
                     torch.compiler.cudagraph_mark_step_begin()
                 self._model(**model_inputs(batch, config))
-                total += torch.stack([loss_recorder.last, num_labels(batch)])
+                total += torch.stack([loss_recorder.last, labels_by_sequence(batch).sum()])
             loss, count = accelerator.reduce(total, reduction="sum").tolist()
             by_set[name] = (loss / count if count else math.nan, int(count))
         loss_recorder.divide_by(None)

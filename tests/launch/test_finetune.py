@@ -9,7 +9,7 @@ from conftest import ROOT, launch, record_under, run
 
 from slm_toolkit.config.dataset_files import Source, sources_of
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.run.data.batches import make_loader, num_labels
+from slm_toolkit.run.data.batches import labels_by_sequence, make_loader
 from slm_toolkit.run.data.data import load_data
 from slm_toolkit.run.data.documents import documents_of
 from slm_toolkit.run.evaluate import mean_loss
@@ -28,7 +28,7 @@ def test_every_held_out_sequence_counts_once() -> None:
     sequences = [{"input_ids": torch.full((8,), number)} for number in range(5)]
     batches = list(make_loader(sequences, config, train=False, num_ranks=2))
     assert [len(batch["input_ids"]) for batch in batches] == [4, 4]  # one for each of two ranks
-    assert sum(num_labels(batch).item() for batch in batches) == 5 * 7
+    assert sum(labels_by_sequence(batch).sum().item() for batch in batches) == 5 * 7
     assert mean_loss({"a": (1.0, 10), "b": (float("nan"), 0)}) == 1.0
 
 
@@ -103,4 +103,4 @@ def test_held_out_sets_of_their_own_are_evaluated_apart(tmp_path: Path) -> None:
     data = load_data(config, SPEC, num_sequences=0)
     assert list(data.held_out) == ["b", "c"]
     assert len(data.train) == len(data.held_out["b"])  # nothing is split off
-    assert num_labels({"input_ids": torch.zeros(2, 128)}) == 2 * 127
+    assert labels_by_sequence({"input_ids": torch.zeros(2, 128)}).tolist() == [127, 127]

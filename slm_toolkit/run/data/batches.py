@@ -3,6 +3,8 @@
 import math
 import signal
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,13 +22,13 @@ def make_loader(dataset: Any, config: RunConfig, *, train: bool, num_ranks: int 
     Held-out data is filled up with sequences without labels, so that every rank has whole batches and no
     sequence counts twice.
     """
-    shuffle = train and config.dataset != SYNTHETIC and not isinstance(dataset, IterableDataset)
-    if not train and not isinstance(dataset, IterableDataset):
+    is_stream = isinstance(dataset, IterableDataset)
+    if not train and not is_stream:
         dataset = _FilledUp(dataset, config.per_device_train_batch_size * num_ranks)
     return DataLoader(
         dataset,
         batch_size=config.per_device_train_batch_size,
-        shuffle=shuffle,
+        shuffle=train and not is_stream and config.dataset != SYNTHETIC,
         drop_last=train,
         num_workers=config.dataloader_num_workers,
         persistent_workers=config.dataloader_num_workers > 0,
@@ -44,22 +46,21 @@ def _ignore_stop_signals(worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+@dataclass
 class _FilledUp(Dataset):
     """Sequences with labels, then sequences without labels until the number is a multiple of `multiple`."""
 
-    def __init__(self, sequences: Any, multiple: int) -> None:
-        self.sequences = sequences
-        self.length = -(-len(sequences) // multiple) * multiple
+    sequences: Any
+    multiple: int
 
     def __len__(self) -> int:
-        return self.length
+        return -(-len(self.sequences) // self.multiple) * self.multiple
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        row = self.sequences[index if index < len(self.sequences) else 0]
+        has_labels = index < len(self.sequences)
+        row = self.sequences[index if has_labels else 0]
         labels = row.get("labels", row["input_ids"])
-        if index >= len(self.sequences):
-            labels = torch.full_like(labels, IGNORE_INDEX)
-        return {**row, "labels": labels}
+        return {**row, "labels": labels if has_labels else torch.full_like(labels, IGNORE_INDEX)}
 
 
 def count_steps(config: RunConfig, loader: DataLoader, num_micro_steps: int) -> int:
@@ -67,12 +68,8 @@ def count_steps(config: RunConfig, loader: DataLoader, num_micro_steps: int) -> 
 
     Raises ValueError for data that is too small or has an unknown length.
     """
-    if isinstance(loader.dataset, IterableDataset):
-        if config.steps_asked is None:
-            raise ValueError("a stream has no epochs\nhint: give --max_steps, or --streaming false")
-        return config.steps_asked
-    num_batches = len(loader)
-    if num_batches < num_micro_steps:
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    if not is_stream and len(loader) < num_micro_steps:
         raise ValueError(
             f"{config.dataset} is too small for one step of {num_micro_steps} x "
             f"{config.per_device_train_batch_size} sequences of {config.seq_len} tokens on each process\n"
@@ -80,7 +77,9 @@ def count_steps(config: RunConfig, loader: DataLoader, num_micro_steps: int) -> 
         )
     if config.steps_asked is not None:
         return config.steps_asked
-    return max(1, math.ceil(config.num_train_epochs * (num_batches // num_micro_steps)))
+    if is_stream:
+        raise ValueError("a stream has no epochs\nhint: give --max_steps, or --streaming false")
+    return max(1, math.ceil(config.num_train_epochs * (len(loader) // num_micro_steps)))
 
 
 def model_inputs(batch: dict[str, torch.Tensor], config: RunConfig) -> dict[str, torch.Tensor]:
@@ -88,24 +87,14 @@ def model_inputs(batch: dict[str, torch.Tensor], config: RunConfig) -> dict[str,
 
     flash-attn gets separated documents as one long row, and finds their ends by position_ids.
     """
-    tokens = batch["input_ids"]
-    inputs = {"input_ids": tokens, "labels": batch.get("labels", tokens)}
-    if config.sp_size > 1:
-        names = ("shift_labels", "position_ids", "attention_mask")
-        return inputs | {name: batch[name] for name in names if name in batch}
-    if "position_ids" not in batch:
-        return inputs
-    inputs["position_ids"] = batch["position_ids"]
-    if config.attn_implementation.startswith("flash_attention"):
+    inputs = {"labels": batch["input_ids"]}
+    inputs |= {name: value for name, value in batch.items() if name not in ("dataset", "padding")}
+    is_one_row = config.sp_size == 1 and config.attn_implementation.startswith("flash_attention")
+    if is_one_row and "position_ids" in batch:
         inputs["labels"] = inputs["labels"].clone()
         inputs["labels"][:, 0] = IGNORE_INDEX  # otherwise the sequence before would predict it
         return {name: value.reshape(1, -1) for name, value in inputs.items()}
     return inputs
-
-
-def num_labels(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the number of tokens with a loss: those with a label, except the first of each sequence."""
-    return labels_by_sequence(batch).sum()
 
 
 def labels_by_sequence(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -129,7 +118,7 @@ def steps_by_labels(
     """
     while True:
         step_batches = [next(batches) for _ in range(num_micro_steps)]
-        count = torch.stack([num_labels(batch) for batch in step_batches]).float().mean()
+        count = torch.stack([labels_by_sequence(batch).sum() for batch in step_batches]).float().mean()
         loss_recorder.divide_by(accelerator.reduce(count, reduction="mean").clamp(min=1.0))
         yield from step_batches
 
@@ -157,30 +146,14 @@ def endless(
     epoch, skip = place_in_data(loader, first_step, num_micro_steps)
     while True:
         loader.set_epoch(epoch)
-        if is_stream:
-            num_batches = 0
-            for step_batches in _whole_steps(loader, num_micro_steps):
-                num_batches += num_micro_steps
-                if num_batches > skip:
-                    yield from step_batches
-            if num_batches == 0:
-                raise ValueError("the stream contains less than one step for each process")
-            skip = max(0, skip - num_batches)
-        else:
-            last = len(loader) // num_micro_steps * num_micro_steps
-            rest = accelerator.skip_first_batches(loader, skip) if skip else loader
-            for number, batch in enumerate(rest, start=skip):
-                if number < last:
-                    yield batch
-            skip = 0
+        num_batches = 0 if is_stream else skip
+        batches = iter(accelerator.skip_first_batches(loader, num_batches) if num_batches else loader)
+        # an incomplete step at the end is left out
+        while len(step_batches := list(islice(batches, num_micro_steps))) == num_micro_steps:
+            num_batches += num_micro_steps
+            if num_batches > skip:
+                yield from step_batches
+        if num_batches == 0:
+            raise ValueError("the stream contains less than one step for each process")
+        skip = max(0, skip - num_batches)
         epoch += 1
-
-
-def _whole_steps(loader: DataLoader, num_micro_steps: int) -> Iterator[list[dict[str, torch.Tensor]]]:
-    """Yield the batches of a stream, grouped by step. An incomplete step at the end is left out."""
-    step_batches = []
-    for batch in loader:
-        step_batches.append(batch)
-        if len(step_batches) == num_micro_steps:
-            yield step_batches
-            step_batches = []

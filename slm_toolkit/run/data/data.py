@@ -1,16 +1,15 @@
 """Load the data of a run: the training sequences of all datasets, mixed, and the held-out sequences."""
 
+import dataclasses
 import hashlib
-import itertools
 import os
 import random
 import sys
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
-from typing import Any
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,9 +25,8 @@ from slm_toolkit.run.data.documents import (
     Document,
     documents_of,
     load_tokenizer,
-    unreadable_text,
 )
-from slm_toolkit.run.data.sources import BadData, read_rows
+from slm_toolkit.run.data.sources import BadData, StreamedRows, read_rows
 from slm_toolkit.run.kernels.loss_kernels import IGNORE_INDEX
 
 
@@ -83,91 +81,99 @@ def load_data(
         held_out = {SYNTHETIC: tokens(num_sequences=4096, first=2**40, **common)} if evaluate else {}
         return Data(train, held_out, None, (SYNTHETIC,), [], [], documents_apart=config.parity_task)
     tokenizer = load_tokenizer(config, spec)
-    sources = config.sources
     split_here = evaluate and not config.eval_sources
+    most_held_out = config.eval_batches * config.per_device_train_batch_size
     if num_held_out is None:
-        num_held_out = _most_held_out(config)
-    load_part = partial(_load_part, tokenizer=tokenizer, config=config, spec=spec)
-    parts = [load_part(source, num_held_out=num_held_out if split_here else None) for source in sources]
-    held_out = {source.name: part.held_out for source, part in zip(sources, parts, strict=True) if split_here}
-    facts = [part.facts for part in parts]
-    eval_parts = [load_part(source, num_held_out=None) for source in config.eval_sources]
-    for source, part in zip(config.eval_sources, eval_parts, strict=True):
+        num_held_out = most_held_out
+    parts = _load_parts(config.sources, tokenizer, config, spec, num_held_out if split_here else None)
+    trained, split_off, facts, contents = map(list, zip(*parts, strict=True))
+    names = tuple(fact["name"] for fact in facts)
+    held_out = dict(zip(names, split_off, strict=True)) if split_here else {}
+    eval_parts = _load_parts(config.eval_sources, tokenizer, config, spec, None)
+    for part in eval_parts:
         is_stream = isinstance(part.train, IterableDataset)
-        held_out[source.name] = list(islice(part.train, _most_held_out(config))) if is_stream else part.train
-    for fact in facts:
-        if fact["packing"] != "concat" and os.environ.get("RANK", "0") == "0":
-            print(_describe(fact), file=sys.stderr)
-    names = tuple(source.name for source in sources)
-    train = _mixed([part.train for part in parts], [source.weight for source in sources], config)
+        held_out[part.facts["name"]] = list(islice(part.train, most_held_out)) if is_stream else part.train
     is_separated = any(part.facts["packing"] in SEPARATED_PACKINGS for part in (*parts, *eval_parts))
-    contents = [part.content for part in parts]
+    train = _mixed(trained, config)
     return Data(train, held_out, tokenizer, names, facts, contents, documents_apart=is_separated)
 
 
-@dataclass(frozen=True)
-class _LoadedSource:
+class _LoadedSource(NamedTuple):
     train: Any
     held_out: Any
     facts: dict[str, Any]
     content: dict[str, Any]
 
 
-def _load_part(
-    source: Source, tokenizer: Any, config: RunConfig, spec: ModelSpec, *, num_held_out: int | None
-) -> _LoadedSource:
-    """Load one dataset: its training sequences and its held-out sequences.
+def _load_parts(
+    sources: tuple[Source, ...], tokenizer: Any, config: RunConfig, spec: ModelSpec, num_held_out: int | None
+) -> list[_LoadedSource]:
+    """Load datasets whose sequences have the same columns; with num_held_out=None no sequence is held out."""
+    all_rows = [read_rows(source, config) for source in sources]
+    columns = {name for *_, kind in all_rows for name in columns_of(kind, packing_of(config.packing, kind))}
+    parts = []
+    for source, (rows, streaming, kind) in zip(sources, all_rows, strict=True):
+        packing = packing_of(config.packing, kind)
+        if kind in CHATS:
+            if packing == "concat":
+                raise ValueError(
+                    f"--packing concat does not fit {source.path}, which contains chats: "
+                    "answers would see other chats\n"
+                    "hint: use --packing multipack"
+                )
+            # saved with the model, because the model learns answers in this form
+            tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
+        names = tuple(sorted(columns))
+        flags = config.seq_len, config.text_column, config.loss_on
+        pack = Pack(tokenizer, kind, packing, *flags, spec.vocab_size, names)
+        facts = {"name": source.name, "weight": source.weight, "format": kind, "packing": packing}
+        split = _split_stream if streaming else _split_rows
+        parts.append(split(PackedStream(rows, pack, source.path), facts, config, num_held_out))
+        if packing != "concat" and os.environ.get("RANK", "0") == "0":
+            print(_describe(parts[-1].facts), file=sys.stderr)
+    return parts
 
-    A stream's first `num_held_out` sequences are held out. Of other data, --validation_split_percentage of
-    the sequences are held out, at the end. With num_held_out=None no sequence is held out.
-    """
-    rows, streaming, kind = read_rows(source, config)
-    packing = packing_of(config.packing, is_chat=kind in CHATS)
-    if kind in CHATS and tokenizer.chat_template is None:
-        # saved with the model, because the model learns answers in this form
-        tokenizer.chat_template = CHAT_TEMPLATE
-    if packing == "concat" and kind in CHATS:
-        raise ValueError(
-            f"--packing concat does not fit {source.path}, which contains chats: "
-            "answers would see other chats\n"
-            "hint: use --packing multipack"
-        )
-    pack = Pack(tokenizer, kind, packing, config.seq_len, config.text_column, config.loss_on, spec.vocab_size)
-    facts = {"name": source.name, "weight": source.weight, "format": kind, "packing": packing}
-    if streaming:
-        return _split_stream(source, PackedStream(rows, pack, source.path), facts, config, num_held_out)
-    rows = rows.with_format(None)
+
+def _split_rows(
+    stream: "PackedStream", facts: dict[str, Any], config: RunConfig, num_held_out: int | None
+) -> _LoadedSource:
+    """Pack all rows. Hold out --validation_split_percentage of the sequences, at the end."""
+    from datasets import Features, List, Value
+
+    rows, pack, number = stream.rows, stream.pack, Value("int32")
     try:
         packed = rows.map(
             pack,
             batched=True,
             batch_size=ROWS_AT_ONCE,
             remove_columns=rows.column_names,
-            desc=f"packing {source.name}",
+            features=Features({name: number if name == "padding" else List(number) for name in pack.names}),
+            desc=f"packing {facts['name']}",
         )
-    except ValueError as error:
-        raise bad_row(rows, 0, pack, source.path) or error from None
+    except ValueError:
+        for _ in PackedStream(StreamedRows(rows, stream.path, []), pack, stream.path):
+            continue  # raises an error that names the row
+        raise
     if len(packed) == 0:
-        raise ValueError(_too_short(source, kind, config))
+        raise ValueError(_too_short(stream))
     facts |= _facts_of(packed, len(rows), config.seq_len)
     packed = packed.with_format("torch")
     samples = [packed[index] for index in (0, len(packed) // 2, len(packed) - 1)]
     content = {"num_sequences": len(packed), "digest": _digest(samples)}
     if num_held_out is None:
         return _LoadedSource(packed, None, facts, content)
-    num_held_out = max(1, len(packed) * config.validation_split_percentage // 100)
-    if num_held_out == len(packed):
+    num_train = len(packed) - max(1, len(packed) * config.validation_split_percentage // 100)
+    if num_train == 0:
         raise ValueError(
-            f"{source.path}: a single sequence can't be split into training and evaluation\n"
+            f"{stream.path}: a single sequence can't be split into training and evaluation\n"
             "hint: leave out --eval_steps, or give more text"
         )
-    num_train = len(packed) - num_held_out
     held_out = packed.select(range(num_train, len(packed)))
     return _LoadedSource(packed.select(range(num_train)), held_out, facts, content)
 
 
 def _split_stream(
-    source: Source, stream: "PackedStream", facts: dict[str, Any], config: RunConfig, num_held_out: int | None
+    stream: "PackedStream", facts: dict[str, Any], config: RunConfig, num_held_out: int | None
 ) -> _LoadedSource:
     """Hold out the first `num_held_out` sequences of a stream; they are kept in memory."""
     # each of several workers would read the whole stream, or the order would change
@@ -178,39 +184,32 @@ def _split_stream(
             "hint: use --dataloader_num_workers 1, or --streaming false"
         )
     num_skipped = num_held_out or 0
-    held_out = list(islice(iter(stream), num_skipped))
-    train = PackedStream(stream.rows, stream.pack, stream.path, skip=num_skipped)
-    first = next(iter(train), None)
-    if first is None:
-        raise ValueError(_too_short(source, stream.pack.kind, config, num_skipped))
-    content = {NUM_HELD_OUT: num_skipped, "digest": _digest([first])}
-    return _LoadedSource(train, None if num_held_out is None else held_out, facts, content)
+    held_out = list(islice(stream, num_skipped))
+    train = dataclasses.replace(stream, skip=num_skipped)
+    samples = list(islice(train, 1))
+    if not samples:
+        raise ValueError(_too_short(train))
+    return _LoadedSource(train, held_out, facts, {NUM_HELD_OUT: num_skipped, "digest": _digest(samples)})
 
 
-def _digest(sequences: Iterable[dict[str, Any]]) -> str:
+def _digest(sequences: list[dict[str, Any]]) -> str:
     """Return a hash of the sequences' tokens."""
-    digest = hashlib.sha256()
-    for sequence in sequences:
-        digest.update(sequence["input_ids"].numpy().tobytes())
-    return digest.hexdigest()
+    tokens = b"".join(sequence["input_ids"].numpy().tobytes() for sequence in sequences)
+    return hashlib.sha256(tokens).hexdigest()
 
 
-def _most_held_out(config: RunConfig) -> int:
-    """Return how many sequences of a stream are kept in memory for evaluation."""
-    return config.eval_batches * config.per_device_train_batch_size
-
-
-def _too_short(source: Source, kind: str, config: RunConfig, num_held_out: int = 0) -> str:
-    if kind in CHATS:
-        return f"{source.path}: no answer fits in {config.seq_len} tokens\nhint: raise --seq_len"
+def _too_short(stream: "PackedStream") -> str:
+    seq_len = stream.pack.seq_len
+    if stream.pack.kind in CHATS:
+        return f"{stream.path}: no answer fits in {seq_len} tokens\nhint: raise --seq_len"
     return (
-        f"{source.path}: the text is shorter than one sequence of {config.seq_len} tokens"
-        f"{f' after {num_held_out} held out' if num_held_out else ''}\n"
+        f"{stream.path} contains no text that fills a sequence of {seq_len} tokens"
+        f"{f' after {stream.skip} held out' if stream.skip else ''}\n"
         "hint: lower --seq_len or --eval_batches, leave out --streaming, or give more text"
     )
 
 
-def _mixed(parts: list[Any], weights: list[float | None], config: RunConfig) -> Any:
+def _mixed(parts: list[Any], config: RunConfig) -> Any:
     """Mix several datasets into one: joined, or by weight until each has been read to its end."""
     if len(parts) == 1:
         return parts[0]
@@ -225,22 +224,17 @@ def _mixed(parts: list[Any], weights: list[float | None], config: RunConfig) -> 
         part.with_format(None).add_column("dataset", [number] * len(part))
         for number, part in enumerate(parts)
     ]
-    with_all_columns = [_with_columns(part, numbered) for part in numbered]
+    weights = [source.weight for source in config.sources]
     if None in weights:
-        return concatenate_datasets(with_all_columns).with_format("torch")
-    mixed = interleave_datasets(
-        with_all_columns,
-        probabilities=[weight / sum(weights) for weight in weights],
-        seed=config.seed,
-        stopping_strategy="all_exhausted",
-    )
+        mixed = concatenate_datasets(numbered)
+    else:
+        mixed = interleave_datasets(
+            numbered,
+            probabilities=[weight / sum(weights) for weight in weights],
+            seed=config.seed,
+            stopping_strategy="all_exhausted",
+        )
     return mixed.with_format("torch")
-
-
-def _with_columns(part: Any, all_parts: list[Any]) -> Any:
-    """Add the columns that only other parts have; concatenated text, for example, has no labels."""
-    missing = {name for other in all_parts for name in other.column_names} - set(part.column_names)
-    return part.map(partial(added_columns, names=sorted(missing)), batched=True) if missing else part
 
 
 def _facts_of(packed: Any, num_rows: int, seq_len: int) -> dict[str, Any]:
@@ -249,12 +243,8 @@ def _facts_of(packed: Any, num_rows: int, seq_len: int) -> dict[str, Any]:
     if "padding" in packed.column_names:
         facts["num_padding"] = sum(packed["padding"])
     if "labels" in packed.column_names:
-        arrow = packed.with_format("numpy")
-        counts = (
-            int((arrow[start : start + ROWS_AT_ONCE]["labels"][:, 1:] != IGNORE_INDEX).sum())
-            for start in range(0, len(packed), ROWS_AT_ONCE)
-        )
-        facts["num_labels"] = sum(counts)
+        batches = packed.with_format("numpy").iter(ROWS_AT_ONCE)
+        facts["num_labels"] = sum(int((batch["labels"][:, 1:] != IGNORE_INDEX).sum()) for batch in batches)
     return facts
 
 
@@ -263,130 +253,39 @@ def _describe(facts: dict[str, Any]) -> str:
     line = f"{facts['name']}: {facts['format']}, packing {facts['packing']}"
     if "num_rows" not in facts:
         return f"{line}, streamed"
-    line += f", {facts['num_rows']:,} rows in {facts['num_sequences']:,} sequences"
-    if "num_padding" in facts:
-        line += f", {facts['num_padding'] / facts['num_tokens']:.1%} of the tokens are padding"
-    return f"{line}, {facts['num_labels'] / facts['num_tokens']:.1%} have a loss"
+    return (
+        f"{line}, {facts['num_rows']:,} rows in {facts['num_sequences']:,} sequences, "
+        f"{facts.get('num_padding', 0) / facts['num_tokens']:.1%} of the tokens are padding, "
+        f"{facts['num_labels'] / facts['num_tokens']:.1%} have a loss"
+    )
 
 
 # Pack documents into sequences of equal length, all at once or as a stream, and count their padding.
 
-Columns = dict[str, list]
 SEPARATED_PACKINGS = ("block_diagonal", "multipack")
 "packings whose sequences contain several documents that don't see each other"
+JOINED_PACKINGS = ("concat", "block_diagonal")
+"packings that cut a document where a sequence is full"
+ROWS_AT_ONCE = 1000
+"number of rows that are packed together into sequences"
 
 
-def packing_of(flag: str, *, is_chat: bool) -> str:
+def packing_of(flag: str, kind: str) -> str:
     """Return the packing for the value of --packing; `auto` joins plain text and keeps chats whole."""
     if flag != "auto":
         return flag
-    return "multipack" if is_chat else "concat"
+    return "multipack" if kind in CHATS else "concat"
 
 
-def fill(
-    documents: list[Document], packing: str, seq_len: int, *, is_chat: bool
-) -> tuple[list[list[Document]], list[Document]]:
-    """Distribute documents over sequences. Return each sequence's pieces, and the pieces left at the end.
-
-    concat and block_diagonal cut a document where a sequence is full; the last pieces may not fill one. Other
-    packings keep documents whole and cut only a document that is longer than a sequence. The rest of a long
-    chat is dropped, because it lacks its question.
-    """
-    if packing in ("concat", "block_diagonal"):
-        return _joined(documents, seq_len)
-    whole = [piece for document in documents for piece in _cut(document, seq_len, only_first=is_chat)]
-    if is_chat:
-        whole = [piece for piece in whole if any(label != IGNORE_INDEX for label in piece.labels[1:])]
-    return (_best_fit(whole, seq_len) if packing == "multipack" else [[piece] for piece in whole]), []
-
-
-def columns_of(
-    sequences: Iterable[list[Document]], packing: str, seq_len: int, *, has_labels: bool, pad_token: int
-) -> Columns:
-    """Return each sequence's input_ids and, where needed, labels, position_ids and padding.
-
-    labels: present with `has_labels` (some tokens have no loss), and for every packing except concat. If
-    documents are kept separate, the first token of each has no label, because no token predicts it.
-    position_ids: count from 0 in each document, so that attention sees where a document begins; padding
-    counts as another document. padding: the number of padding tokens.
-    """
-    is_separated = packing in SEPARATED_PACKINGS
-    columns: Columns = {"input_ids": []}
-    if has_labels or packing != "concat":
-        columns |= {"labels": []}
-    if is_separated:
-        columns |= {"position_ids": []}
-    if packing in ("multipack", "none"):
-        columns |= {"padding": []}
-    for documents in sequences:
-        tokens = [token for document in documents for token in document.tokens]
-        padding = seq_len - len(tokens)
-        columns["input_ids"].append(tokens + [pad_token] * padding)
-        if "labels" in columns:
-            labels: list[int] = []
-            for document in documents:
-                labels += [IGNORE_INDEX, *document.labels[1:]] if is_separated else document.labels
-            columns["labels"].append(labels + [IGNORE_INDEX] * padding)
-        if is_separated:
-            lengths = [len(document.tokens) for document in documents] + [padding]
-            columns["position_ids"].append([place for length in lengths for place in range(length)])
-        if "padding" in columns:
-            columns["padding"].append(padding)
-    return columns
-
-
-def _joined(documents: list[Document], seq_len: int) -> tuple[list[list[Document]], list[Document]]:
-    sequences: list[list[Document]] = []
-    unfilled: list[Document] = []
-    free = seq_len
-    for document in documents:
-        start, length = 0, len(document.tokens)
-        while start < length:
-            end = min(length, start + free)
-            unfilled.append(_piece(document, start, end))
-            free -= end - start
-            start = end
-            if free == 0:
-                sequences.append(unfilled)
-                unfilled, free = [], seq_len
-    return sequences, unfilled
-
-
-def _cut(document: Document, seq_len: int, *, only_first: bool) -> list[Document]:
-    ends = range(0, seq_len if only_first else len(document.tokens), seq_len)
-    return [_piece(document, start, start + seq_len) for start in ends]
-
-
-def _piece(document: Document, start: int, end: int) -> Document:
-    if start == 0 and end >= len(document.tokens):
-        return document
-    return Document(document.tokens[start:end], document.labels[start:end])
-
-
-def _best_fit(documents: list[Document], seq_len: int) -> list[list[Document]]:
-    """Fill bins of `seq_len` tokens: longest document first, each into the fullest bin where it fits.
-
-    Best-fit decreasing needs at most 11/9 of the smallest possible number of bins (D. S. Johnson, 1973).
-    """
-    bins: list[list[Document]] = []
-    free: list[tuple[int, int]] = []  # tokens free, bin; sorted
-    for document in sorted(documents, key=lambda document: -len(document.tokens)):
-        length = len(document.tokens)
-        place = bisect_left(free, (length, -1))
-        if place < len(free):
-            left, number = free.pop(place)
-            bins[number].append(document)
-        else:
-            left, number = seq_len, len(bins)
-            bins.append([document])
-        insort(free, (left - length, number))
-    # without this, the longest documents would come first, and only short ones would be held out at the end
-    random.Random(len(bins)).shuffle(bins)
-    return bins
-
-
-ROWS_AT_ONCE = 1000
-"number of rows that are packed together into sequences"
+def columns_of(kind: str, packing: str) -> list[str]:
+    """Return the columns that sequences need; see `Pack.sequence`."""
+    needed = {
+        "input_ids": True,
+        "labels": kind != "text" or packing != "concat",
+        "position_ids": packing in SEPARATED_PACKINGS,
+        "padding": packing not in JOINED_PACKINGS,
+    }
+    return [name for name, is_needed in needed.items() if is_needed]
 
 
 @dataclass(frozen=True)
@@ -400,18 +299,21 @@ class Pack:
     text_column: str
     loss_on: str
     vocab_size: int
+    names: tuple[str, ...]
+    "columns of the sequences"
     version: int = 1
     "raise it when this file or documents.py makes other sequences; otherwise the cache returns old sequences"
 
-    def __call__(self, rows: dict[str, list[Any]]) -> Columns:
-        return self.columns(self.fill(self.documents(rows))[0])
+    def __call__(self, rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        sequences = [self.sequence(pieces) for pieces in self.fill(self.documents(rows))[0]]
+        return {name: [sequence[name] for sequence in sequences] for name in self.names}
 
-    def documents(self, rows: dict[str, list[Any]]) -> list[Any]:
+    def documents(self, rows: dict[str, list[Any]]) -> list[Document]:
         """Return the documents of these rows. Raises ValueError for a row that does not fit its format."""
-        columns = {"text_column": self.text_column, "loss_on": self.loss_on}
         try:
-            with unreadable_text():
-                documents = documents_of(rows, self.kind, self.tokenizer, **columns)
+            documents = documents_of(
+                rows, self.kind, self.tokenizer, text_column=self.text_column, loss_on=self.loss_on
+            )
         except (AttributeError, KeyError, TypeError) as error:  # a value does not have the expected type
             raise ValueError(
                 f"the row does not fit the format {self.kind}: {error}\nhint: correct or remove the row"
@@ -425,88 +327,132 @@ class Pack:
                 )
         return documents
 
-    def fill(self, documents: list[Any]) -> tuple[list[list[Any]], list[Any]]:
-        return fill(documents, self.packing, self.seq_len, is_chat=self.kind in CHATS)
+    def fill(self, documents: list[Document]) -> tuple[list[list[Document]], list[Document]]:
+        """Distribute documents over sequences. Return each sequence's pieces, and the pieces left at the end.
 
-    def columns(self, sequences: list[list[Any]]) -> Columns:
-        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
-        has_labels = self.kind != "text"
-        return columns_of(sequences, self.packing, self.seq_len, has_labels=has_labels, pad_token=pad)
+        concat and block_diagonal cut a document where a sequence is full; the last pieces may not fill one.
+        Other packings keep documents whole and cut only a document that is longer than a sequence. The rest
+        of a long chat is dropped, because it lacks its question.
+        """
+        if self.packing in JOINED_PACKINGS:
+            sequences, unfilled, free = [], [], self.seq_len
+            for document in documents:
+                start = 0
+                while start < len(document.tokens):
+                    unfilled.append(_piece(document, start, free))
+                    length = len(unfilled[-1].tokens)
+                    start += length
+                    free -= length
+                    if free == 0:
+                        sequences.append(unfilled)
+                        unfilled, free = [], self.seq_len
+            return sequences, unfilled
+        is_chat = self.kind in CHATS
+        whole = [
+            _piece(document, start, self.seq_len)
+            for document in documents
+            for start in range(0, 1 if is_chat else len(document.tokens), self.seq_len)
+        ]
+        if is_chat:
+            whole = [piece for piece in whole if any(label != IGNORE_INDEX for label in piece.labels[1:])]
+        return (_best_fit(whole, self.seq_len) if self.packing == "multipack" else [[d] for d in whole]), []
+
+    def sequence(self, documents: list[Document]) -> dict[str, Any]:
+        """Return the columns `names` of one sequence.
+
+        labels: if documents are kept separate, the first token of each has no label, because no token
+        predicts it. position_ids: count from 0 in each document, so that attention sees where a document
+        begins; padding counts as another document. padding: the number of padding tokens.
+        """
+        is_separated = self.packing in SEPARATED_PACKINGS
+        tokens, labels = [], []
+        for document in documents:
+            tokens += document.tokens
+            labels += [IGNORE_INDEX, *document.labels[1:]] if is_separated else document.labels
+        padding = self.seq_len - len(tokens)
+        lengths = [len(document.tokens) for document in documents] if is_separated else []
+        lengths.append(self.seq_len - sum(lengths))
+        columns = {
+            "input_ids": tokens + [self.tokenizer.pad_token_id or 0] * padding,
+            "labels": labels + [IGNORE_INDEX] * padding,
+            "position_ids": [place for length in lengths for place in range(length)],
+            "padding": padding,
+        }
+        return {name: columns[name] for name in self.names}
 
 
+def _piece(document: Document, start: int, length: int) -> Document:
+    return Document(document.tokens[start : start + length], document.labels[start : start + length])
+
+
+def _best_fit(documents: list[Document], seq_len: int) -> list[list[Document]]:
+    """Fill bins of `seq_len` tokens: longest document first, each into the fullest bin where it fits.
+
+    Best-fit decreasing needs at most 11/9 of the smallest possible number of bins (D. S. Johnson, 1973).
+    """
+    bins, free = [], []  # of each bin: its documents; (tokens free, bin), sorted
+    for document in sorted(documents, key=lambda document: -len(document.tokens)):
+        length = len(document.tokens)
+        place = bisect_left(free, (length,))
+        left, number = free.pop(place) if place < len(free) else (seq_len, len(bins))
+        if number == len(bins):
+            bins.append([])
+        bins[number].append(document)
+        insort(free, (left - length, number))
+    # without this, the longest documents would come first, and only short ones would be held out at the end
+    random.Random(len(bins)).shuffle(bins)
+    return bins
+
+
+@dataclass(frozen=True)
 class PackedStream(IterableDataset):
     """Sequences packed from rows while the rows are streamed. Every pass reads the source again."""
 
-    def __init__(self, rows: Any, pack: Pack, path: str, *, skip: int = 0) -> None:
-        self.rows, self.pack, self.path, self.skip = rows, pack, path, skip
+    rows: Any
+    pack: Pack
+    path: str
+    skip: int = 0
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        return itertools.islice(self._sequences(), self.skip, None)
+        return islice(self._sequences(), self.skip, None)
 
     def _sequences(self) -> Iterator[dict[str, torch.Tensor]]:
-        rest: list[Any] = []
-        joins = self.pack.packing in ("concat", "block_diagonal")
-        number = 0
-        for group in _groups(self.rows, 1 if joins else ROWS_AT_ONCE):
+        documents_by_row = self._documents_by_row()
+        rows_at_once = 1 if self.pack.packing in JOINED_PACKINGS else ROWS_AT_ONCE
+        rest: list[Document] = []
+        while group := list(islice(documents_by_row, rows_at_once)):
+            sequences, rest = self.pack.fill([*rest, *chain.from_iterable(group)])
+            for pieces in sequences:
+                columns = self.pack.sequence(pieces)
+                yield {name: torch.as_tensor(value) for name, value in columns.items()}
+
+    def _documents_by_row(self) -> Iterator[list[Document]]:
+        for number, row in enumerate(self.rows, start=1):
             try:
-                documents = self.pack.documents(_by_column(group))
+                yield self.pack.documents({name: [value] for name, value in row.items()})
             except ValueError as error:
-                raise bad_row(group, number, self.pack, self.path) or error from None
-            number += len(group)
-            sequences, rest = self.pack.fill([*rest, *documents])
-            columns = self.pack.columns(sequences)
-            for values in zip(*columns.values(), strict=True):
-                yield {name: torch.as_tensor(value) for name, value in zip(columns, values, strict=True)}
-
-
-def _groups(rows: Any, size: int) -> Iterator[list[dict[str, Any]]]:
-    rows = iter(rows)
-    while True:
-        with unreadable_text():
-            group = list(itertools.islice(rows, size))
-        if not group:
-            return
-        yield group
-
-
-def bad_row(rows: Iterable[dict[str, Any]], first: int, pack: Pack, path: str) -> BadData | None:
-    """Return an error that names the first row that does not fit its format; None if all fit.
-
-    `first`: the number of rows before `rows`.
-    """
-    number, rows = first, iter(rows)
-    while True:
-        number += 1
-        try:
-            with unreadable_text():
-                row = next(rows, None)
-            if row is None:
-                return None
-            pack.documents(_by_column([row]))
-        except ValueError as error:
-            return BadData(f"{path}, row {number:,}: {error}")
-
-
-def _by_column(group: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    names = dict.fromkeys(name for row in group for name in row)
-    return {name: [row.get(name) for row in group] for name in names}
-
-
-def added_columns(rows: dict[str, Any], names: list[str]) -> Columns:
-    """Return the named columns for concatenated text: every token is a label, one document, no padding."""
-    tokens = rows["input_ids"]
-    columns = {
-        "labels": [list(row) for row in tokens],
-        "position_ids": [list(range(len(row))) for row in tokens],
-        "padding": [0] * len(tokens),
-    }
-    return {name: columns[name] for name in names}
+                raise BadData(f"{self.path}, row {number:,}: {error}") from None
 
 
 # Make token sequences from a seed. They are the same on every machine.
 
 
-class MarkovTokens(Dataset):
+@dataclass(kw_only=True)
+class _Generated(Dataset):
+    """Items `first`, `first` + 1, ... of the sequences of a seed."""
+
+    vocab_size: int
+    seq_len: int
+    num_sequences: int
+    seed: int
+    first: int = 0
+
+    def __len__(self) -> int:
+        return self.num_sequences
+
+
+@dataclass(kw_only=True)
+class MarkovTokens(_Generated):
     """Sequences of a Markov chain over the whole vocabulary.
 
     With probability 0.5 the next token is the current token's fixed successor; otherwise it is drawn from a
@@ -514,23 +460,15 @@ class MarkovTokens(Dataset):
     first steps on. Item i is (seq_len,) int64 and depends only on seed, i and vocabulary.
     """
 
-    FOLLOW = 0.5
-
-    def __init__(
-        self, *, vocab_size: int, seq_len: int, num_sequences: int, seed: int, first: int = 0
-    ) -> None:
-        rng = np.random.default_rng(seed)
-        self.cycle = rng.permutation(vocab_size)  # a token's successor is the next token on this cycle
-        law = 1.0 / np.arange(1, vocab_size + 1)
+    def __post_init__(self) -> None:
+        # a token's successor is the next token on this cycle
+        self.cycle = np.random.default_rng(self.seed).permutation(self.vocab_size)
+        law = 1.0 / np.arange(1, self.vocab_size + 1)
         self.cumulative = np.cumsum(law / law.sum())
-        self.seq_len, self.num_sequences, self.seed, self.first = seq_len, num_sequences, seed, first
-
-    def __len__(self) -> int:
-        return self.num_sequences
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         rng = np.random.default_rng([self.seed, 1, self.first + index])
-        drawn = rng.random(self.seq_len) >= self.FOLLOW
+        drawn = rng.random(self.seq_len) >= 0.5
         drawn[0] = True
         # the place of each drawn token on the cycle
         places = np.searchsorted(self.cumulative, rng.random(self.seq_len))
@@ -539,7 +477,7 @@ class MarkovTokens(Dataset):
         return {"input_ids": torch.from_numpy(self.cycle[places % len(self.cycle)])}
 
 
-class CopiedPhrases(Dataset):
+class CopiedPhrases(_Generated):
     """Documents of random tokens with repeated phrases, predictable only by attending to their first copy.
 
     Item i depends only on seed, i, vocabulary and length. input_ids, labels and position_ids are (seq_len,)
@@ -548,31 +486,19 @@ class CopiedPhrases(Dataset):
     first half of a document is random; the second half copies pieces of the first half.
     """
 
-    def __init__(
-        self, *, vocab_size: int, seq_len: int, num_sequences: int, seed: int, first: int = 0
-    ) -> None:
-        self.vocab_size, self.seq_len, self.num_sequences = vocab_size, seq_len, num_sequences
-        self.seed, self.first = seed, first
-
-    def __len__(self) -> int:
-        return self.num_sequences
-
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         rng = np.random.default_rng([self.seed, 2, self.first + index])
         longest = max(2, self.seq_len // 2)
         tokens, places = [], []
         while len(tokens) < self.seq_len:
-            length = min(int(rng.integers(max(1, longest // 4), longest + 1)), self.seq_len - len(tokens))
-            tokens += self._document(length, rng)
+            length = min(rng.integers(max(1, longest // 4), longest + 1), self.seq_len - len(tokens))
+            half = -(-length // 2)
+            document = rng.integers(self.vocab_size, size=half).tolist()
+            while len(document) < length:
+                begin = rng.integers(half)
+                document += document[begin : min(begin + 8, half)]
+            tokens += document[:length]
             places += range(length)
         labels = [IGNORE_INDEX if place == 0 else token for token, place in zip(tokens, places, strict=True)]
         columns = {"input_ids": tokens, "labels": labels, "position_ids": places}
         return {name: torch.tensor(values) for name, values in columns.items()}
-
-    def _document(self, length: int, rng: np.random.Generator) -> list[int]:
-        half = -(-length // 2)
-        tokens = rng.integers(self.vocab_size, size=half).tolist()
-        while len(tokens) < length:
-            begin = int(rng.integers(half))
-            tokens += tokens[begin : min(begin + 8, half)]
-        return tokens[:length]

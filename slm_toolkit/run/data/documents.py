@@ -1,14 +1,15 @@
 """Turn rows (text, chats in four formats, or tokens) into documents: tokens with labels."""
 
-import contextlib
 import json
 import math
 import os
+import resource
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -45,52 +46,19 @@ class Document:
 
 
 def format_of(row: dict[str, Any], path: str, *, asked: str, text_column: str) -> str:
-    """Return the format of a dataset, found in its first row. Raises ValueError if the row does not fit it.
+    """Return the format of a dataset, found in its first row. Raises ValueError if the row lacks a column.
 
     `asked`: the value of --dataset_format.
     """
-    row_format = asked
-    if asked == "auto" and text_column != "text" and text_column not in row:
-        row_format = "text"  # so that the error below names the missing column
-    elif asked == "auto":
-        has_chosen_column = text_column != "text" and text_column in row
-        fitting = [kind for kind, needed in _COLUMNS.items() if all(column in row for column in needed)]
-        row_format = "text" if has_chosen_column or not fitting else fitting[0]
-    needed = _COLUMNS.get(row_format, (text_column,))
-    missing = [column for column in needed if column not in row]
-    if missing:
+    if asked == "auto":
+        fitting = (kind for kind, needed in _COLUMNS.items() if row.keys() >= set(needed))
+        asked = "text" if text_column != "text" else next(fitting, "text")
+    if missing := [column for column in _COLUMNS.get(asked, (text_column,)) if column not in row]:
         raise ValueError(
             f"{path} has no column {missing[0]!r} (columns: {', '.join(row) or 'none'})\n"
-            + (
-                "hint: name the column with --text_column"
-                if row_format == "text"
-                else "hint: name the format of the data with --dataset_format"
-            )
+            "hint: name the column of the text with --text_column, or the format with --dataset_format"
         )
-    kinds = {"text": str, "tokens": list, "messages": list, "sharegpt": list, "alpaca": str}
-    value = row[needed[0]]
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if row_format in kinds and value is not None and not isinstance(value, kinds[row_format]):
-        raise ValueError(
-            f"{path}: column {needed[0]!r} contains {type(value).__name__}, not "
-            f"{'text' if kinds[row_format] is str else 'a list'}\n"
-            + (
-                "hint: name another column with --text_column"
-                if row_format == "text"
-                else "hint: name the format of the data with --dataset_format"
-            )
-        )
-    return row_format
-
-
-@contextmanager
-def unreadable_text() -> Iterator[None]:
-    """Turn a UnicodeError into ValueError: Arrow checks for UTF-8 only when a row is read."""
-    try:
-        yield
-    except UnicodeError as error:
-        raise ValueError(f"a row's text can't be read: {error}\nhint: convert the file to UTF-8") from None
+    return asked
 
 
 def documents_of(
@@ -109,71 +77,50 @@ def documents_of(
                 "hint: name another column with --text_column"
             )
         texts = [text for text in rows[text_column] if text and text.strip()]
-        pieces = [[(text, True)] for text in texts]
-        return _tokenized(pieces, tokenizer, end=True)
-    names = list(rows)
-    chats = [dict(zip(names, values, strict=True)) for values in zip(*rows.values(), strict=True)]
-    all_pieces = [_pieces(chat, kind, tokenizer, loss_on=loss_on) for chat in chats]
-    plain = [_tokenized([pieces], tokenizer, end=True)[0] for pieces, is_plain in all_pieces if is_plain]
-    templated = [pieces for pieces, is_plain in all_pieces if not is_plain]
-    documents = [*plain, *_tokenized(templated, tokenizer, end=False)]
+        return _tokenized([([(text, True)], True) for text in texts], tokenizer)
+    chats = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
+    documents = _tokenized([_pieces(chat, kind, tokenizer, loss_on=loss_on) for chat in chats], tokenizer)
     return [document for document in documents if any(label != IGNORE_INDEX for label in document.labels[1:])]
 
 
 def _pieces(
     row: dict[str, Any], kind: str, tokenizer: Any, *, loss_on: str
 ) -> tuple[list[tuple[str, bool]], bool]:
-    """Return a chat's pieces, each (text, has a loss), and True if the row is two plain texts."""
+    """Return a chat's pieces, each (text, has a loss), and True if the row is two plain texts.
+
+    Raises ValueError if the row is not a conversation, or contains more than text.
+    """
     if kind == "prompt_completion" and isinstance(row["prompt"], str) and isinstance(row["completion"], str):
         return [(row["prompt"], loss_on == "all"), (row["completion"], True)], True  # as in TRL
-    messages, num_given = _messages(row, kind)
-    with _limits(TEMPLATE_SECONDS * (1 + len(messages) // 100), TEMPLATE_BYTES):
+    role, content, num_given = "role", "content", 1  # a first answer has no loss
+    if kind == "alpaca":
+        question = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
+    elif kind == "prompt_completion":
+        turns, num_given = [*row["prompt"], *row["completion"]], len(row["prompt"])
+    elif kind == "sharegpt":
+        turns, role, content = row["conversations"], "from", "value"
+    else:
+        turns = row["messages"]
+    if not turns:
+        raise _not_a_chat("a conversation has no turns", row)
+    messages = [_turn(turn, role, content) for turn in turns]
+    with _limits(TEMPLATE_SECONDS * (1 + len(messages) // 100)):
         if loss_on == "all":
             return [(_rendered(messages, tokenizer), True)], False
         return _turns(messages, tokenizer, first=num_given), False
 
 
-def _messages(row: dict[str, Any], kind: str) -> tuple[list[dict[str, str]], int]:
-    """Return a row's turns, with role and content, and the number of given turns, whose answers have no loss.
-
-    Raises ValueError if the row is not a conversation, or contains more than text.
-    """
-    if kind == "alpaca":
-        parts = [part for part in (row["instruction"], row.get("input")) if part]
-        if not all(isinstance(part, str) for part in parts):
-            raise _not_a_chat("instruction or input is not text", row)
-        question = "\n\n".join(parts)
-        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
-        return [_turn(turn, "role", "content") for turn in turns], 1
-    if kind == "prompt_completion":
-        if not (isinstance(row["prompt"], list) and isinstance(row["completion"], list)):
-            raise _not_a_chat("prompt and completion are neither two texts nor two lists", row)
-        turns = [*row["prompt"], *row["completion"]]
-        return [_turn(turn, "role", "content") for turn in turns], len(row["prompt"])
-    role, content = ("from", "value") if kind == "sharegpt" else ("role", "content")
-    turns = row["conversations" if kind == "sharegpt" else "messages"]
-    if not turns or not isinstance(turns, list):
-        raise _not_a_chat("a conversation has no turns", row)
-    return [_turn(turn, role, content) for turn in turns], 1
-
-
 def _turn(turn: Any, role: str, content: str) -> dict[str, str]:
-    if not isinstance(turn, dict) or not isinstance(turn.get(role), str):
-        raise _not_a_chat(f"a conversation has a turn without {role!r} and {content!r}", turn)
-    text = turn.get(content)
-    if isinstance(text, list) and all(map(_is_text_part, text)):
-        text = "".join(part["text"] for part in text)
-    if turn.get("tool_calls"):
-        raise _not_a_chat("a turn calls tools, but slm_toolkit trains only on text", turn)
-    if not isinstance(text, str):
+    text = turn.get(content) if isinstance(turn, dict) else None
+    if isinstance(text, list):
+        parts = [part.get("text") for part in text]
+        text = "".join(parts) if all(parts) else None
+    if not isinstance(text, str) or not isinstance(turn.get(role), str) or turn.get("tool_calls"):
         raise _not_a_chat(
-            f"a conversation has a turn without text in {content!r}, or with more than text", turn
+            f"a conversation has a turn without text in {role!r} and {content!r}, or with tool calls", turn
         )
     return {"role": _SHAREGPT_ROLES.get(turn[role], turn[role]), "content": text}
-
-
-def _is_text_part(part: Any) -> bool:
-    return isinstance(part, dict) and isinstance(part.get("text"), str) and bool(part["text"])
 
 
 def _not_a_chat(problem: str, row: Any) -> ValueError:
@@ -207,48 +154,39 @@ def _turns(messages: list[dict[str, str]], tokenizer: Any, *, first: int) -> lis
 
 
 def _rendered(messages: list[dict[str, str]], tokenizer: Any, **options: bool) -> str:
+    num_given = sum(len(message["content"]) for message in messages)
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    except Exception as error:  # a template is a program: it may divide by zero, recurse, take all memory
-        reason = {
-            TimeoutError: "it takes too long",
-            MemoryError: f"it needs more than {TEMPLATE_BYTES / 2**20:g} MiB",
-            RecursionError: "it calls itself without end",
-        }.get(type(error), str(error) or type(error).__name__)
-        raise _template_fails(reason, messages) from None
-    num_given = sum(len(message["content"]) for message in messages)
-    if len(text) > 2**20 + 10 * num_given:
-        raise _template_fails(f"it turns {num_given:,} characters into {len(text):,}", messages)
-    return text
-
-
-def _template_fails(reason: str, messages: list[dict[str, str]]) -> ValueError:
-    return ValueError(
+        if len(text) <= 2**20 + 10 * num_given:
+            return text
+        reason = f"it turns {num_given:,} characters into {len(text):,}"
+    except MemoryError:
+        reason = f"it needs more than {TEMPLATE_BYTES / 2**20:g} MiB"
+    except Exception as error:  # a template is a program: it may divide by zero, recurse, take too long
+        reason = str(error) or type(error).__name__
+    raise ValueError(
         f"the chat template fails on a conversation: {reason[:200]}\n"
         f"hint: correct the template, or remove the conversation, which begins: {str(messages)[:80]}"
     )
 
 
-def _tokenized(pieces: list[list[tuple[str, bool]]], tokenizer: Any, *, end: bool) -> list[Document]:
+def _tokenized(pieces: list[tuple[list[tuple[str, bool]], bool]], tokenizer: Any) -> list[Document]:
     """Tokenize documents. Tokenize each piece alone, as a prompt is tokenized when a model answers it.
 
-    `end`: append an end-of-text token, which has a label.
+    `pieces`: of each document, and True to append an end-of-text token, which has a label.
     """
-    texts = [text for document in pieces for text, _ in document]
+    texts = [text for document, _ in pieces for text, _ in document]
     with tokenizer_errors("the tokenizer fails"):
         tokenized = iter(tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
     documents = []
-    for document in pieces:
-        tokens: list[int] = []
-        labels: list[int] = []
+    for document, is_ended in pieces:
+        tokens, labels = [], []
         for _, has_loss in document:
             piece = next(tokenized)
             tokens += piece
             labels += piece if has_loss else [IGNORE_INDEX] * len(piece)
-        if end:
-            tokens.append(tokenizer.eos_token_id)
-            labels.append(tokenizer.eos_token_id)
-        documents.append(Document(tokens, labels))
+        end = [tokenizer.eos_token_id] * is_ended
+        documents.append(Document(tokens + end, labels + end))
     return documents
 
 
@@ -261,61 +199,47 @@ def _of_tokens(rows: dict[str, list[Any]]) -> list[Document]:
         labels, mask = (
             rows[name][index] if rows.get(name) else None for name in ("labels", "attention_mask")
         )
-        for name, numbers in (("input_ids", tokens), ("labels", labels), ("attention_mask", mask)):
-            if not (numbers is None or _are_tokens(numbers, least=IGNORE_INDEX if name == "labels" else 0)):
-                raise ValueError(
-                    f"{name} of a row is {str(numbers)[:80]}\nhint: give a list of whole numbers, at least 0"
-                )
-        for name, other in (("labels", labels), ("attention_mask", mask)):
-            if other is not None and len(other) != len(tokens):
-                raise ValueError(
-                    f"a row has {len(tokens)} input_ids but {len(other)} {name}\n"
-                    f"hint: give as many {name} as input_ids"
-                )
         labels = tokens if labels is None else labels
-        kept = [place for place in range(len(tokens)) if mask is None or mask[place]]
-        if kept:
-            documents.append(Document([tokens[place] for place in kept], [labels[place] for place in kept]))
+        mask = [1] * len(tokens) if mask is None else mask
+        for name, numbers in (("input_ids", tokens), ("labels", labels), ("attention_mask", mask)):
+            if not (
+                isinstance(numbers, list)
+                and len(numbers) == len(tokens)
+                and {int, bool}.issuperset(map(type, numbers))
+                and (IGNORE_INDEX if name == "labels" else 0) <= min(numbers, default=0)
+            ):
+                raise ValueError(
+                    f"{name} of a row with {len(tokens)} input_ids is {str(numbers)[:80]}\n"
+                    f"hint: give a list of {len(tokens)} whole numbers, at least 0"
+                )
+        if kept := list(compress(tokens, mask)):
+            documents.append(Document(kept, list(compress(labels, mask))))
     return documents
 
 
-def _are_tokens(numbers: Any, *, least: int) -> bool:
-    """Return True for a list of whole numbers from `least` to 2^31 - 1; a mask may contain booleans."""
-    return (
-        isinstance(numbers, list)
-        and {int, bool}.issuperset(map(type, numbers))
-        and least <= min(numbers, default=0)
-        and max(numbers, default=0) < 2**31
-    )
-
-
 @contextmanager
-def _limits(seconds: float, num_bytes: int) -> Iterator[None]:
+def _limits(seconds: float) -> Iterator[None]:
     """Limit third-party code: raise TimeoutError after `seconds` of processor time, and MemoryError when the
-    process needs `num_bytes` more than now.
+    process needs TEMPLATE_BYTES more than now.
 
-    Time is limited only in the main thread, where Python handles signals; memory only on Linux.
+    Time is limited only in the main thread, where Python handles signals.
     """
     with ExitStack() as undo:
         if threading.current_thread() is threading.main_thread():
             undo.callback(signal.signal, signal.SIGVTALRM, signal.signal(signal.SIGVTALRM, _too_long))
             undo.callback(signal.setitimer, signal.ITIMER_VIRTUAL, 0)
             signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _SECONDS_TO_NEXT_TIMEOUT)
-        statm = Path("/proc/self/statm")
-        if statm.exists():
-            import resource
-
-            # RLIMIT_DATA counts private memory, not the files that Arrow maps nor a GPU's address space
-            soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-            new = int(statm.read_text().split()[5]) * os.sysconf("SC_PAGESIZE") + num_bytes
-            finite = [limit for limit in (new, soft, hard) if limit != resource.RLIM_INFINITY]
-            resource.setrlimit(resource.RLIMIT_DATA, (min(finite), hard))
-            undo.callback(resource.setrlimit, resource.RLIMIT_DATA, (soft, hard))
+        # RLIMIT_DATA counts private memory, not the files that Arrow maps nor a GPU's address space
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        used = int(Path("/proc/self/statm").read_text().split()[5]) * os.sysconf("SC_PAGESIZE")
+        finite = [limit for limit in (used + TEMPLATE_BYTES, soft, hard) if limit != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_DATA, (min(finite), hard))
+        undo.callback(resource.setrlimit, resource.RLIMIT_DATA, (soft, hard))
         yield
 
 
 def _too_long(number: int, frame: Any) -> None:
-    raise TimeoutError
+    raise TimeoutError("it takes too long")
 
 
 # Load the tokenizer of a run. Refuse a tokenizer that the model or this machine can't use.
@@ -341,16 +265,11 @@ def load_tokenizer(config: RunConfig, spec: ModelSpec) -> Any:
             check_hub(name, "tokenizer")
         with tokenizer_errors(f"can't load tokenizer {name!r}"):
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    if tokenizer.eos_token_id is None:
-        raise ValueError(
-            f"tokenizer {name!r} has no end-of-text token to put between documents\n"
-            "hint: set its eos_token, or use --tokenizer_name byte"
-        )
     vocabulary = tokenizer.get_vocab()
-    if vocabulary.keys() <= set(tokenizer.all_special_tokens):
+    if tokenizer.eos_token_id is None or vocabulary.keys() <= set(tokenizer.all_special_tokens):
         raise ValueError(
-            f"tokenizer {name!r} has no tokens for text\n"
-            "hint: use --tokenizer_name byte, which has a token for each byte"
+            f"tokenizer {name!r} has no tokens for text, or no end-of-text token to put between documents\n"
+            "hint: set its eos_token, or use --tokenizer_name byte"
         )
     normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast else None
     if normalizer is not None and _growth(json.loads(normalizer.__getstate__())) > MOST_GROWTH:
@@ -358,22 +277,17 @@ def load_tokenizer(config: RunConfig, spec: ModelSpec) -> Any:
             f"tokenizer {name!r}: its normalizer turns one character into more than {MOST_GROWTH:,}\n"
             "hint: remove such replacements from its tokenizer.json, or use another tokenizer"
         )
-    if len(vocabulary) > spec.vocab_size:
-        raise ValueError(
-            f"tokenizer {name or 'byte'!r} has {len(vocabulary)} tokens, "
-            f"but model {spec.name} only {spec.vocab_size}\n"
-            "hint: choose a model with a larger vocabulary, or --tokenizer_name byte"
-        )
     token, largest = max(vocabulary.items(), key=lambda pair: pair[1])
     if largest >= spec.vocab_size:  # ids may have gaps
         raise ValueError(
-            f"tokenizer {name!r} has the id {largest} for {token!r}, but model {spec.name} only ids below "
-            f"{spec.vocab_size}\nhint: choose a model with a larger vocabulary, or --tokenizer_name byte"
+            f"tokenizer {name or 'byte'!r} has the id {largest} for {token!r}, but model {spec.name} "
+            f"only ids below {spec.vocab_size}\n"
+            "hint: choose a model with a larger vocabulary, or --tokenizer_name byte"
         )
     return tokenizer
 
 
-@contextlib.contextmanager
+@contextmanager
 def tokenizer_errors(problem: str) -> Iterator[None]:
     """Turn a tokenizer's errors into ValueError: bare Exceptions and Rust's panics (BaseExceptions)."""
     try:

@@ -58,7 +58,7 @@ def test_rows_of_tokens_are_taken_as_they_are(tmp_path: Path) -> None:
     [
         ({"packing": "concat"}, [ROWS["messages"]], "answers would see other chats"),
         ({"dataset_format": "alpaca"}, [ROWS["messages"]], "no column 'instruction'"),
-        ({}, [{"messages": [{"who": "me"}]}], "a turn without 'role' and 'content'"),
+        ({}, [{"messages": [{"who": "me"}]}], "a turn without text in 'role' and 'content'"),
         ({"seq_len": 8}, [ROWS["prompt_completion"]], "no answer fits in 8 tokens"),
     ],
     ids=str,
@@ -87,9 +87,9 @@ def test_given_turns_are_not_learnt_and_a_template_that_rewrites_can_be_learnt_w
 @pytest.mark.parametrize(
     ("turn", "said"),
     [
-        ({"role": "assistant", "content": None, "tool_calls": [{"id": 1}]}, "calls tools"),
-        ({"role": "assistant", "content": None}, "without text in 'content', or with more than text"),
-        ({"role": "assistant", "content": [{"type": "image"}]}, "or with more than text"),
+        ({"role": "assistant", "content": None, "tool_calls": [{"id": 1}]}, "or with tool calls"),
+        ({"role": "assistant", "content": None}, "without text in 'role' and 'content'"),
+        ({"role": "assistant", "content": [{"type": "image"}]}, "without text in 'role' and 'content'"),
     ],
     ids=str,
 )

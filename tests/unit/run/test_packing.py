@@ -1,6 +1,7 @@
 """Documents in sequences: nothing is lost, nothing sees another document, and what is padding is known."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from conftest import write_documents
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.run.data.batches import model_inputs
-from slm_toolkit.run.data.data import Data, columns_of, fill, load_data
+from slm_toolkit.run.data.data import Data, Pack, columns_of, load_data
 from slm_toolkit.run.data.documents import Document
 from slm_toolkit.run.kernels.loss_kernels import token_losses
 from slm_toolkit.run.model.model import build_model
@@ -21,6 +22,11 @@ SEQ_LEN = 48
 def document(first: int, length: int) -> Document:
     tokens = list(range(first, first + length))
     return Document(tokens, tokens)
+
+
+def pack(packing: str, seq_len: int, kind: str = "text") -> Pack:
+    tokenizer = SimpleNamespace(pad_token_id=0)
+    return Pack(tokenizer, kind, packing, seq_len, "text", "answers", 384, tuple(columns_of(kind, packing)))
 
 
 def load(file: Path, packing: str, **options: object) -> Data:
@@ -50,35 +56,33 @@ def losses_by_document(data: Data, attention: str = "sdpa") -> dict[tuple[int, .
 def test_best_fit_puts_the_longest_first_and_each_where_it_leaves_least() -> None:
     # 10 tokens: 7 opens a bin (3 free), 6 another (4 free), 4 fills the second, 3 the first, 2 opens a third
     sizes = [4, 7, 2, 6, 3]
-    bins, rest = fill([document(0, size) for size in sizes], "multipack", 10, is_chat=False)
+    bins, rest = pack("multipack", 10).fill([document(0, size) for size in sizes])
     assert sorted(sorted(len(piece.tokens) for piece in pieces) for pieces in bins) == [[2], [3, 7], [4, 6]]
     assert rest == []
 
 
 def test_joined_documents_are_cut_where_a_sequence_is_full_and_the_rest_waits() -> None:
-    sequences, rest = fill([document(0, 5), document(10, 7)], "concat", 8, is_chat=False)
+    sequences, rest = pack("concat", 8).fill([document(0, 5), document(10, 7)])
     assert [[piece.tokens for piece in pieces] for pieces in sequences] == [[[0, 1, 2, 3, 4], [10, 11, 12]]]
     assert [piece.tokens for piece in rest] == [[13, 14, 15, 16]]
 
 
 def test_a_long_text_goes_on_in_the_next_sequence_and_a_long_chat_ends() -> None:
-    (text, _) = fill([document(0, 10)], "none", 8, is_chat=False)
+    (text, _) = pack("none", 8).fill([document(0, 10)])
     assert [piece.tokens for (piece,) in text] == [list(range(8)), [8, 9]]
-    (chat, _) = fill([document(0, 10)], "none", 8, is_chat=True)
+    (chat, _) = pack("none", 8, kind="messages").fill([document(0, 10)])
     assert [piece.tokens for (piece,) in chat] == [list(range(8))]
 
 
 def test_columns_say_where_documents_begin_and_what_is_padding() -> None:
-    sequences = [[document(5, 3), document(20, 2)]]
-    columns = columns_of(sequences, "multipack", 8, has_labels=False, pad_token=0)
-    assert columns == {
-        "input_ids": [[5, 6, 7, 20, 21, 0, 0, 0]],
-        "labels": [[-100, 6, 7, -100, 21, -100, -100, -100]],
-        "position_ids": [[0, 1, 2, 0, 1, 0, 1, 2]],
-        "padding": [3],
+    assert pack("multipack", 8).sequence([document(5, 3), document(20, 2)]) == {
+        "input_ids": [5, 6, 7, 20, 21, 0, 0, 0],
+        "labels": [-100, 6, 7, -100, 21, -100, -100, -100],
+        "position_ids": [0, 1, 2, 0, 1, 0, 1, 2],
+        "padding": 3,
     }
-    whole = columns_of([[document(5, 8)]], "concat", 8, has_labels=False, pad_token=0)
-    assert whole == {"input_ids": [list(range(5, 13))]}  # nothing to say: each token is its own label
+    whole = pack("concat", 8).sequence([document(5, 8)])
+    assert whole == {"input_ids": list(range(5, 13))}  # nothing to say: each token is its own label
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "sdpa_math"])
