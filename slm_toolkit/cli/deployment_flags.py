@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slm_toolkit.config.parser import positive_number
@@ -39,13 +40,11 @@ def _prices(text: str) -> "OwnPrices":
     return typed(own_prices, text)
 
 
-def _network(text: str) -> "float | MeasuredNetwork":
-    from slm_toolkit.hardware.network import read_network
-
+def _network(text: str) -> float | Path:
     try:
         float(text)
     except ValueError:
-        return typed(read_network, text)
+        return Path(text)
     return positive_number(text)
 
 
@@ -59,8 +58,14 @@ def typed(read: Callable, text: str) -> object:
 def deployments(args: argparse.Namespace) -> "Callable[[Gpu | None], Deployment]":
     """Return the function that gives each GPU the price and the network of the flags, else of our tables.
 
-    It raises ValueError for a network measured between other GPUs.
+    Raises ValueError for a network that can't be read, and later for one measured between other GPUs.
     """
+    measured = None
+    if isinstance(args.network, Path):
+        from slm_toolkit.hardware.network import read_network
+
+        measured = read_network(args.network)
+    gbps = args.network if measured is None else None
 
     def deployment_of(gpu: "Gpu | None") -> Deployment:
         if gpu is None:
@@ -68,8 +73,6 @@ def deployments(args: argparse.Namespace) -> "Callable[[Gpu | None], Deployment]
         from slm_toolkit.hardware.network import cluster_of
         from slm_toolkit.hardware.prices import price_of
 
-        is_rate = isinstance(args.network, float | None)
-        gbps, measured = (args.network, None) if is_rate else (None, args.network)
         if measured is not None:
             _check_measured(measured, gpu)
         price = price_of(gpu.name, getattr(args, "prices", None))

@@ -90,7 +90,7 @@ def test_a_json_is_a_strategy_in_the_yaml_that_convert_writes(tmp_path: Path) ->
     launched = write_resolved(strategy, tmp_path / "launch", 4)
     config = yaml.safe_load(launched.read_text())
     converts = yaml.safe_load(
-        converted(path, to="accelerate_deepspeed", folder=tmp_path).files["my_zero3_as_deepspeed.yaml"]
+        converted(path, "deepspeed", folder=tmp_path).files["my_zero3_as_deepspeed.yaml"]
     )
     assert (config.pop("num_processes"), config["deepspeed_config"].pop("zero3_init_flag")) == (4, False)
     converts["deepspeed_config"].pop("zero3_init_flag")
@@ -203,7 +203,7 @@ def test_compare_refuses_all_that_doctor_finds_wrong_before_it_launches_anything
     done = slm("compare", "--model", "slm-1m", "--strategy", path, "--output_dir", str(tmp_path / "runs"))
     assert done.code == 2
     assert "did you mean stage3_max_live_parameters?" in done.err
-    assert "train_batch_size is 64, not batch x micro-steps x ranks" in done.err
+    assert "train_batch_size 64, batch x micro-steps x ranks says 8" in done.err
     assert "zero_hpz_partition_size 3 with --num_gpus 2" in done.err
     assert f"slm doctor --strategy {path}" in done.err
     assert not (tmp_path / "runs").exists()

@@ -114,10 +114,7 @@ def test_largest_batch_of_recommend_and_estimate_agree_and_name_their_flags() ->
         largest_batch=True,
         **flags,
     )
-    said = " ".join(str(found).split())
-    assert f"at most {largest.batch_with_margin} fits with its flags (`slm estimate --largest_batch`)" in said
     assert first.per_device_train_batch_size <= largest.batch_with_margin
-    assert f"batch of row 1: {first.per_device_train_batch_size}, " in said
     said = " ".join(slm_here("estimate", *asked, "--gpu", "a100-40gb:8", "--largest_batch").out.split())
     assert "the batches are for --seq_len 1024 --gradient_checkpointing none " in said
     assert "--loss_kernel hf --norm_kernel hf --torch_compile false" in said
