@@ -1,7 +1,6 @@
-"""Groups of ranks: check the supported kinds, and fit the shipped YAMLs to a launch or several machines."""
+"""Groups of ranks: check the supported kinds, and fit the shipped YAMLs to a launch."""
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ from slm_toolkit.strategy.strategy import (
     find_strategy,
     is_shipped,
     notes_on,
-    on_nodes,
-    read_strategy,
     shipped_strategies,
 )
 
@@ -131,34 +128,7 @@ def _with_sizes(strategy: Strategy, sizes: Mapping[str, int]) -> Strategy:
     return dataclasses.replace(strategy, accelerate_config=config)
 
 
-# The shipped YAMLs: their text for several machines, and the default strategies of a command.
-
-_ADDED = {  # lines of a shipped file, and their text for several machines
-    r"machine_rank:.*\n|#   slm train --strategy .*\n": "",  # the command gives the rank
-    r"#   accelerate launch (--config_file \S+) -m slm_toolkit.train": """\
-# Run this on each of {num} machines, with its own --machine_rank (0 to {last}); ADDRESS is machine 0's:
-#   slm launch \\1 --machine_rank 0 --main_process_ip ADDRESS -m slm_toolkit.train""",
-    r"  deepspeed_config_file: .*": "\\g<0>\n  deepspeed_multinode_launcher: standard "
-    "# each machine starts its own ranks (default: pdsh)",
-}
-
-
-def text_for_machines(source: Path, *, num_machines: int, gpus_per_node: int) -> str:
-    """Return a shipped file's text for this number of machines; JSONs and `single.yaml` do not change.
-
-    Raises ValueError for a hybrid shard on machines with one GPU each: there is no group to shard over.
-    """
-    text = source.read_text()
-    if source.suffix == ".json" or (shipped := read_strategy(source)).is_single:
-        return text
-    num_ranks = num_machines * gpus_per_node
-    strategy = fit_groups(on_nodes(shipped, num_machines), num_ranks=num_ranks, ranks_per_node=gpus_per_node)
-    values = {"num_machines": num_machines, "num_processes": num_ranks, **group_sizes(strategy)}
-    written = {rf"( *{name}:) \w+": rf"\1 {value}" for name, value in values.items()}
-    for pattern, replacement in (*written.items(), *_ADDED.items()):
-        line = replacement.format(num=num_machines, last=num_machines - 1)
-        text = re.sub(f"^(?:{pattern})", line, text, flags=re.MULTILINE)
-    return text
+# The default strategies of a command.
 
 
 def help_of_strategies() -> str:

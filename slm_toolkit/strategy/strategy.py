@@ -262,13 +262,12 @@ def shipped_files() -> list[Path]:
     ]
 
 
-def copy_configs(target: Path, texts: dict[Path, str] | None = None) -> list[Path]:
-    """Write shipped files, or `texts` in their place, under `target`; return the paths written.
+def copy_configs(target: Path) -> list[Path]:
+    """Write the shipped files under `target`; return the paths written.
 
     Raises ValueError if a file exists already.
     """
-    texts = texts or {source: source.read_text() for source in shipped_files()}
-    copies = {target / source.parent.name / source.name: text for source, text in texts.items()}
+    copies = {target / source.parent.name / source.name: source.read_text() for source in shipped_files()}
     if present := [str(copy) for copy in copies if copy.exists()]:
         raise ValueError(
             f"{present[0]} exists ({len(present)} of the files exist)\nhint: give an empty folder to --copy"

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 from conftest import ENV, ROOT, own_strategy, slm
 
 from slm_toolkit.cli.launch import plan_launch
@@ -28,8 +27,6 @@ from slm_toolkit.launch.rendezvous import (
     patience_seconds,
     wait_until_closed,
 )
-from slm_toolkit.strategy.groups import fit_groups
-from slm_toolkit.strategy.strategy import find_strategy, on_nodes, shipped_strategies
 
 HERE = "127.0.0.1"
 SOON = Patience(seconds=10.0, silent_seconds=0.0, hint="come")
@@ -410,48 +407,3 @@ def test_its_help_has_the_two_commands() -> None:
     assert done.code == 0
     assert "--machine_rank 0 -m slm_toolkit.train" in done.out
     assert slm("launch").code == 2
-
-
-@pytest.mark.parametrize("name", shipped_strategies())
-def test_the_yamls_for_several_machines_say_what_their_strategy_needs(name: str, copied: Path) -> None:
-    text = (copied / "accel_configs" / f"{name}.yaml").read_text()
-    written, shipped = yaml.safe_load(text), find_strategy(name)
-    if name == "single":
-        assert written == shipped.accelerate_config
-        return
-    fitted = fit_groups(on_nodes(shipped, 3), num_ranks=12, ranks_per_node=4)
-    assert written == {**fitted.accelerate_config, "num_processes": 12}
-    assert f"slm launch --config_file accel_configs/{name}.yaml --machine_rank 0 --main_process_ip" in text
-    assert "num_machines: 3 # nodes; " in text  # what is explained stays so
-
-
-@pytest.fixture(scope="module")
-def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("copied")
-    done = slm("configs", "--copy", str(folder), "--num_machines", "3", "--gpus_per_node", "4")
-    assert done.code == 0, done.err
-    return folder
-
-
-def test_a_hybrid_shard_for_machines_of_one_gpu_is_left_out_and_named(tmp_path: Path) -> None:
-    done = slm("configs", "--copy", str(tmp_path), "--num_machines", "3", "--gpus_per_node", "1")
-    assert done.code == 0
-    assert "left out: fsdp_hybrid_shard on 3 ranks" in done.err
-    written = {path.stem for path in (tmp_path / "accel_configs").iterdir()}
-    assert {*written, "fsdp_hybrid_shard"} == set(shipped_strategies())
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("--num_machines", "2"), "--num_machines without --copy"),
-        (("--copy", "x", "--gpus_per_node", "2"), "--gpus_per_node without --num_machines"),
-        (("--copy", "x", "--num_machines", "1"), "--num_machines is 1: at least 2"),
-        (("--copy", "x", "--num_machines", "2", "--gpus_per_node", "0"), "--gpus_per_node is 0: at least 1"),
-    ],
-)
-def test_counts_that_can_not_be_are_refused(words: tuple[str, ...], says: str, tmp_path: Path) -> None:
-    done = slm("configs", *words, cwd=tmp_path)
-    assert done.code == 2
-    assert f"error: {says}\nhint: --copy DIR --num_machines 2" in done.err
-    assert not (tmp_path / "x").exists()

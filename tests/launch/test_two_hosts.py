@@ -116,21 +116,19 @@ def test_zero_3_needs_no_other_file_and_loses_what_one_machine_loses(
 def test_a_hybrid_shard_of_two_ranks_on_each_host_loses_what_one_machine_loses(
     hosts: Hosts, on_one: list[float], tmp_path: Path
 ) -> None:
-    done = slm("configs", "--copy", str(tmp_path), "--num_machines", "2", "--gpus_per_node", "2")
-    assert done.code == 0, done.err
-    config = str(tmp_path / "accel_configs" / "fsdp_hybrid_shard.yaml")
+    config = SHIPPED.format("fsdp_hybrid_shard")
     # 4 ranks x 2 sequences: the same 8 in every step
     first, second = on_both(hosts, tmp_path, config, "4", "--per_device_train_batch_size", "2")
     assert (first.code, second.code) == (0, 0), first.err + second.err
-    record = record_under(tmp_path / "runs")
+    record = record_under(tmp_path)
     assert (record["world_size"], record["num_machines"]) == (4, 2)
     assert list(record["asked"]["accelerate_config"]["parallelism_config"].values()) == [2, 2]
     # a shard is half of everything: 4 bytes per parameter, gradient and each of Adam's two in fp32
     assert record["state_bytes"][0]["optimizer"] == pytest.approx(NUM_PARAMS / 2 * 8, rel=0.01)
     assert record["losses"] == pytest.approx(on_one, abs=1e-4)
-    shown = slm("report", str(tmp_path / "runs"))
+    shown = slm("report", str(tmp_path))
     assert "4 CPU processes on 2 machines" in shown.out
-    (row,) = json.loads(slm("report", str(tmp_path / "runs"), "--json").out)
+    (row,) = json.loads(slm("report", str(tmp_path), "--json").out)
     assert row["num_machines"] == 2
 
 
