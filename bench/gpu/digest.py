@@ -45,7 +45,8 @@ STEP_PARTS = ("ladder", "memory", "rungs", *HELD_OUT)
 ADAMW_BYTES = {
     "AdamW": 28,  # fp32: gradient 4 read; weight 8, both moments 16 read and written
     "AdamWWithMasterWeights": optimizer_bytes(
-        find_strategy("ddp"), RunConfig(max_grad_norm=1.0), slowdown=OPTIMIZER_SLOWDOWN
+        Setup(find_model("slm-100m"), find_strategy("ddp"), RunConfig(max_grad_norm=1.0), num_gpus=1),
+        slowdown=OPTIMIZER_SLOWDOWN,
     ),
 }
 LOSSES = {

@@ -189,13 +189,9 @@ TORCH = (
     ),
     Leaning(
         "torch: what the index of a distributed checkpoint consists of",
-        (
-            "torch.distributed.checkpoint.metadata",
-            "torch.distributed.checkpoint.filesystem",
-            "torch.serialization",
-        ),
-        "read it with an unpickler that knows no other class",
-        "run/checkpoint/foreign.py: _OF_INDEX has the classes that torch pickles into .metadata",
+        ("transform_descriptors",),
+        "read it with stand-ins for its classes, and refuse compressed shards",
+        "run/checkpoint/foreign.py: read the fields that torch pickles into .metadata",
         _checkpoint_index,
     ),
     Leaning(
