@@ -96,7 +96,7 @@ def test_a_json_is_a_strategy_in_the_yaml_that_convert_writes(tmp_path: Path) ->
     converts["deepspeed_config"].pop("zero3_init_flag")
     named = Path(config["deepspeed_config"].pop("deepspeed_config_file"))
     converts["deepspeed_config"].pop("deepspeed_config_file")
-    assert config == converts
+    assert {name: config[name] for name in converts} == converts  # the others are accelerate's defaults
     assert (named.parent, json.loads(named.read_text())) == (launched.parent, ZERO3)
     assert read_strategy(launched).zero_stage == 3
 
