@@ -23,6 +23,7 @@ from accelerate.utils import DeepSpeedOptimizerWrapper, DistributedType
 from transformers import Trainer
 
 from slm_toolkit.base.errors import user_errors
+from slm_toolkit.hardware.machine import use_huge_pages
 from slm_toolkit.launch.torch_extensions import CompilerNews, remove_stale_locks, use_extensions_folder
 from slm_toolkit.record.run_record import RUN_DIR_VARIABLE
 from slm_toolkit.recorder import Recorder, RecorderCallback, open_recorders
@@ -34,6 +35,7 @@ _refused: list[str] = []
 
 
 def main() -> None:
+    use_huge_pages()
     words = sys.argv[1:]
     if words[:1] == ["--run_dir"]:  # in a Slurm job; other runs have it in their environment
         os.environ[RUN_DIR_VARIABLE] = words[1]

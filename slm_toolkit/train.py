@@ -36,9 +36,11 @@ if __name__ == "__main__":
     training_config(sys.argv[1:])  # --help and unknown flags end here
 
 # isort: split
+from slm_toolkit.hardware.machine import use_huge_pages
 from slm_toolkit.launch.command_line import check_command_line
 
 if __name__ == "__main__":
+    use_huge_pages()
     check_command_line(sys.argv[1:])  # report a typo before the slow import of torch
 
 # isort: split

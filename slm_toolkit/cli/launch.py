@@ -13,7 +13,6 @@ from slm_toolkit.base.errors import shown, user_errors
 from slm_toolkit.config.flags import MODULE, flags_of, training_config
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import gpus_here
-from slm_toolkit.hardware.machine import use_huge_pages
 from slm_toolkit.launch.command_line import (
     arguments_of,
     check_surroundings,
@@ -118,7 +117,6 @@ def _launch(args: argparse.Namespace) -> int:
 
 def start(words: list[str]) -> int:
     """Replace this process by `accelerate launch` with these words, once all machines have met."""
-    use_huge_pages()
     with user_errors():
         words = _with_flags_of_config_file(words)
         planned = plan_launch(words)

@@ -140,7 +140,6 @@ def test_the_timeline_lies_beside_the_record_and_is_drawn(
     done = slm("report", str(Path(row["record"]).parent), "--memory")
     assert done.code == 0, done.err
     assert "memory of fsdp_full_shard, rehearsed on rank 0 of 8: peak" in done.out
-    assert done.out.count("<- peak") == 1
 
 
 def plan(strategies: tuple[str, ...] = ("single", "ddp"), **options: object) -> list:
