@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, TypeVar, dataclass_transform
 
@@ -51,6 +51,9 @@ class Flag:
     basic: bool = False
     "whether `--help` shows it; `--help all` shows every flag"
     choices: tuple[str, ...] | None = None
+    sets: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    "words of a value that joins them by +, and the parts that each stands for"
+    metavar: str | None = None
     aliases: tuple[str, ...] = ()
     "other names, shown by --help"
     other_names: tuple[str, ...] = ()
@@ -106,10 +109,27 @@ class Flag:
         """Return a typed value in our spelling. Raises ValueError for a value of other trainers only."""
         if word.lower() in self.instead:
             raise ValueError(f"there is no {word}\nhint: {self.instead[word.lower()]}")
-        return self.synonyms.get(word.lower(), word)
+        return self.joined(self.parts_of(word)) if "+" in word else self.synonyms.get(word.lower(), word)
+
+    def parts_of(self, value: Any) -> tuple[Any, ...]:
+        """Return the parts of a value in their order, each once; of a flag without `sets`, the value."""
+        if not self.sets or not isinstance(value, str):
+            return (value,)
+        found = {part for word in value.split("+") for part in self.sets.get(word, (word,))}
+        return tuple(sorted(found, key=list(self.sets).index)) if found <= self.sets.keys() else (value,)
+
+    def joined(self, parts: Collection[str]) -> str:
+        """Return the fewest words that stand for these parts, joined by +."""
+        words, left = [], set(parts)
+        for word, of_word in sorted(self.sets.items(), key=lambda item: -len(item[1])):
+            if left.intersection(of_word) and set(of_word) <= set(parts):
+                words.append(word)
+                left -= set(of_word)
+        return "+".join(words) or "plain"
 
     def has_closed_form(self, value: Any) -> bool:
-        return self.no_closed_form is None or value in (self.closed_form_for or (self.default,))
+        known = self.closed_form_for or (self.default,)
+        return self.no_closed_form is None or all(part in known for part in self.parts_of(value))
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(Flag,))
@@ -154,7 +174,7 @@ def strategy_problems(config: Any, strategy: Any) -> list[str]:
         if of_flag.excludes_strategies and _is_given(config, name)
         for rule in of_flag.excludes_strategies
         if getattr(strategy, rule.property) is not rule.unless
-        and (not rule.own or getattr(config, name) in rule.own)
+        and (not rule.own or any(part in rule.own for part in of_flag.parts_of(getattr(config, name))))
     ]
     return list(dict.fromkeys(sentences))
 
@@ -162,6 +182,10 @@ def strategy_problems(config: Any, strategy: Any) -> list[str]:
 def _value_problems(name: str, of_flag: Flag, value: Any) -> Iterator[str]:
     if value is None:
         return
+    words = value.split("+") if of_flag.sets and value not in of_flag.sets else []
+    if not all(of_flag.sets.get(word) for word in words):
+        known = ", ".join(of_flag.sets)
+        yield f"--{name} is {shortened(value)!r}: {known}, or several joined by +"
     if of_flag.choices and value not in of_flag.choices:
         yield f"--{name} is {value!r}: one of {', '.join(of_flag.choices)}"
     if of_flag.is_printable and not value.isprintable():
@@ -217,10 +241,10 @@ def _pair_problems(name: str, of_flag: Flag, config: Any, known: dict[str, Flag]
         if not _is_given(config, other):
             yield f"{this} without --{other}"
     for rule in of_flag.excludes:
-        value = getattr(config, rule.other)
-        if rule.own and getattr(config, name) not in rule.own:
+        values = known[rule.other].parts_of(getattr(config, rule.other))
+        if rule.own and not any(part in rule.own for part in of_flag.parts_of(getattr(config, name))):
             continue
-        if value in rule.values if rule.values else _is_given(config, rule.other):
+        if any(part in rule.values for part in values) if rule.values else _is_given(config, rule.other):
             yield f"{this} with {_as_typed(config, rule.other, known, named=rule.values)}: {rule.why}"
 
 
@@ -233,7 +257,8 @@ def _is_given(config: Any, name: str) -> bool:
 def _as_typed(config: Any, name: str, known: dict[str, Flag], *, named: tuple[Any, ...] = ()) -> str:
     """Return `--profile`, `--fp8 rowwise` or `--rehearse 8`; no value that is free text, such as a path."""
     value = getattr(config, name)
-    if value is True or (isinstance(value, str) and not known[name].choices and value not in named):
+    is_word = known[name].choices or known[name].sets or value in named
+    if value is True or (isinstance(value, str) and not is_word):
         return f"--{name}"
     text = (
         str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else value

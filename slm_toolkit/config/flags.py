@@ -42,10 +42,14 @@ def _options(f: dataclasses.Field, flag: Flag, *, several: bool) -> dict[str, An
         "type": _bool if kind is bool else kind,
         "default": None,
         "choices": flag.choices,
-        "metavar": None if flag.choices else "true|false" if kind is bool else kind.__name__.upper(),
+        "metavar": flag.metavar
+        if flag.choices or flag.metavar
+        else "true|false"
+        if kind is bool
+        else kind.__name__.upper(),
         "help": text.replace("%", "%%"),
     }
-    if flag.synonyms or flag.instead:
+    if flag.synonyms or flag.instead or flag.sets:
         options["type"] = partial(_value_of, flag)
     bare = True if kind is bool else flag.bare
     if several:

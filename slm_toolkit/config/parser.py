@@ -102,8 +102,12 @@ REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
     "latex": "use --markdown",
     "parquet": "use --csv",
     "adam_dtype": "--optim muon takes 4 bytes less per parameter; ds_zero2_offload takes none on the GPU",
-    "mlp_kernel": "--torch_compile fuses the MLP",
-    "use_liger_kernel": "--loss_kernel fused_linear --norm_kernel fused, or --torch_compile",
+    "mlp_kernel": "--kernels compiled fuses the MLP",
+    "use_liger_kernel": "--kernels fused",
+    **dict.fromkeys(
+        ("loss_kernel", "norm_kernel", "triton_loss"), "--kernels fused, or only loss, norm or triton"
+    ),
+    "torch_compile_mode": "--kernels compiled+graphs is reduce-overhead",
 }
 _LAUNCHERS_OWN = ("strategy", "config_file", "num_processes", "num_machines", "machine_rank")
 _OUR_NAME = {f"--{other}": f"--{ours}" for ours, others in SAME_MEANING.items() for other in others}

@@ -49,13 +49,40 @@ _NO_CHECKPOINTS = (
         "offloads_part_of_optimizer", "no checkpoints with part of the optimizer offloaded: ratio 1.0"
     ),
 )
-_RECORD_GRAPHS = ("reduce-overhead", "max-autotune")
+KERNEL_SETS = {
+    **dict.fromkeys(("auto", "plain"), ()),
+    "fused": ("loss", "norm", "triton"),
+    "compiled": ("loss", "norm", "triton", "compile"),
+    **{part: (part,) for part in ("loss", "norm", "triton", "compile")},
+    "graphs": ("compile", "graphs"),
+}
+"values of --kernels and the parts of each; until a verb has replaced it, auto has none"
 
 _SMALLER_OPTIMIZERS = (
     *("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "paged_adamw", "paged_adamw_8bit", "adafactor"),
     *("paged_adamw_32bit", "lion", "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"),
 )
 _SMALLER_STATE = "--optim muon (4 bytes less per parameter), or --strategy ds_zero2_offload (none on the GPU)"
+
+
+def in_todays_names(flags: dict[str, Any]) -> dict[str, Any]:
+    """Return flags of records and tables before --kernels (2026-11-28) with that flag in place of five."""
+    named = {
+        "loss": flags.get("loss_kernel") == "fused_linear",
+        "norm": flags.get("norm_kernel") == "fused",
+        "triton": flags.get("triton_loss") or flags.get("optim") == "adamw_triton",
+        "compile": flags.get("torch_compile"),
+        "graphs": flags.get("torch_compile_mode") in ("reduce-overhead", "max-autotune"),
+    }
+    if "kernels" in flags:
+        return flags
+    left = {name: value for name, value in flags.items() if name not in _BEFORE_KERNELS}
+    if left.get("optim") == "adamw_triton":
+        left["optim"] = "adamw_torch_fused"
+    return {"kernels": FLAGS["kernels"].joined([part for part in named if named[part]]), **left}
+
+
+_BEFORE_KERNELS = ("loss_kernel", "norm_kernel", "triton_loss", "torch_compile", "torch_compile_mode")
 
 
 @dataclass_of_flags
@@ -94,50 +121,45 @@ class RunConfig:
         label="attention",
         heading="attention {}",
     )
-    loss_kernel: str = Flag(
-        "hf",
-        "hf: transformers' own loss, with fp32 copies of all logits. fused_linear: computes head and loss in "
-        "chunks of tokens, so that the logits of many tokens never exist as a whole",
+    kernels: str = Flag(
+        "auto",
+        "plain: Hugging Face's own. fused: head and loss in chunks of tokens, so that the logits of many "
+        "tokens never exist as a whole; norms that keep only their input for backward; and on a GPU Triton's "
+        "loss and, where the engine leaves the step to us, AdamW. compiled: fused, and torch.compile of the "
+        "decoder layers. auto: the fastest for this GPU, shape and number of steps. Or parts of them joined "
+        "by +: loss, norm, triton, compile, graphs (CUDA graphs of the compiled layers)",
         group="model",
-        choices=("hf", "fused_linear"),
-        instead={"fused_logits": "--loss_kernel fused_linear"},
+        basic=True,
+        sets=KERNEL_SETS,
+        metavar="auto|plain|fused|compiled",
+        instead={"hf": "--kernels plain", "fused_linear": "--kernels fused"},
         grid=True,
         excludes=(
             Excludes(
                 "numerics",
-                "its gradients are rounded before the loss scale multiplies them",
+                "the fused loss rounds its gradients before the loss scale multiplies them: leave loss out",
                 values=("fp16",),
-                own=("fused_linear",),
+                own=("loss",),
+            ),
+            Excludes(
+                "gradient_accumulation_steps",
+                "CUDA graphs overwrite the gradients of the pass before",
+                own=("graphs",),
+            ),
+        ),
+        excludes_strategies=(
+            ExcludesStrategy(
+                "shards_parameters",
+                "{flag} records CUDA graphs, which need every parameter to stay where it is: leave graphs "
+                "out under FSDP and ZeRO-3",
+                own=("graphs",),
             ),
         ),
         losses="rounded",
         estimate="counts",
-        label="loss",
-        heading="loss {}",
-    )
-    triton_loss: bool = Flag(
-        False,
-        "compute --loss_kernel fused_linear between its matrix products by one Triton kernel, which moves 6 "
-        "bytes per logit instead of 26, or 8 with --torch_compile; on a CPU as without it",
-        group="model",
-        grid=True,
-        excludes=(Excludes("loss_kernel", "it has no kernel between products", values=("hf",)),),
-        losses="rounded",
-        estimate="counts",
-        column="Triton loss",
-        label="triton",
-        heading="loss by Triton",
-    )
-    norm_kernel: str = Flag(
-        "hf",
-        "hf: transformers' own RMSNorm. fused: a kernel that keeps only its input for backward",
-        group="model",
-        choices=("hf", "fused"),
-        grid=True,
-        losses="rounded",
-        estimate="counts",
-        label="norm",
-        heading="norm {}",
+        no_closed_form="leave graphs out: a step with them is at most as long as one without",
+        closed_form_for=("loss", "norm", "triton", "compile"),
+        heading="kernels {}",
     )
     pad_widths: bool = Flag(
         False,
@@ -181,47 +203,6 @@ class RunConfig:
         column="checkpointing",
         label="checkpointing",
         heading="checkpointing {}",
-    )
-    torch_compile: bool = Flag(
-        False,
-        "compile the decoder layers with torch.compile",
-        group="model",
-        other_names=("compile",),
-        grid=True,
-        losses="rounded",
-        estimate="counts",
-        column="compile",
-        label="compile",
-        heading="compiled",
-    )
-    torch_compile_mode: str = Flag(
-        "default",
-        "reduce-overhead: CUDA graphs, for models so small that launching kernels takes longest. They "
-        "need parameters that are never gathered. max-autotune: try more kernels, and use CUDA graphs",
-        group="model",
-        choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
-        grid=True,
-        needs=("torch_compile",),
-        excludes=(
-            Excludes(
-                "gradient_accumulation_steps",
-                "CUDA graphs overwrite the gradients of the pass before",
-                own=_RECORD_GRAPHS,
-            ),
-        ),
-        excludes_strategies=(
-            ExcludesStrategy(
-                "shards_parameters",
-                "{flag} records CUDA graphs, which need every parameter to stay where it is: leave it out "
-                "under FSDP and ZeRO-3",
-                own=_RECORD_GRAPHS,
-            ),
-        ),
-        losses="same",
-        estimate="counts",
-        no_closed_form="without the flag it is for the default mode",
-        column="compile mode",
-        heading="{}",
     )
     numerics: str = Flag(
         "aligned",
@@ -425,7 +406,7 @@ class RunConfig:
                 "attention between ranks needs sdpa",
                 values=("eager", "flex_attention", *(f"flash_attention_{version}" for version in (2, 3, 4))),
             ),
-            Excludes("torch_compile", "its exchanges between ranks are not compiled"),
+            Excludes("kernels", "its exchanges between ranks are not compiled", values=("compile",)),
         ),
         excludes_strategies=(ExcludesStrategy("is_single", "{flag}: {strategy} is one process"),),
         losses="same",
@@ -648,24 +629,18 @@ class RunConfig:
     optim: str = Flag(
         "adamw_torch_fused",
         "adamw_torch_fused: one kernel for all parameters. adamw_torch: takes a temporary as large as the "
-        "parameters. adamw_triton: a Triton kernel that also clips gradients and rounds weights, and so "
-        "moves 30 instead of 50 bytes per parameter; on a CPU the same as adamw_torch_fused. muon: Muon for "
-        "the matrices of the layers (4 bytes less per parameter), fused AdamW for the rest",
+        "parameters. muon: Muon for the matrices of the layers (4 bytes less per parameter), fused AdamW for "
+        "the rest",
         group="optimizer",
-        choices=("adamw_torch", "adamw_torch_fused", "adamw_triton", "muon"),
+        choices=("adamw_torch", "adamw_torch_fused", "muon"),
         instead={
             **dict.fromkeys(_SMALLER_OPTIMIZERS, _SMALLER_STATE),
             **dict.fromkeys(("adamw_apex_fused", "adamw_hf"), "--optim adamw_torch_fused"),
+            "adamw_triton": "--kernels fused, whose AdamW is Triton's",
         },
         other_names=("optimizer",),
         grid=True,
         excludes=(
-            Excludes(
-                "numerics",
-                "its master weights are fp32",
-                values=("stock", "pure_bf16"),
-                own=("adamw_triton",),
-            ),
             Excludes("numerics", "it has its own master weights", values=("stock",), own=("muon",)),
             Excludes("numerics", "Muon's matrix products are in bf16", values=("fp16",), own=("muon",)),
             Excludes("peft", "Muon is for whole matrices, not for adapters", own=("muon",)),
@@ -673,14 +648,9 @@ class RunConfig:
         ),
         excludes_strategies=(
             ExcludesStrategy(
-                "is_deepspeed",
-                "{flag} under DeepSpeed, which casts and clips by itself",
-                own=("adamw_triton",),
-            ),
-            ExcludesStrategy(
                 "offloads",
                 "{flag} with offload, whose optimizer runs on the CPU",
-                own=("adamw_triton", "muon"),
+                own=("muon",),
             ),
             ExcludesStrategy(
                 "is_fsdp1",
@@ -869,7 +839,7 @@ class RunConfig:
     ddp_timeout: float = Flag(
         600.0,
         "time limit in seconds for one step, evaluation or checkpoint. After that the run stops and names "
-        "the hanging rank. With --torch_compile the first step gets an hour. Building model, data and "
+        "the hanging rank. The first step of --kernels compiled gets an hour. Building model, data and "
         "engine is not limited",
         group="saving",
         least=1,
@@ -973,9 +943,44 @@ class RunConfig:
         return self.numerics != "fp32" and self.reduce_dtype == "fp32"
 
     @property
+    def kernel_parts(self) -> tuple[str, ...]:
+        """The parts of --kernels: those of KERNEL_SETS."""
+        return FLAGS["kernels"].parts_of(self.kernels)
+
+    @property
+    def fuses_loss(self) -> bool:
+        return "loss" in self.kernel_parts
+
+    @property
+    def fuses_norm(self) -> bool:
+        return "norm" in self.kernel_parts
+
+    @property
+    def uses_triton(self) -> bool:
+        return "triton" in self.kernel_parts
+
+    @property
+    def compiles(self) -> bool:
+        return "compile" in self.kernel_parts
+
+    def with_kernels(self, *parts: str) -> "RunConfig":
+        return dataclasses.replace(self, kernels=FLAGS["kernels"].joined({*self.kernel_parts, *parts}))
+
+    def without_kernels(self, *parts: str) -> "RunConfig":
+        return dataclasses.replace(
+            self, kernels=FLAGS["kernels"].joined(set(self.kernel_parts).difference(parts))
+        )
+
+    def has_triton_adamw(self, strategy: Any) -> bool:
+        """Whether the optimizer's step under a Strategy is one Triton kernel, which also clips and rounds."""
+        ours = not (strategy.is_deepspeed or strategy.offloads)
+        keeps_masters = self.numerics not in ("stock", "pure_bf16")
+        return self.uses_triton and self.optim == "adamw_torch_fused" and ours and keeps_masters
+
+    @property
     def records_graphs(self) -> bool:
         """True if torch.compile records CUDA graphs, which reuse their memory."""
-        return self.torch_compile_mode in _RECORD_GRAPHS
+        return "graphs" in self.kernel_parts
 
     @property
     def sources(self) -> tuple[Source, ...]:

@@ -7,7 +7,7 @@ from slm_toolkit.doctor.finding import REMOVE, Finding, gravest_first, with_valu
 from slm_toolkit.model.families import with_kernels_of
 from slm_toolkit.predict.bottleneck import WORTH_SAYING, alignment_gain, levers, misaligned_widths
 from slm_toolkit.predict.estimate import estimate, largest_batch
-from slm_toolkit.predict.setup.setup import Setup, with_flags
+from slm_toolkit.predict.setup.setup import Setup
 from slm_toolkit.strategy.strategy import Strategy, find_strategy
 
 _CLEARLY_FASTER = 1.05
@@ -166,10 +166,9 @@ def _logits(setup: Setup) -> Iterator[Finding]:
     """Report logits and loss that need more memory than the weights, if they cause the peak."""
     spec, tokens = setup.spec, setup.num_tokens
     logits = _LOGIT_BYTES * tokens * spec.vocab_size
-    if setup.config.loss_kernel != "hf" or logits <= 2 * spec.num_params:
+    if setup.config.fuses_loss or logits <= 2 * spec.num_params:
         return
-    chunked = with_flags(setup, loss_kernel="fused_linear")
-    chunked = dataclasses.replace(chunked, config=with_kernels_of(spec, chunked.config))
+    chunked = dataclasses.replace(setup, config=with_kernels_of(spec, setup.config.with_kernels("loss")))
     before = estimate(setup.launched).peak_allocated_bytes
     saved = before - estimate(chunked.launched).peak_allocated_bytes
     if saved > 0.05 * before:
@@ -179,7 +178,7 @@ def _logits(setup: Setup) -> Iterator[Finding]:
             f"{spec.name} take {2 * spec.num_params / 2**30:.1f} GiB",
             why=f"{tokens:,} tokens x {spec.vocab_size:,} vocabulary entries x {_LOGIT_BYTES} bytes; "
             f"computed in chunks, the peak is {saved / 2**30:.1f} GiB lower",
-            change=f"--loss_kernel {chunked.config.loss_kernel}",
+            change=f"--kernels {chunked.config.kernels}",
         )
 
 

@@ -58,8 +58,8 @@ _RULES = (
             _compiles,
             REMOVE,
             why="accelerate compiles the whole prepared model for this strategy only and ignores "
-            "--torch_compile: other strategies run without compilation",
-            then=", and use --torch_compile",
+            "--kernels: other strategies run without compilation",
+            then=", and use --kernels compiled",
         )
         for key in ("dynamo_backend", "dynamo_config.dynamo_backend", "dynamo_config.backend")
     ),

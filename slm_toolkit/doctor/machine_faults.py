@@ -105,7 +105,7 @@ _VARIABLES = {  # variables that cost time: finding, severity, reason
         "wrong",
         "every tensor then needs a cudaMalloc and a cudaFree, which stall the GPU",
     ),
-    "TORCHDYNAMO_DISABLE": ("dynamo-disabled", "wrong", "--torch_compile then compiles nothing"),
+    "TORCHDYNAMO_DISABLE": ("dynamo-disabled", "wrong", "--kernels compiled then compiles nothing"),
 }
 _LEFT_OVER = (
     "ACCELERATE_USE_",
@@ -123,7 +123,7 @@ def environment_faults(case: Case) -> Iterator[Finding]:
         "NCCL_P2P_DISABLE": case.num_ranks > 1,
         "NCCL_SHM_DISABLE": case.num_ranks > 1,
         "NCCL_IB_DISABLE": case.num_ranks > case.gpus_per_node or case.num_machines > 1,
-        "TORCHDYNAMO_DISABLE": case.flags.torch_compile,
+        "TORCHDYNAMO_DISABLE": case.flags.compiles,
     }
     for name, (slug, severity, why) in _VARIABLES.items():
         value = case.host.variables.get(name, "")

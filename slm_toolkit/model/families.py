@@ -155,10 +155,10 @@ def kernel_problems(spec: ModelSpec, config: RunConfig) -> list[str]:
 
 def with_kernels_of(spec: ModelSpec, config: RunConfig) -> RunConfig:
     """Return the config with the kernels that the model has, in place of those that it does not have."""
-    replaced: dict[str, Any] = {}
     for _, change in _replaced_kernels(spec, config):
-        replaced |= change
-    return dataclasses.replace(config, **replaced) if replaced else config
+        parts = change.pop("leave_out", ())
+        config = dataclasses.replace(config.without_kernels(*parts) if parts else config, **change)
+    return config
 
 
 def _replaced_kernels(spec: ModelSpec, config: RunConfig) -> list[tuple[str, dict[str, Any]]]:
@@ -174,18 +174,18 @@ def _replaced_kernels(spec: ModelSpec, config: RunConfig) -> list[tuple[str, dic
     if config.sp_size > 1 and spec.sliding_window is not None:
         sentence = f"--sp_size {config.sp_size}: {spec.name} has sliding windows, which it does not know"
         found.append((f"{sentence}; leave it out", {"sp_size": 1}))
-    if spec.after_head != "nothing" and config.loss_kernel == "fused_linear":
+    if spec.after_head != "nothing" and config.fuses_loss:
         sentence = (
-            f"--loss_kernel fused_linear: {spec.name} changes the head's logits before the loss "
-            f"({spec.after_head}), and this kernel never has them; use --loss_kernel hf"
+            f"--kernels {config.kernels}: {spec.name} changes the head's logits before the loss "
+            f"({spec.after_head}), and the fused loss never has them; leave loss out"
         )
-        found.append((sentence, {"loss_kernel": "hf"}))
-    if spec.norm_scales_in_fp32 and config.norm_kernel == "fused":
+        found.append((sentence, {"leave_out": ("loss",)}))
+    if spec.norm_scales_in_fp32 and config.fuses_norm:
         sentence = (
-            f"--norm_kernel fused: {spec.name} multiplies by a norm's weight before it rounds, and this "
-            "kernel after it; use --norm_kernel hf"
+            f"--kernels {config.kernels}: {spec.name} multiplies by a norm's weight before it rounds, and "
+            "the fused norm after it; leave norm out"
         )
-        found.append((sentence, {"norm_kernel": "hf"}))
+        found.append((sentence, {"leave_out": ("norm",)}))
     if config.pad_widths and (reason := _why_not_padded(spec)) is not None:
         found.append((f"--pad_widths: {spec.name} {reason}; leave it out", {"pad_widths": False}))
     return found

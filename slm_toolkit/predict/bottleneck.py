@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from slm_toolkit.config.run_config import KERNEL_SETS
 from slm_toolkit.model.families import kernel_problems
 from slm_toolkit.model.model_spec import ALIGNED_TO, PRESETS, ModelSpec, padded_spec
 from slm_toolkit.predict.estimate import estimate
@@ -63,22 +64,11 @@ def _changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
         yield words, dataclasses.replace(setup, spec=aligned)
     if config.attn_implementation == "eager":
         yield changed(attn_implementation="sdpa")
-    if not config.torch_compile and trains_all:
-        yield changed(torch_compile=True)
-    if config.norm_kernel == "hf" and not config.torch_compile:
-        yield changed(norm_kernel="fused")
-    if config.loss_kernel == "hf":
-        yield changed(loss_kernel="fused_linear")
-    elif not config.triton_loss:
-        yield changed(triton_loss=True)
+    for name in ("fused", "compiled"):
+        if not set(KERNEL_SETS[name]) <= set(config.kernel_parts) and (trains_all or name == "fused"):
+            yield changed(kernels=config.with_kernels(*KERNEL_SETS[name]).kernels)
     if config.optim == "adamw_torch":
         yield changed(optim="adamw_torch_fused")
-    if (
-        config.optim in ("adamw_torch", "adamw_torch_fused")
-        and not setup.strategy.is_deepspeed
-        and not setup.strategy.offloads
-    ):
-        yield changed(optim="adamw_triton")
     if config.gradient_checkpointing != "none":
         yield changed(gradient_checkpointing="none")
     yield changed(per_device_train_batch_size=2 * config.per_device_train_batch_size)

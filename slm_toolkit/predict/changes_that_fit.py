@@ -5,7 +5,6 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 
-from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.families import kernel_problems
 from slm_toolkit.predict.estimate import Change, Estimate, estimate
 from slm_toolkit.predict.setup.setup import Setup, unknown_to_estimates, with_flags
@@ -105,7 +104,7 @@ def _has_estimate(setup: Setup) -> bool:
 def _described(before: Setup, after: Setup) -> str:
     """Return what differs: `batch 4 instead of 8 with --gradient_accumulation_steps 2`."""
     names = (
-        *("gradient_accumulation_steps", "loss_kernel", "norm_kernel"),
+        *("gradient_accumulation_steps", "kernels"),
         *("gradient_checkpointing", "sp_size"),
     )
     flags = [
@@ -127,11 +126,9 @@ def _described(before: Setup, after: Setup) -> str:
 
 def _kernels(setup: Setup) -> Iterator[_Option]:
     """Yield kernels that keep less for backward; each option includes those before it."""
-    changes: dict[str, str] = {}
-    for name, value in (("loss_kernel", "fused_linear"), ("norm_kernel", "fused")):
-        if getattr(setup.config, name) == getattr(RunConfig, name):
-            changes = {**changes, name: value}
-            yield _with_flags(**changes)
+    for parts in (("loss",), ("loss", "norm")):
+        if not set(parts) <= set(setup.config.kernel_parts):
+            yield _with_flags(kernels=setup.config.with_kernels(*parts).kernels)
 
 
 def _checkpointing(setup: Setup) -> Iterator[_Option]:

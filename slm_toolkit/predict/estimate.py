@@ -69,10 +69,7 @@ class Estimate:
     "preset of `--like`: the trainer that this row estimates; None: slm_toolkit's own"
     gradient_checkpointing: str
     gradient_accumulation_steps: int
-    loss_kernel: str
-    triton_loss: bool
-    norm_kernel: str
-    torch_compile: bool
+    kernels: str
     fp8: str
     pad_widths: bool
     optim: str
@@ -153,8 +150,8 @@ class Estimate:
 
 _OF_FLAGS = (
     *("per_device_train_batch_size", "seq_len", "sp_size", "gradient_accumulation_steps", "numerics"),
-    *("reduce_dtype", "gradient_checkpointing", "attn_implementation", "loss_kernel", "triton_loss"),
-    *("norm_kernel", "torch_compile", "fp8", "pad_widths", "optim", "peft"),
+    *("reduce_dtype", "gradient_checkpointing", "attn_implementation", "kernels"),
+    *("fp8", "pad_widths", "optim", "peft"),
 )
 "fields of an Estimate that are flags"
 

@@ -19,10 +19,8 @@ from slm_toolkit.recommend.scaling_laws import compute_optimal_tokens, tokens_fo
 
 GRID: dict[str, list[Any]] = {
     "per_device_train_batch_size": [1, 2, 4, 8, 16, 32, 64, 128],
-    "torch_compile": [False, True],
+    "kernels": ["fused", "compiled"],
     "gradient_checkpointing": ["none", "selective_op", "full"],
-    "loss_kernel": ["fused_linear"],
-    "norm_kernel": ["fused"],
 }
 """values to try for flags that are not given; they change results only by rounding. transformers' own loss
 and norm take more memory and time than the fused kernels, so they are left out"""
@@ -129,7 +127,7 @@ def workloads_of(given: dict[str, Any], length: Length) -> tuple[list[Workload],
     return found, [*notes, *(f"left out: {problem.splitlines()[0]}" for problem in unreached)]
 
 
-_KERNELS = ("attn_implementation", "loss_kernel", "norm_kernel", "sp_size")
+_KERNELS = ("attn_implementation", "kernels", "sp_size")
 
 
 def _num_tokens(

@@ -18,7 +18,7 @@ from slm_toolkit.base.errors import without_controls
 from slm_toolkit.base.safe_files import write_new
 from slm_toolkit.base.typed_files import PositiveInt, converted, field_problem, typed_dict_of
 from slm_toolkit.base.user_files import check_values, exists, is_dir, read_bytes
-from slm_toolkit.config.run_config import FLAGS, RunConfig
+from slm_toolkit.config.run_config import FLAGS, RunConfig, in_todays_names
 from slm_toolkit.record import run_record
 from slm_toolkit.record.run_record import RECORD_FILE, SCHEMA_VERSION, SHAPES, RunRecord
 from slm_toolkit.record.saved_files import delete, sync
@@ -56,6 +56,8 @@ def read_record(path: Path) -> RunRecord:
         raise _not_a_record(data, error, path) from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"can't read record {path}: {error}\nhint: {_HINT}") from None
+    if not record.is_of_script:
+        record.asked["config"] = in_todays_names(record.asked["config"])
     if problem := _problem(record):
         raise ValueError(f"{path}: {problem}\nhint: {_SCHEMA_HINT}")
     if not data.isascii() or b"\\" in data or b"\x7f" in data:  # its text may have control characters

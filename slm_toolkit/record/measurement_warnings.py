@@ -88,8 +88,8 @@ def _gpu_warnings(watch: dict[str, Any], start: int) -> list[str]:
     warnings = []
     if (timed := (watch.get("utilization") or [])[start:]) and median(timed) < GPU_UTILIZATION:
         warnings.append(
-            f"the GPU was busy only {median(timed):.0f}% of the time; larger batches or --torch_compile use "
-            "it better"
+            f"the GPU was busy only {median(timed):.0f}% of the time; larger batches or --kernels "
+            "compiled use it better"
         )
     if (watch.get("used_bytes_before") or 0) > USED_BYTES or (watch.get("num_processes_before") or 0) > 0:
         used = (watch.get("used_bytes_before") or 0) / 2**30

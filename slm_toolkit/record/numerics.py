@@ -119,7 +119,7 @@ PLAIN = {
     name: getattr(RunConfig, name)
     for name, flag in FLAGS.items()
     if flag.losses == "rounded" and name not in ("numerics", "attn_implementation")
-}
+} | {"kernels": "plain"}
 "the plain values of flags whose other values change the rounding, under any numerics"
 
 
@@ -142,13 +142,13 @@ class Numerics:
     compute_dtype: str | None = _probed("output of the head's matrix product; its input, if fused")
     residual_dtype: str | None = _probed("residual stream, the input of the last norm")
     logits_dtype: str | None = _probed(
-        "logits returned to the training script; None if it receives none", settings=("loss_kernel",)
+        "logits returned to the training script; None if it receives none", settings=("kernels",)
     )
     cross_entropy_dtype: str | None = _probed(
         "input of the cross-entropy; None if a kernel of torch.compile or Triton hides it",
-        settings=("torch_compile", "triton_loss", "loss_kernel"),
+        settings=("kernels",),
     )
-    loss_kernel: str | None = _probed("the kernel that computed the loss", settings=("loss_kernel",))
+    loss_kernel: str | None = _probed("the kernel that computed the loss", settings=("kernels",))
     loss_dtype: str | None = _probed("loss returned to the training script")
     gradient_dtype: str | None = _probed("gradients when the optimizer's step begins")
     reduction_dtype: str | None = _probed(
@@ -167,20 +167,20 @@ class Numerics:
         settings=_SEQUENCES_OF_A_STEP,
     )
     attention: str | None = _probed(
-        "attention kernel that ran", settings=("attn_implementation", "torch_compile", "seq_len")
+        "attention kernel that ran", settings=("attn_implementation", "kernels", "seq_len")
     )
     optimizer_kernel: str | None = _probed(
         "fused, triton, foreach, for-loop or muon, as run", settings=("optim",)
     )
-    compiled: bool | None = _probed("whether a graph of torch.compile ran", settings=("torch_compile",))
+    compiled: bool | None = _probed("whether a graph of torch.compile ran", settings=("kernels",))
     recomputed: bool | None = _probed(
         "whether backward recomputed activations; None if torch.compile hides it",
-        settings=("gradient_checkpointing", "torch_compile", "attn_implementation"),
+        settings=("gradient_checkpointing", "kernels", "attn_implementation"),
     )
     float8: str | None = _probed(
         "float8 types of the decoder layers' matrix products; None without float8, or if torch.compile hides "
         "it",
-        settings=("fp8", "torch_compile"),
+        settings=("fp8", "kernels"),
     )
     tf32: bool | None = _probed("whether fp32 matrix products may round to TF32")
     batch_hashes: list[str] | None = _probed(
@@ -193,14 +193,14 @@ class Numerics:
     )
     attention_call: str | None = _probed(
         "arguments of SDPA: causal or with a mask, dropout, scale; None for other kernels",
-        settings=("attn_implementation", "torch_compile", "model", "seq_len", "dataset", "packing"),
+        settings=("attn_implementation", "kernels", "model", "seq_len", "dataset", "packing"),
     )
     dropout: str | None = _probed(
         "p of the dropout modules and of attention's weights", settings=("peft", "lora_dropout")
     )
     rope: str | None = _probed("dtype and first, last and sum of RoPE's frequencies", settings=("model",))
-    norm_eps: str | None = _probed("eps of the norms", settings=("model", "norm_kernel"))
-    tied: str | None = _probed("whether the head is the embedding", settings=("model", "loss_kernel"))
+    norm_eps: str | None = _probed("eps of the norms", settings=("model", "kernels"))
+    tied: str | None = _probed("whether the head is the embedding", settings=("model", "kernels"))
     frozen: str | None = _probed("parameters that are not trained", settings=("peft", "model"))
     without_gradient: str | None = _probed(
         "trained parameters without a gradient in this step", settings=("peft", "model", "dataset")

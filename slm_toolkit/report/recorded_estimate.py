@@ -135,11 +135,9 @@ def _config_of_script(record: RunRecord) -> RunConfig:
         gradient_accumulation_steps=seen.accumulation or 1,
         attn_implementation="flash_attention_2" if attention == "flash_attn" else attention,
         gradient_checkpointing="full" if seen.recomputed else "none",
-        torch_compile=bool(seen.compiled),
+        kernels="compile" if seen.compiled else "plain",
         optim="adamw_torch_fused" if seen.optimizer_kernel == "fused" else "adamw_torch",
         max_grad_norm=seen.clipping or 0.0,
-        loss_kernel="hf",
-        norm_kernel="hf",
     )
 
 

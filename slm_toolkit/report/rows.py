@@ -73,7 +73,7 @@ class Row:
     per_device_train_batch_size: int | None
     gradient_accumulation_steps: int | None
     gradient_checkpointing: str | None
-    torch_compile: bool | None
+    kernels: str | None
     optim: str | None
     seed: int | None
     learning_rate: float | None
@@ -216,7 +216,7 @@ _OF_RECORD = (
 )
 _OF_FLAGS = (
     *("numerics", "seq_len", "per_device_train_batch_size", "gradient_accumulation_steps", "optim", "seed"),
-    *("gradient_checkpointing", "torch_compile", "learning_rate", "dataset", "max_steps"),
+    *("gradient_checkpointing", "kernels", "learning_rate", "dataset", "max_steps"),
 )
 "fields of a row that are those of its record, and of the record's flags"
 

@@ -74,8 +74,7 @@ def _in_fp32(config: RunConfig, folder: Path) -> RunConfig:
         attn_implementation="sdpa"
         if config.attn_implementation.startswith("flash")  # flash-attn has no fp32
         else config.attn_implementation,
-        torch_compile=False,
-        torch_compile_mode="default",
+        kernels=config.without_kernels("compile", "graphs").kernels,
         output_dir=str(folder),
         run_name="fp32",
         **{name: getattr(RunConfig, name) for name in _LEFT_OUT},

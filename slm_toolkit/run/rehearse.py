@@ -97,7 +97,7 @@ def check_fake(config: RunConfig, strategy: Strategy) -> None:
     name = strategy.path or strategy.name
     on_host = "fake tensors are all on the CPU"
     cases = (
-        (config.torch_compile, "with --torch_compile", "fake tensors can't be compiled", by_estimate),
+        (config.compiles, f"with --kernels {config.kernels}", "fake tensors can't be compiled", by_estimate),
         (packs, f"with --packing {config.packing}", "fake tokens have no documents", on_gpu),
         (config.peft == "qlora", "with --peft qlora", "fake tensors can't be quantized", by_estimate),
         (strategy.offloads, f"with {name}, which offloads", on_host, by_estimate),

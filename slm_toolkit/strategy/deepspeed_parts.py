@@ -12,7 +12,7 @@ from slm_toolkit.strategy.settings import value_at
 
 _PARTS = {
     "compile.deepcompile": "DeepCompile begins when a script calls engine.compile(), and slm_toolkit does "
-    "not call it, so nothing would be compiled: remove it; --torch_compile compiles the layers",
+    "not call it, so nothing would be compiled: remove it; --kernels compiled compiles the layers",
     "tensor_parallel.autotp_size": "slm_toolkit does not run tensor parallelism, and would count the tokens "
     "of a group once per rank: remove it; --sp_size shares sequences",
     "zero_optimization.zenflow": "ZenFlow applies most gradients some steps later, so its losses are not "

@@ -597,17 +597,17 @@ def layers_of(setup: Setup) -> list[LayerMemory]:
         "seq_len": config.seq_len,
         "compute": setup.compute,
         "eager": config.attn_implementation == "eager",
-        "fused_norm": config.norm_kernel == "fused",
+        "fused_norm": config.fuses_norm,
     }
     if adapters is None:
         rest = {
-            "compiled": config.torch_compile,
+            "compiled": config.compiles,
             "float8": config.fp8 != "none",
             "sp_size": config.sp_size,
         }
         pair = [layer_memory(spec, **shape, **rest, checkpointing=mode) for mode in modes]
         return [pair[number % 2] for number in range(spec.num_layers)]
-    if config.torch_compile:
+    if config.compiles:
         shape |= {"fused_norm": True, "compiled": True}
     kernels = Kernels(**shape, keeps_inputs=keeps_inputs(setup.strategy))
     return [

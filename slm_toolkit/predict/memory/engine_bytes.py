@@ -466,7 +466,7 @@ def optimizer_temporary(setup: Setup) -> float:
     is_muon = config.optim == "muon"
     if strategy.is_deepspeed and is_muon:
         return muon_temporary(setup)
-    if config.optim == "adamw_triton":
+    if config.has_triton_adamw(strategy):
         return 0
     foreach = config.optim == "adamw_torch"
     elements = weights.trained / num_shards  # of one flat tensor

@@ -48,7 +48,7 @@ def _loss_memory(setup: Setup) -> LossMemory:
     config, compute, is_frozen = setup.config, setup.compute, setup.weights.is_frozen
     h, V, T = setup.spec.hidden_size, setup.spec.vocab_size, setup.num_tokens
     e = 4 if compute == FP32 else 2
-    fused_norm = config.norm_kernel == "fused"
+    fused_norm = config.fuses_norm
     # saved by the final norm; includes the residual stream's gradient, which is as wide as the norm's input
     if compute == BF16:
         kept = (4 if fused_norm else 10 if setup.spec.norm_scales_in_fp32 else 8) * h + 4
@@ -63,11 +63,11 @@ def _loss_memory(setup: Setup) -> LossMemory:
     if is_frozen:
         kept = (2 if compute == BF16 and fused_norm else 4) * h + 4
         weight_gradient, output = 0, (2 if compute == BF16 else 4) * h
-        if keeps_inputs(setup.strategy) and config.loss_kernel != "fused_linear":
+        if keeps_inputs(setup.strategy) and not config.fuses_loss:
             kept, output = kept + output, 0
-    if config.loss_kernel == "fused_linear":
+    if config.fuses_loss:
         chunk = tokens_of_chunk(T, vocab_size=V, hidden_size=h)
-        stores_fp32_probabilities = e == 2 and not (config.torch_compile or config.triton_loss)
+        stores_fp32_probabilities = e == 2 and not (config.compiles or config.uses_triton)
         wide = tokens_of_probabilities(chunk, vocab_size=V) * V * stores_fp32_probabilities
         gradients = e * h * T + weight_gradient
         # under autocast the norm's output in fp32 lives beside its bf16 copy

@@ -3,7 +3,6 @@
 One entry per trainer, read in its own code; `sources` names files and commits. Nothing here was fitted.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +39,7 @@ class OtherTrainer:
     loss: LossBytes | None = None
     "None: its loss takes the memory of transformers' own"
     compiled_loss: LossBytes | None = None
-    "with --torch_compile; None: as without"
+    "with --kernels compile; None: as without"
     root_holds_vocabulary: bool = False
     "FSDP: the root unit, gathered during the whole step, has the embedding, the final norm and the head"
     has_fsdp1: bool = False
@@ -61,7 +60,7 @@ class OtherTrainer:
         if self.loss is not None:
             phrases.append(f"its own loss, {_loss_text(self.loss)}")
         if self.compiled_loss is not None:
-            phrases.append(f"with --torch_compile a compiled loss, {_loss_text(self.compiled_loss)}")
+            phrases.append(f"with --kernels compile a compiled loss, {_loss_text(self.compiled_loss)}")
         if self.root_holds_vocabulary:
             phrases.append("an FSDP root that keeps embedding and head gathered")
         if self.has_fsdp1:
@@ -90,9 +89,9 @@ def _loss_text(loss: LossBytes) -> str:
     return f"{forward} bytes per logit in forward, {backward} in backward{alive}"
 
 
-_HF_KERNELS = (("norm_kernel", "hf"), ("loss_kernel", "hf"))
+_HF_KERNELS = (("kernels", "plain"),)
 "eager norms in fp32 and SwiGLU, and a loss that no other kernel of ours replaces"
-_FUSED_NORM = (("norm_kernel", "fused"), ("loss_kernel", "hf"))
+_FUSED_NORM = (("kernels", "norm"),)
 
 TRAINERS = (
     OtherTrainer(
@@ -104,7 +103,7 @@ TRAINERS = (
         flags=(("numerics", "stock"), ("optim", "adamw_torch_fused"), *_HF_KERNELS),
         strategies=STUDIED_STRATEGIES,
         runs_under=("is_single", "is_replicated", "is_fsdp", "is_deepspeed"),
-        # torch_compile compiles the model with its loss: bf16 logits; in backward their gradient besides
+        # its torch_compile compiles the model with its loss: bf16 logits; in backward their gradient besides
         compiled_loss=LossBytes(forward=2, backward=4),
         notes=(
             (
@@ -112,7 +111,8 @@ TRAINERS = (
                 False,
             ),
             (
-                "--torch_compile compiles the whole model; estimated: compiled layers and a compiled loss",
+                "--kernels compile is its torch_compile, of the whole model; estimated: compiled layers and "
+                "a compiled loss",
                 True,
             ),
         ),
@@ -140,7 +140,7 @@ TRAINERS = (
         loss=LossBytes(forward=4.75, backward=5.25),
         root_holds_vocabulary=True,  # shard_model: a unit per layer, then fully_shard(model)
         notes=(
-            ("compile: true compiles each layer, and not the loss: --torch_compile", False),
+            ("compile: true compiles each layer, and not the loss: --kernels compile", False),
             ("optimizer_in_bwd, 8-bit AdamW and activation offloading", True),
         ),
     ),
@@ -216,7 +216,7 @@ TRAINERS = (
         has_fsdp1=True,
         gathers_in_fp32=True,
         notes=(
-            ("pretrain.py compiles the model: add --torch_compile", False),
+            ("pretrain.py compiles the model: add --kernels compile", False),
             ("pretrain.py shards within a node: for several nodes --strategy fsdp_hybrid_shard", False),
             ("--precision bf16-true is --numerics pure_bf16", False),
         ),
@@ -236,8 +236,8 @@ def as_liked(
 ) -> tuple[dict[str, Any], OtherTrainer | None]:
     """Return the given flags with the preset's values for others, and the trainer as these flags change it.
 
-    A flag of the preset that the given flags exclude is left out. With a given `--loss_kernel` the trainer's
-    own loss is, too. Raise ValueError for adapters, which only Hugging Face's Trainer trains as we do.
+    A flag of the preset that the given flags exclude is left out. Raise ValueError for adapters, which only
+    Hugging Face's Trainer trains as we do.
     """
     if trainer is None:
         return dict(given), None
@@ -253,8 +253,6 @@ def as_liked(
         before = len(RunConfig(**first, **added).problems())
         if name not in given and len(RunConfig(**first, **added, **{name: value}).problems()) <= before:
             added[name] = value
-    if "loss_kernel" in given:
-        trainer = dataclasses.replace(trainer, loss=None, compiled_loss=None)
     in_lists = {name: [value] if FLAGS[name].grid else value for name, value in added.items()}
     return {**in_lists, **given}, trainer
 
@@ -270,7 +268,7 @@ def notes_like(trainer: OtherTrainer | None, given: Mapping[str, Any]) -> list[s
     set_here = [
         name
         for name, value in trainer.flags
-        if name in flags and name not in given and value != "hf"  # transformers' own kernels are not news
+        if name in flags and name not in given and value != "plain"  # transformers' own kernels are not news
     ]
     words = " ".join(_as_typed(name, _values(flags[name])[0]) for name in set_here)
     won = [_as_typed(name, _values(given[name])[0]) for name, _ in trainer.flags if name in given]

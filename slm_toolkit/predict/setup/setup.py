@@ -202,10 +202,10 @@ class Setup:
 
     @property
     def own_loss(self) -> LossBytes | None:
-        """The loss of the preset of `--like`; None: that of `--loss_kernel`."""
-        if self.like is None or self.config.loss_kernel != "hf" or self.compute == FP32:
+        """The loss of the preset of `--like`; None: that of `--kernels`."""
+        if self.like is None or self.config.fuses_loss or self.compute == FP32:
             return None
-        return (self.config.torch_compile and self.like.compiled_loss) or self.like.loss
+        return (self.config.compiles and self.like.compiled_loss) or self.like.loss
 
     @cached_property
     def compute(self) -> str:
@@ -286,9 +286,9 @@ def unknown_to_estimates(
         value = getattr(config, name)
         typed = f"--{name}" if value is True else f"--{name} {value}"
         problems.append(f"{typed}: no closed form for it; {FLAGS[name].no_closed_form}")
-    if config.peft == "qlora" and config.torch_compile:
+    if config.peft == "qlora" and config.compiles:
         problems.append(
-            "--torch_compile with --peft qlora: no closed form for layers that 4-bit weights cut into "
+            "--kernels compiled with --peft qlora: no closed form for layers that 4-bit weights cut into "
             "several graphs; measure them on a GPU"
         )
     if config.sp_size > 1 and config.peft != "none":

@@ -105,7 +105,7 @@ fused_kernel: flash-attn's, bf16 read and written, twice.
 fused_kernel_metrics: llm-foundry's, with the two metrics that it computes in each micro-step by default
 (cross-entropy and perplexity; each casts to fp32, 6, and takes the log-softmax, 8).
 compiled: by Inductor: bf16 read for the maximum, for the sum, and for the gradient, which replaces it.
-triton: of --triton_loss: bf16 read for maximum and sum, and for the gradient.
+triton: of Triton's loss: bf16 read for maximum and sum, and for the gradient.
 An H100 takes for compiled and triton the time of these bytes at its copy rate (results/h100-80gb).
 """
 
@@ -217,7 +217,7 @@ class Work:
 def micro_step_work(setup: Setup, rates: Rates, software: Software, loss_kernel: str) -> Work:
     """Return the work of forward and backward in one micro-step; `loss_kernel` is a key of LOGIT_BYTES."""
     spec, config, adapters, compute = setup.spec, setup.config, setup.adapters, setup.compute
-    tokens, compiled = setup.num_tokens, config.torch_compile
+    tokens, compiled = setup.num_tokens, config.compiles
     element_bytes = 4 if compute == FP32 else 2
     if compute == FP32:
         rates = _fp32_rates(rates, setup.gpu)
@@ -258,7 +258,7 @@ def micro_step_work(setup: Setup, rates: Rates, software: Software, loss_kernel:
     traffic = layer_traffic(
         spec,
         compiled=compiled,
-        fused_norm=config.norm_kernel == "fused",
+        fused_norm=config.fuses_norm,
     )
     slowdown = software.compiled_slowdown if traffic.is_compiled else software.eager_slowdown
     slowdown *= _slowdown_of(compute, compiled)
@@ -266,7 +266,7 @@ def micro_step_work(setup: Setup, rates: Rates, software: Software, loss_kernel:
     elementwise = spec.num_layers * (slowdown * per_token * tokens + float8_casts) / rates.memory_bytes
     arithmetic = loss_kernel
     if loss_kernel == "fused_linear":  # ours
-        arithmetic = "triton" if config.triton_loss else "compiled" if compiled else "fused"
+        arithmetic = "triton" if config.uses_triton else "compiled" if compiled else "fused"
     logits = tokens * spec.vocab_size * LOGIT_BYTES[arithmetic] / rates.loss_bytes(arithmetic)
     num_cast = (setup.weights.total + setup.weights.trained) * (compute == AUTOCAST)
     casts = num_cast * _AUTOCAST_CAST_BYTES / rates.memory_bytes
@@ -391,7 +391,7 @@ def _attention(setup: Setup, rates: Rates, software: Software) -> tuple[float, f
         forward, backward = (heads_per_head(spec, config.sp_size) * of_pass for of_pass in seconds)
         return forward, backward
     scores = tokens * config.seq_len * spec.num_heads
-    per_score = software.compiled_score_bytes if config.torch_compile else software.score_bytes
+    per_score = software.compiled_score_bytes if config.compiles else software.score_bytes
     moved = scores * per_score / rates.memory_bytes
     products = 4.0 * config.seq_len * tokens * width / rates.matmul_flops  # the whole square
     return moved + products, 2 * (moved + products)
@@ -472,7 +472,9 @@ def step_time(
     spec, strategy, config = setup.spec, setup.strategy, setup.config
     rates = rates_of(setup.gpu, software)
     micro_steps = config.gradient_accumulation_steps
-    work = micro_step_work(setup, rates, software, loss_kernel or config.loss_kernel)
+    work = micro_step_work(
+        setup, rates, software, loss_kernel or ("fused_linear" if config.fuses_loss else "hf")
+    )
     sharded = strategy.shards_parameters
     num_kernels = work.num_kernels + (_hook_kernels(setup) if sharded else 0)
     device = work.total
@@ -590,7 +592,7 @@ def optimizer_bytes(
     norm = gradient
     if strategy.is_deepspeed and not on_host:  # in fp64; ZeRO-1 and -2 look for infinities, too, and join all
         norm += 8 + 8 + (0 if strategy.is_zero_3 else 2 * gradient + 2 * gradient)
-    if config.optim == "adamw_triton":  # run/kernels/adamw_kernel.py: 2 + 28 = 30
+    if config.has_triton_adamw(strategy):  # run/kernels/adamw_kernel.py: 2 + 28 = 30
         return norm + gradient + 2 * (updated + dtypes.moments) + (dtypes.parameter if dtypes.master else 0)
     cast = gradient + updated if gradient != updated else 0
     clip = 2 * updated if config.max_grad_norm or config.numerics == "stock" else 0  # stock multiplies by 1
@@ -676,7 +678,7 @@ def _optimizer_kernels(setup: Setup) -> int:
     """Return the kernels of an optimizer step. PyTorch's AdamW needs one more per gradient, for its cast."""
     strategy, config = setup.strategy, setup.config
     num_params = setup.spec.num_layers * (2 + 4 + setup.spec.num_ffn_matrices) + 3
-    per_param = int(config.numerics in ("aligned", "fp16") and config.optim != "adamw_triton")
+    per_param = int(config.numerics in ("aligned", "fp16") and not config.has_triton_adamw(strategy))
     if config.optim == "muon":
         per_param += _MUON_KERNELS
     if strategy.is_zero_3:

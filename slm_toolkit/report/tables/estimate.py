@@ -49,8 +49,8 @@ _NETWORK_SOURCES = {
     "data sheet": "data sheets, not measured",
 }
 _DECIDES_BATCH = (
-    *("seq_len", "gradient_checkpointing", "gradient_accumulation_steps", "loss_kernel", "norm_kernel"),
-    *("torch_compile", "pad_widths"),
+    *("seq_len", "gradient_checkpointing", "gradient_accumulation_steps", "kernels"),
+    "pad_widths",
 )
 _OTHERS = ("communication", "temporary", "workspace")
 _MOST_RANGES = 3
@@ -233,7 +233,7 @@ def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> lis
             "the first ones"
         )
     notes += _speed_notes(rows)
-    if any(row.torch_compile for row in rows):
+    if any(FLAGS["kernels"].parts_of(row.kernels).count("compile") for row in rows):
         notes.append(
             "compiled: layers keep what torch's partitioner saves; what their kernels use in backward was "
             "never traced"

@@ -287,7 +287,7 @@ def build_optimizer(model: PreTrainedModel, config: RunConfig, strategy: Strateg
         max_grad_norm=config.max_grad_norm,
         holds_flat_shards=strategy.is_fsdp1,
         in_pieces=not torch.cuda.is_available() and config.rehearse is None,  # a rehearsal imitates a GPU
-        kernel=_kernel_of(config),
+        kernel=_kernel_of(config, strategy),
         muon=muon,
         **options,
     )
@@ -299,9 +299,9 @@ def _hidden_matrices(model: PreTrainedModel) -> set[torch.Tensor]:
     return {param for param in of_layers if len(_shape(param)) == 2}
 
 
-def _kernel_of(config: RunConfig) -> Callable[..., None] | None:
-    """Return the kernel of `--optim adamw_triton`; None: PyTorch's. A rehearsal on a CPU updates nothing."""
-    if config.optim != "adamw_triton":
+def _kernel_of(config: RunConfig, strategy: Strategy) -> Callable[..., None] | None:
+    """Return Triton's AdamW for `--kernels`; None: PyTorch's. A rehearsal on a CPU updates nothing."""
+    if not config.has_triton_adamw(strategy):
         return None
     if not torch.cuda.is_available():
         return None if config.rehearse is None else lambda *lists, **options: None

@@ -54,7 +54,7 @@ _FROZEN_SECONDS = 5.0
 _STANDSTILL_SECONDS = 45.0
 "less than the minute after which `slm compare` shows a run's last line of output"
 _COMPILING_SECONDS = 3600.0
-"time limit for the first step of --torch_compile; collectives have the same limit"
+"time limit for the first step of --kernels compiled; collectives have the same limit"
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Watchdog:
     def follow(self, record: RunRecord, run_dir: Path, *, mark: int | None, config: RunConfig) -> None:
         """Watch this run: write failures to its record, too, and apply the time limit to its steps."""
         limit = config.ddp_timeout
-        first = max(limit, _COMPILING_SECONDS) if config.torch_compile else limit
+        first = max(limit, _COMPILING_SECONDS) if config.compiles else limit
         self._run = _Followed(record, run_dir, mark, limit, first)
 
     def beat(self, where: str) -> None:

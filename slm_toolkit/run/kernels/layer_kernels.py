@@ -106,12 +106,12 @@ def use_kernels(model: PreTrainedModel, config: RunConfig) -> None:
     """
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-    if config.loss_kernel == "fused_linear":
+    if config.fuses_loss:
         head = model.get_output_embeddings()
         if type(head) is not torch.nn.Linear or head.bias is not None:
             raise ValueError(
-                f"--loss_kernel fused_linear: the head of {type(model).__name__} is {head}, "
-                "not a plain matrix\nhint: --loss_kernel hf"
+                f"--kernels {config.kernels}: the head of {type(model).__name__} is {head}, "
+                "not a plain matrix\nhint: --kernels norm"
             )
         head.__class__ = LossHead
         head.arithmetic = _loss_arithmetic(config)
@@ -120,12 +120,12 @@ def use_kernels(model: PreTrainedModel, config: RunConfig) -> None:
         )  # which has a GPU's
         model.register_forward_pre_hook(give_labels_to_head, with_kwargs=True)
         model.loss_function = loss_of_head
-    if config.norm_kernel == "fused":
+    if config.fuses_norm:
         norms = [module for module in model.modules() if computes_like(module, LlamaRMSNorm)]
         if not norms:
             raise ValueError(
-                f"--norm_kernel fused: {type(model).__name__} has no norm that computes like LlamaRMSNorm\n"
-                "hint: --norm_kernel hf"
+                f"--kernels {config.kernels}: {type(model).__name__} has no norm that computes "
+                "like LlamaRMSNorm\nhint: --kernels loss"
             )
         for norm in norms:
             norm.__class__ = FusedRMSNorm
@@ -133,11 +133,11 @@ def use_kernels(model: PreTrainedModel, config: RunConfig) -> None:
 
 def _loss_arithmetic(config: RunConfig) -> Arithmetic:
     """Return what computes a fused loss between its matrix products. A rehearsal on a CPU imitates a GPU."""
-    if config.triton_loss and torch.cuda.is_available():
+    if config.uses_triton and torch.cuda.is_available():
         return "triton"
-    if config.triton_loss and config.rehearse is not None:
+    if config.uses_triton and config.rehearse is not None:
         return "nothing"
-    return "compiled" if config.torch_compile else "pytorch"
+    return "compiled" if config.compiles else "pytorch"
 
 
 _FP8_CAPABILITY = (8, 9)
@@ -145,12 +145,10 @@ _FP8_CAPABILITY = (8, 9)
 
 def check_optional(config: RunConfig) -> None:
     """Raise ValueError if this machine lacks the GPU or the package that a flag of `config` needs."""
-    of_triton = {"--optim adamw_triton": config.optim == "adamw_triton", "--triton_loss": config.triton_loss}
-    asked = [flag for flag, is_asked in of_triton.items() if is_asked]
-    if asked and torch.cuda.is_available() and find_spec("triton") is None:
+    if config.uses_triton and torch.cuda.is_available() and find_spec("triton") is None:
         raise ValueError(
-            f"{asked[0]} needs Triton, which comes with PyTorch's builds for a GPU on Linux\n"
-            f"hint: leave {asked[0].split()[0]} out"
+            f"--kernels {config.kernels} needs Triton, which comes with PyTorch's builds for a GPU on Linux\n"
+            f"hint: --kernels {config.without_kernels('triton').kernels}"
         )
     if config.fp8 != "none" and find_spec("torchao") is None:
         raise ValueError(f"--fp8 {config.fp8} needs torchao\nhint: {pip_install('fp8')}")

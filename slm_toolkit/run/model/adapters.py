@@ -109,7 +109,7 @@ def add_adapter(model: PreTrainedModel, config: RunConfig, *, base: str | None) 
             "hint: give all-linear, or names such as q_proj,v_proj"
         ) from None
     wrapped = ends != (model.get_input_embeddings(), model.get_output_embeddings())
-    if wrapped and (model.config.tie_word_embeddings or config.loss_kernel == "fused_linear"):
+    if wrapped and (model.config.tie_word_embeddings or config.fuses_loss):
         is_tied = model.config.tie_word_embeddings
         reason = "tied, so merging would change both" if is_tied else "part of the loss"
         raise ValueError(

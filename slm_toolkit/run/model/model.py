@@ -94,7 +94,7 @@ def build_model(
         model.generation_config.use_cache = True  # the saved model will generate text
     if config.pad_widths:
         pad_widths(model, spec)
-    enable_checkpointing(model, config.gradient_checkpointing, compiled=config.torch_compile)
+    enable_checkpointing(model, config.gradient_checkpointing, compiled=config.compiles)
     use_kernels(model, config)
     if config.fp8 != "none":
         use_fp8(model, config)
@@ -107,12 +107,12 @@ def build_model(
         # only parameters: rounding RoPE's frequencies, which are a buffer, would change the model
         for param in _whole_params(model):
             param.data = param.data.to(dtype)
-    if config.torch_compile:
+    if config.compiles:
         # one graph per layer's backward under DDP; by default Dynamo splits it at every 25 MB bucket
         torch._dynamo.config.optimize_ddp = False  # private
         for layer in decoder_layers(model):
             # compile in place: state dict names stay the same, and every engine wraps the same module
-            layer.compile(mode=config.torch_compile_mode)
+            layer.compile(mode="reduce-overhead" if config.records_graphs else "default")
     return model.train()
 
 

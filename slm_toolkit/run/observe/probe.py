@@ -180,7 +180,7 @@ class NumericsProbe:
         if isinstance(loss := getattr(output, "loss", None), torch.Tensor):
             self.seen["loss"].add(_name(loss.dtype))
         logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
-        # with --loss_kernel fused_linear, the loss replaces the logits
+        # with the fused loss, the loss replaces the logits
         if isinstance(logits, torch.Tensor) and logits.dim() > 0:
             self.seen["logits"].add(_name(logits.dtype))
 
@@ -203,7 +203,7 @@ class NumericsProbe:
         return self.clip_grad_norm(parameters, max_norm, *args, **kwargs)
 
     def _loss_kernel(self, operators: list[_Operator]) -> str:
-        """Return the value of `--loss_kernel` whose kernel ran, or "own" of a script's own loss."""
+        """Return the loss that ran: hf, fused_linear, or "own" of a script's own."""
         if any(operator.name == "aten::cross_entropy_loss" for operator in operators):
             return "hf"
         return "own" if self.seen["logits"] else "fused_linear"
