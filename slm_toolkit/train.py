@@ -57,8 +57,10 @@ from typing import Any, NoReturn
 import torch
 
 from slm_toolkit.base.errors import EXIT_CODE_VARIABLE, RunEnded, user_errors
+from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.config.schedule import learning_rate
 from slm_toolkit.hardware.gpus import num_cores
+from slm_toolkit.predict.choices import completed
 from slm_toolkit.record.files import write_record
 from slm_toolkit.record.measurement_warnings import warnings_of
 from slm_toolkit.record.memory_timeline import TIMELINE_FILE, MemoryTimeline, write_timeline
@@ -77,6 +79,7 @@ from slm_toolkit.run.observe.measure import profile_steps
 from slm_toolkit.run.observe.progress import NoProgress, Tracker, TrainingProgress, starting
 from slm_toolkit.run.observe.watch import RunWatch
 from slm_toolkit.run.peers.failure import record_mark, seconds_since_start, write_failure
+from slm_toolkit.run.peers.launch_info import find_launch
 from slm_toolkit.run.peers.step_exchange import StepExchange
 from slm_toolkit.run.rehearse import (
     TraceWatch,
@@ -115,6 +118,19 @@ def _train_and_leave(arguments: list[str], end_after: int) -> NoReturn:
     leave(0)
 
 
+def _config_of(arguments: list[str]) -> RunConfig:
+    """The config of the flags and, where they leave it to us, of this machine, which rank 0 explains."""
+    launch = find_launch()
+    has_gpu = torch.cuda.is_available()
+    config, notes = completed(
+        training_config(arguments), launch.strategy, has_gpu=has_gpu, num_ranks=launch.num_processes
+    )
+    if os.environ.get("RANK", "0") == "0":
+        for note in notes:
+            print(note, file=sys.stderr)
+    return config
+
+
 def run(
     arguments: list[str],
     watchdog: Watchdog,
@@ -125,9 +141,8 @@ def run(
     started = time.time() - seconds_since_start()
     try:
         with user_errors():
-            config = training_config(arguments)
             job, record = set_up(
-                config.with_defaults(has_gpu=torch.cuda.is_available() or config.rehearse is not None),
+                _config_of(arguments),
                 arguments,
                 started,
                 watchdog.machines,

@@ -24,6 +24,7 @@ from slm_toolkit.hardware.gpus import find_gpu, gpus_here
 from slm_toolkit.hardware.machine import look_at_host_ram
 from slm_toolkit.model.families import kernel_problems
 from slm_toolkit.model.from_config import position_problem
+from slm_toolkit.predict.choices import choices, with_choices
 from slm_toolkit.predict.flag_checks import (
     NOT_OF_AN_ESTIMATE,
     all_of,
@@ -155,7 +156,9 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def _checked_config(args: argparse.Namespace) -> RunConfig:
     """Return the flags of the run. Raises ValueError for invalid flags."""
-    config = config_from_args(args).with_defaults(has_gpu=True)
+    config = config_from_args(args)
+    chosen, _ = choices([config], [], gpu=None, has_gpu=True, num_gpus=1)
+    config = with_choices(config, chosen).with_defaults(has_gpu=True)
     problems = config.problems()
     no_fix = Pair("overwrite", "fix", ": only --fix writes files", is_needed=True)
     problems += pair_problems(flags_given(args), [no_fix])

@@ -38,6 +38,7 @@ from slm_toolkit.launch.rendezvous import (
     wait_until_closed,
 )
 from slm_toolkit.model.names import check_hub_names, find_model
+from slm_toolkit.predict.choices import completed
 from slm_toolkit.run.checkpoint.start import check_before_launch
 from slm_toolkit.strategy.deepspeed_optimizer import as_flags_say
 from slm_toolkit.strategy.groups import check_groups, fit_groups, group_sizes, with_group_options
@@ -200,12 +201,13 @@ def _check_start(config: RunConfig, strategy: Strategy, asked: _Asked) -> None:
         return
     check_hub_names(config)
     gpus = gpus_here()
-    config = config.with_defaults(has_gpu=bool(gpus))
+    num_ranks = asked.num_processes or strategy.num_processes
+    config, _ = completed(config, strategy, has_gpu=bool(gpus), num_ranks=num_ranks)
     check_before_launch(
         config,
         find_model(config.model),
         as_flags_say(strategy, config)[0],
-        asked.num_processes or strategy.num_processes,
+        num_ranks,
         gpus[0] if gpus else None,
     )
 

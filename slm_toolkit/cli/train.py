@@ -14,6 +14,7 @@ from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import Machine, gpus_here
 from slm_toolkit.launch.command_line import check_training
 from slm_toolkit.model.names import check_tokenizer, find_model
+from slm_toolkit.predict.choices import completed
 from slm_toolkit.strategy.deepspeed_optimizer import as_flags_say
 from slm_toolkit.strategy.groups import fit_groups, group_options
 from slm_toolkit.strategy.strategy import (
@@ -87,14 +88,14 @@ def _train(args: argparse.Namespace) -> int:
     with user_errors():
         config, strategy = config_from_args(args), find_strategy(args.strategy)
         check_training([config], [strategy])
-        here = config.with_defaults(has_gpu=bool(gpus_here()) or config.rehearse is not None)
+        num_ranks = processes_asked(strategy, config, args)
+        here, _ = completed(config, strategy, has_gpu=bool(gpus_here()), num_ranks=num_ranks)
         if config.resume_from_checkpoint is None:  # the run that it continues may have read bytes
             check_tokenizer(here, find_model(here.model))
         words = launch_words(strategy, config, args)
         notes = notes_on([strategy])
         if args.num_machines in (None, 1):
-            num_ranks = config.rehearse or processes_asked(strategy, config, args)
-            notes += _found_by_doctor(strategy, here, num_ranks=num_ranks)
+            notes += _found_by_doctor(strategy, here, num_ranks=config.rehearse or num_ranks)
     for note in notes:
         print(note, file=sys.stderr)
     return start(words)

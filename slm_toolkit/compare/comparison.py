@@ -25,11 +25,12 @@ from slm_toolkit.compare.torch_checks import check_with_torch
 from slm_toolkit.config.flag_pairs import check_pairs
 from slm_toolkit.config.flags import every_config
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.hardware.gpus import Machine, this_machine
+from slm_toolkit.hardware.gpus import Machine, find_gpu, this_machine
 from slm_toolkit.hardware.prices import OwnPrices, find_price
 from slm_toolkit.launch.command_line import check_surroundings, check_training
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import check_tokenizer
+from slm_toolkit.predict.choices import choices, given_with
 from slm_toolkit.record.files import write_record
 from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
 from slm_toolkit.report.rows import Row, with_values
@@ -158,6 +159,18 @@ def _plan(request: Request, machine: Machine, names: Collection[str]) -> tuple[l
     num_processes = request.num_processes
     if num_processes is None and "rehearse" not in given:  # a rehearsal is one process
         num_processes = request.gpus_per_run
+    num_gpus = num_processes or machine.num_gpus or 1
+    chosen, notes = choices(
+        every_config(given),
+        strategies,
+        gpu=find_gpu(machine.gpu),
+        has_gpu=has_gpu or "rehearse" in given,
+        num_gpus=num_gpus,
+        gpus_per_node=num_gpus // (request.nodes.num_nodes if request.nodes else 1),
+        is_comparison=True,
+    )
+    _print_notes(notes)
+    given = given_with(chosen, given)
     runs = plan_runs(
         given,
         strategies,

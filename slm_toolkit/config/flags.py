@@ -51,6 +51,9 @@ def _options(f: dataclasses.Field, flag: Flag, *, several: bool) -> dict[str, An
     }
     if flag.synonyms or flag.instead or flag.sets:
         options["type"] = partial(_value_of, flag)
+    if kind in (int, float) and f.default is None:
+        options["type"] = lambda word: None if word == "auto" else kind(word)
+        options["type"].__name__ = kind.__name__  # in argparse's messages
     bare = True if kind is bool else flag.bare
     if several:
         options.update(nargs="+" if bare is None else "*", const=bare, action=_Several)

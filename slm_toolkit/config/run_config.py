@@ -23,6 +23,8 @@ OWN_SCHEDULE = "cosine_to_tenth"
 "the default --lr_scheduler_type; the others are transformers'"
 REHEARSED_RANKS_PER_NODE = 8
 "most ranks of a node; a rehearsal has no nodes to count them on"
+DEFAULT_BATCH = 4
+"sequences per process where nothing is known of the GPU"
 FP8_MULTIPLE = 16
 "cuBLAS multiplies float8 matrices if their widths and numbers of tokens are multiples of it"
 MOST_DDP_TIMEOUT = 3600
@@ -140,6 +142,9 @@ class RunConfig:
                 "the fused loss rounds its gradients before the loss scale multiplies them: leave loss out",
                 values=("fp16",),
                 own=("loss",),
+            ),
+            Excludes(
+                "peft", "4-bit weights cut the layers into many graphs", values=("qlora",), own=("compile",)
             ),
             Excludes(
                 "gradient_accumulation_steps",
@@ -355,9 +360,11 @@ class RunConfig:
         column="seq",
         heading="sequence {}",
     )
-    per_device_train_batch_size: int = Flag(
-        4,
-        "sequences per process and micro-step (with --sp_size, per group of processes)",
+    per_device_train_batch_size: int | None = Flag(
+        None,
+        "sequences per process and micro-step (with --sp_size, per group of processes). auto, the default: "
+        "on a GPU the largest power of two that fits under every compared strategy and gains at least 3 % "
+        "over half of it; 4 on CPU and on an unknown GPU",
         group="batch",
         basic=True,
         other_names=(
@@ -889,6 +896,7 @@ class RunConfig:
         return dataclasses.replace(
             self,
             model=self.model or ("slm-100m" if has_gpu else "slm-10m"),
+            per_device_train_batch_size=self.per_device_train_batch_size or DEFAULT_BATCH,
             seq_len=self.seq_len if self.seq_len is not None else (1024 if has_gpu else 128),
             max_grad_norm=1.0
             if self.max_grad_norm is None and self.numerics != "stock"
@@ -1043,7 +1051,8 @@ def _size_problems(config: RunConfig) -> list[str]:
         return [
             f"--sp_size {config.sp_size} with --seq_len {config.seq_len}: use a multiple of {config.sp_size}"
         ]
-    num_tokens = config.per_device_train_batch_size * (config.seq_len or FP8_MULTIPLE) // config.sp_size
+    batch = config.per_device_train_batch_size or FP8_MULTIPLE
+    num_tokens = batch * (config.seq_len or FP8_MULTIPLE) // config.sp_size
     if config.fp8 == "none" or num_tokens % FP8_MULTIPLE == 0:
         return []
     return [

@@ -186,6 +186,12 @@ def _replaced_kernels(spec: ModelSpec, config: RunConfig) -> list[tuple[str, dic
             "the fused norm after it; leave norm out"
         )
         found.append((sentence, {"leave_out": ("norm",)}))
+    if spec.layer_norm and config.fuses_norm:
+        sentence = (
+            f"--kernels {config.kernels}: {spec.name} has LayerNorm, and the fused norm is an RMSNorm; leave "
+            "norm out"
+        )
+        found.append((sentence, {"leave_out": ("norm",)}))
     if config.pad_widths and (reason := _why_not_padded(spec)) is not None:
         found.append((f"--pad_widths: {spec.name} {reason}; leave it out", {"pad_widths": False}))
     return found

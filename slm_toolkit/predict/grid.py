@@ -9,6 +9,7 @@ from slm_toolkit.config.flags import every_config
 from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.model.families import kernel_problems
 from slm_toolkit.model.from_config import position_problem
+from slm_toolkit.predict.choices import choices, with_choices
 from slm_toolkit.predict.flag_checks import (
     all_of,
     flag_problems,
@@ -60,14 +61,28 @@ def estimates(
     }
     if find_largest_batch:
         several["per_device_train_batch_size"] = 1
-    configs = every_config(several)
     found_gpus = [None if name is None else gpu_of_name(name) for name in dict.fromkeys(gpus)]
+    configs = every_config(several)
     problems = flag_problems(configs, num_gpus, gpus_per_node)
     if find_largest_batch:
         problems += largest_batch_problems(given, strategies, found_gpus)
     if problems:
         raise all_of(problems)
-    configs = [config.with_defaults(has_gpu=True) for config in configs]
+    chosen = [
+        choices(
+            configs,
+            strategies,
+            gpu=gpu,
+            has_gpu=True,
+            num_gpus=count,
+            gpus_per_node=gpus_per_node,
+            is_comparison=True,
+            like=like,
+        )[0]
+        for gpu, count in itertools.product(found_gpus, num_gpus)
+    ]
+    smallest = min(chosen, key=lambda values: values.get("per_device_train_batch_size", 0))
+    configs = [with_choices(config, smallest).with_defaults(has_gpu=True) for config in configs]
     specs = {name: model_to_estimate(name) for name in dict.fromkeys(config.model for config in configs)}
     problems = [
         problem

@@ -286,11 +286,6 @@ def unknown_to_estimates(
         value = getattr(config, name)
         typed = f"--{name}" if value is True else f"--{name} {value}"
         problems.append(f"{typed}: no closed form for it; {FLAGS[name].no_closed_form}")
-    if config.peft == "qlora" and config.compiles:
-        problems.append(
-            "--kernels compiled with --peft qlora: no closed form for layers that 4-bit weights cut into "
-            "several graphs; measure them on a GPU"
-        )
     if config.sp_size > 1 and config.peft != "none":
         problems.append(f"--sp_size {config.sp_size} with --peft {config.peft}: no closed form for it")
     problems += [_float8_problem(config, gpu, spec), unknown_targets(config)]

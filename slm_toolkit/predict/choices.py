@@ -1,0 +1,160 @@
+"""Choose what the flags leave to us: the kernels and the batch, the same for every row of a comparison."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import product
+from math import inf
+from typing import Any
+
+from slm_toolkit.config.flag_metadata import strategy_problems
+from slm_toolkit.config.run_config import DEFAULT_BATCH, FLAGS, KERNEL_SETS, RunConfig
+from slm_toolkit.hardware.gpus import Gpu, find_gpu, gpus_here
+from slm_toolkit.model.families import kernel_problems
+from slm_toolkit.model.model_spec import ModelSpec
+from slm_toolkit.model.names import find_model
+from slm_toolkit.predict.estimate import estimate
+from slm_toolkit.predict.setup.other_trainers import OtherTrainer
+from slm_toolkit.predict.setup.setup import Setup
+from slm_toolkit.strategy.strategy import Strategy
+
+_COMPILE_SECONDS = 10
+"of the first step on an H100: 9.3, 9.3 and 17.6 s for three models (results/h100-80gb, 2026-11-27)"
+_LEAST_GAIN = 1.03
+"times the tokens per second; a batch twice as large that gains less is not worth its memory"
+_LARGEST_BATCH = 4096
+_FOREVER = 10**9
+"steps of a run of unknown length, and of one that measures"
+_BATCH = "per_device_train_batch_size"
+
+
+def choices(
+    configs: Sequence[RunConfig],
+    strategies: Sequence[Strategy],
+    *,
+    gpu: Gpu | None,
+    has_gpu: bool,
+    num_gpus: int,
+    gpus_per_node: int = 8,
+    is_comparison: bool = False,
+    like: OtherTrainer | None = None,
+) -> tuple[dict[str, Any], list[str]]:
+    """Return --kernels and the batch, if a config leaves them to us, and a line for each: what and why.
+
+    `configs`: as the flags gave them. `gpu`: None if there is none, or if nothing is known of it. The values
+    are the same for all rows; a comparison counts as a long run. Raises ValueError for an unknown model.
+    """
+    free = [name for name in ("kernels", _BATCH) if any(map(_leaves(name), configs))]
+    if not free:
+        return {}, []
+    chosen: dict[str, Any] = {"kernels": "plain", _BATCH: DEFAULT_BATCH}
+    notes = []
+
+    def filled(**flags: Any) -> list[RunConfig]:
+        return [
+            with_choices(config, {**chosen, **flags}).with_defaults(has_gpu=has_gpu) for config in configs
+        ]
+
+    specs = [find_model(config.model) for config in filled()]
+
+    def seconds(**flags: Any) -> tuple[float, bool]:
+        """The time of a step of each row, together, and whether each row fits; infinite if one is unknown."""
+        rows = []
+        for (config, spec), strategy in product(zip(filled(**flags), specs, strict=True), strategies):
+            count = 1 if strategy.is_single else num_gpus
+            setup = Setup(
+                spec, strategy, config, num_gpus=count, gpus_per_node=gpus_per_node, gpu=gpu, like=like
+            )
+            rows.append(estimate(setup.launched))
+        return sum(inf if row.step_seconds is None else row.step_seconds for row in rows), all(
+            row.verdict == "fits" for row in rows
+        )
+
+    fused, compiled = (_allowed(name, filled(), specs, strategies) for name in ("fused", "compiled"))
+    chosen["kernels"] = compiled if has_gpu else fused
+    with suppress(ValueError):  # no closed form for one of the rows
+        if _BATCH in free and gpu is not None:
+            chosen[_BATCH], why = _batch(lambda size: seconds(**{_BATCH: size}))
+            notes.append(f"batch: {chosen[_BATCH]} per GPU, because {why}")
+        if "kernels" in free and gpu is not None:
+            plain, uncompiled, best = (seconds(kernels=name)[0] for name in ("plain", fused, compiled))
+            num_steps = _FOREVER if is_comparison else max(config.max_steps or _FOREVER for config in configs)
+            if num_steps * (uncompiled - best) < _COMPILE_SECONDS * len(specs) * len(strategies):
+                chosen["kernels"], best = fused, uncompiled
+            gain = f"an estimated {plain / best:.2f} times as fast as plain"
+            notes.append(f"kernels: {chosen['kernels']}, {gain}")
+    return {name: chosen[name] for name in free}, notes
+
+
+def completed(
+    config: RunConfig, strategy: Strategy, *, has_gpu: bool, num_ranks: int
+) -> tuple[RunConfig, list[str]]:
+    """Return the config of a run on this machine, or on several like it, with all defaults, and the lines."""
+    names = gpus_here() if has_gpu else ()
+    chosen, notes = choices(
+        [config],
+        [strategy],
+        gpu=find_gpu(names[0]) if names else None,
+        has_gpu=has_gpu or config.rehearse is not None,
+        num_gpus=config.rehearse or num_ranks,
+        gpus_per_node=max(1, len(names)),
+    )
+    return with_choices(config, chosen).with_defaults(has_gpu=has_gpu or config.rehearse is not None), notes
+
+
+def given_with(chosen: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Return the given flags, each a value or a list of values, with these values of those left to us."""
+    lists = {name: given.get(name) for name in chosen}
+    return given | {
+        name: [value if each == FLAGS[name].default else each for each in lists[name]]
+        if isinstance(lists[name], list)
+        else value
+        for name, value in chosen.items()
+    }
+
+
+def with_choices(config: RunConfig, chosen: dict[str, Any]) -> RunConfig:
+    """Return the config with these values of the flags that it leaves to us."""
+    return dataclasses.replace(
+        config, **{name: value for name, value in chosen.items() if _leaves(name)(config)}
+    )
+
+
+def _leaves(name: str) -> Callable[[RunConfig], bool]:
+    return lambda config: getattr(config, name) == FLAGS[name].default
+
+
+def _allowed(
+    name: str, configs: Sequence[RunConfig], specs: Sequence[ModelSpec], strategies: Sequence[Strategy]
+) -> str:
+    """Return the value of --kernels with those of its parts that all models, flags and strategies allow."""
+
+    def problems(config: RunConfig, spec: ModelSpec, part: str) -> list[str]:
+        config = dataclasses.replace(config, kernels=part)
+        of_strategies = [found for strategy in strategies for found in strategy_problems(config, strategy)]
+        return [*config.problems(), *kernel_problems(spec, config), *of_strategies]
+
+    def is_allowed(part: str) -> bool:
+        return all(
+            len(problems(config, spec, part)) == len(problems(config, spec, "plain"))
+            and (part != "compile" or config.rehearse is None)  # tensors that take no memory can't be
+            for config, spec in zip(configs, specs, strict=True)
+        )
+
+    return FLAGS["kernels"].joined([part for part in KERNEL_SETS[name] if is_allowed(part)])
+
+
+def _batch(seconds: Callable[[int], tuple[float, bool]]) -> tuple[int, str]:
+    """Return the largest power of two that fits and still gains, and why it is no larger."""
+    batch, time = 1, seconds(1)[0]
+    if time == inf:
+        return DEFAULT_BATCH, "the network between the nodes is unknown"
+    while batch < _LARGEST_BATCH:
+        longer, fits = seconds(2 * batch)
+        gain = 2 * time / longer
+        if not fits:
+            return batch, f"{2 * batch} may not fit under every strategy"
+        if gain < _LEAST_GAIN:
+            return batch, f"{2 * batch} gains only {100 * (gain - 1):.1f} %"
+        batch, time = 2 * batch, longer
+    return batch, "no larger one is tried"
