@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.config.run_config import RunConfig, in_todays_names
 from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.memory.machine import allocator_slack
 from slm_toolkit.predict.memory.peak import MemoryEstimate, peak
@@ -98,7 +98,7 @@ def config_of(row: dict[str, Any]) -> RunConfig:
         for name, value in row.items()
         if name not in _NOT_FLAGS and value not in ("", None)
     }
-    return RunConfig(**flags).with_defaults(has_gpu=True)
+    return RunConfig(**in_todays_names(flags)).with_defaults(has_gpu=True)
 
 
 def model_named(name: str) -> str:

@@ -1,7 +1,7 @@
 """Rehearse the configurations of a table on fake tensors again; `bench/memory_accuracy.py` reads the traces.
 
     python bench/memory_traces.py --half development    # some 10 minutes on two cores
-    python bench/memory_traces.py --half adapters --again loss_kernel=fused_linear    # these rows only
+    python bench/memory_traces.py --half adapters --again kernels=loss    # these rows only
 
 A new table is a CSV in results/memory: the columns of one that is there, up to the flags. Seeds drew the
 shipped ones (`git show 99ffb6c:bench/memory_traces.py`). Each configuration is a real run of

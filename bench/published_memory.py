@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.config.run_config import RunConfig, in_todays_names
 from slm_toolkit.hardware.gpus import gpu_of_name
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import find_model
@@ -92,8 +92,9 @@ def compared(row: dict[str, Any]) -> tuple[float, float]:
         per_device_train_batch_size=int(row["batch"]),
         numerics="stock",
         gradient_checkpointing=row["gradient_checkpointing"],
-        torch_compile=row["torch_compile"] == "true",
-        loss_kernel=row["loss_kernel"],
+        **in_todays_names(
+            {"torch_compile": row["torch_compile"] == "true", "loss_kernel": row["loss_kernel"]}
+        ),
         optim=row["optim"],
     ).with_defaults(has_gpu=True)
     strategy = find_strategy("fsdp_full_shard")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from slm_toolkit.config.run_config import FLAGS, RunConfig
+from slm_toolkit.config.run_config import RunConfig, in_todays_names
 from slm_toolkit.hardware.gpus import Gpu, gpu_of_name
 from slm_toolkit.hardware.network import Cluster, cluster_of
 from slm_toolkit.model.model_spec import ModelSpec
@@ -87,10 +87,9 @@ def row_of(line: dict[str, str]) -> Row:
         gradient_accumulation_steps=int(line["accumulation"]),
         gradient_checkpointing=line["checkpointing"],
         attn_implementation=line["attention"],
-        norm_kernel=line["norm_kernel"],
         numerics=line["numerics"],
         reduce_dtype=line["reduce_dtype"] or None,
-        torch_compile=line["compiled"] == "1",
+        **in_todays_names({"norm_kernel": line["norm_kernel"], "torch_compile": line["compiled"] == "1"}),
         max_grad_norm=1.0,
     )
     gpu, gbps = _gpu(line["gpu"]), line["inter_node_gbps"]
@@ -154,7 +153,7 @@ LLM_FOUNDRY = Software(  # fitted to llm-foundry's bf16 tables and torchtitan's 
 
 def asked(row: Row, loss_kernel: str) -> Row:
     """Return the row as `slm estimate` can be asked: with `loss_kernel` if no flag has the run's own."""
-    has_flag = row.loss_kernel in FLAGS["loss_kernel"].choices
+    has_flag = row.loss_kernel in ("hf", "fused_linear")
     return row if has_flag else dataclasses.replace(row, loss_kernel=loss_kernel)
 
 

@@ -43,29 +43,32 @@ FOR_CPU = {  # the shape of a slm-10m with the vocabulary of Llama, whose head i
     "tie_word_embeddings": False,
 }
 BEST = {
-    "ours": ("--loss_kernel", "fused_linear", "--norm_kernel", "fused"),
-    "ours_compile": ("--loss_kernel", "fused_linear", "--torch_compile"),
+    "ours": ("--kernels", "loss+norm"),
+    "ours_compile": ("--kernels", "loss+compile"),
 }
-ON_GPU = {"ours_triton": (*BEST["ours_compile"], "--triton_loss", "--optim", "adamw_triton")}
+ON_GPU = {"ours_triton": (*BEST["ours_compile"], "--kernels", "triton")}
 FEATURES = {  # ours, one thing at a time
     "plain": (),
     "eager_attention": ("--attn_implementation", "eager"),
-    "fused_norm": ("--norm_kernel", "fused"),
-    "fused_loss": ("--loss_kernel", "fused_linear"),
-    "all_fused": ("--loss_kernel", "fused_linear", "--norm_kernel", "fused"),
-    "compile": ("--torch_compile",),
+    "fused_norm": ("--kernels", "norm"),
+    "fused_loss": ("--kernels", "loss"),
+    "all_fused": ("--kernels", "loss+norm"),
+    "compile": (
+        "--kernels",
+        "compile",
+    ),
     "unfused_adamw": ("--optim", "adamw_torch"),
     "pure_bf16": ("--numerics", "pure_bf16"),
 }
 OURS = {**BEST, **ON_GPU, **FEATURES}
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {  # the trainer of rivals/training.py, and its options
     "trainer": ("trainer", {}),
-    "trainer_compile": ("trainer", {"torch_compile": True}),
+    "trainer_compile": ("trainer", {"kernels": "compile"}),
     "bare": ("bare", {}),
-    "bare_compile": ("bare", {"torch_compile": True}),
-    "litgpt_compile": ("litgpt", {"torch_compile": True}),
+    "bare_compile": ("bare", {"kernels": "compile"}),
+    "litgpt_compile": ("litgpt", {"kernels": "compile"}),
     "torchtitan": ("torchtitan", {}),
-    "torchtitan_compile": ("torchtitan", {"torch_compile": True}),
+    "torchtitan_compile": ("torchtitan", {"kernels": "compile"}),
 }
 ALLOCATORS = {  # for every arm alike
     "glibc": {},

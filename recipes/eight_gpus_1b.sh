@@ -8,14 +8,14 @@
 set -euo pipefail
 
 # 1. Estimate both. The paper recommends DDP if the model fits; sharding makes room for a larger batch.
-slm recommend --model slm-1b-hw --tokens 20B --torch_compile --loss_kernel fused_linear --gpu a100-40gb:8 \
+slm recommend --model slm-1b-hw --tokens 20B --kernels loss+compile --gpu a100-40gb:8 \
   --strategy ddp fsdp_shard_grad_op
 
 if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with GPUs: the real thing
   : "${MODEL:=slm-1b-hw}" "${SEQ_LEN:=1024}" "${BATCH:=8}" "${ACCUMULATE:=8}" "${STEPS:=38147}" "${GPUS:=8}"
   data=(--dataset HuggingFaceFW/fineweb-edu --dataset_config_name sample-100BT
     --tokenizer_name TinyLlama/TinyLlama_v1.1)
-  compile=(--torch_compile) measured=(ddp fsdp_shard_grad_op)
+  compile=(--kernels compile) measured=(ddp fsdp_shard_grad_op)
 else # without GPUs, or with TRY=1: two steps of a tiny model on two CPU processes
   : "${MODEL:=slm-1m}" "${SEQ_LEN:=64}" "${BATCH:=2}" "${ACCUMULATE:=1}" "${STEPS:=2}" "${GPUS:=2}"
   data=(--dataset synthetic)
@@ -23,7 +23,7 @@ else # without GPUs, or with TRY=1: two steps of a tiny model on two CPU process
 fi
 : "${STRATEGY:=ddp}" # or fsdp_shard_grad_op, if step 2 finds it faster on your machine
 flags=(--model "$MODEL" --seq_len "$SEQ_LEN" --per_device_train_batch_size "$BATCH"
-  --gradient_accumulation_steps "$ACCUMULATE" --loss_kernel fused_linear --norm_kernel fused "${compile[@]}")
+  --gradient_accumulation_steps "$ACCUMULATE" --kernels loss+norm "${compile[@]}")
 
 # 2. Measure both. Rows that share a rank (=) are a tie: then choose ddp, which is simpler.
 slm compare --strategy "${measured[@]}" --num_processes "$GPUS" "${flags[@]}" \

@@ -12,11 +12,11 @@ set -euo pipefail
 #    Sharing costs two exchanges per layer and pass; computing again costs a forward. Compare all of them.
 slm recommend --model slm-1b-hw --tokens 1B --seq_len 131072 --gpu a100-40gb:8 --strategy fsdp_full_shard \
   --sp_size 1 2 4 8 --gradient_checkpointing none selective_op full \
-  --loss_kernel fused_linear --norm_kernel fused
+  --kernels loss+norm
 # What fits, and how fast each is:
 slm estimate --model slm-1b-hw --seq_len 131072 --gpu a100-40gb --num_gpus 8 --strategy fsdp_full_shard \
   --sp_size 1 2 4 8 --gradient_checkpointing none selective_op full --per_device_train_batch_size 1 \
-  --loss_kernel fused_linear --norm_kernel fused
+  --kernels loss+norm
 
 if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with GPUs: the real thing
   : "${MODEL:=slm-1b-hw}" "${SEQ_LEN:=131072}" "${SHARED_BY:=8}" "${RANKS:=8}"
@@ -30,7 +30,7 @@ fi
 : "${CHECKPOINTING:=none}" # if it does not fit: selective_op, full
 flags=(--model "$MODEL" --seq_len "$SEQ_LEN" --per_device_train_batch_size 1 --sp_size "$SHARED_BY"
   --gradient_accumulation_steps "$ACCUMULATE" --gradient_checkpointing "$CHECKPOINTING"
-  --loss_kernel fused_linear --norm_kernel fused)
+  --kernels loss+norm)
 
 # 2. Measure four steps, then train. A rehearsal shows the memory first, on any computer:
 #    slm train --rehearse 8 --strategy fsdp_full_shard --sp_size 8 ...

@@ -11,7 +11,7 @@ set -euo pipefail
 #    The estimate is for padded batches: it leaves out what --packing multipack (below) saves, and its mask.
 slm estimate --model qwen2.5-1.5b --peft qlora --gpu rtx-4090 --num_gpus 1 --strategy single --seq_len 1024 \
   --per_device_train_batch_size 1 --gradient_accumulation_steps 32 --gradient_checkpointing full \
-  --loss_kernel fused_linear --norm_kernel fused --max_steps 1500
+  --kernels loss+norm --max_steps 1500
 
 if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with a GPU: the real thing
   : "${MODEL:=Qwen/Qwen2.5-1.5B-Instruct}" "${SEQ_LEN:=1024}" "${BATCH:=1}" "${ACCUMULATE:=32}"
@@ -31,7 +31,7 @@ slm train --strategy single --model "$MODEL" "${data[@]}" \
   --peft qlora --lora_r 16 --lora_alpha 32 --lora_target_modules all-linear \
   --dataset_format alpaca --loss_on answers --packing multipack --seq_len "$SEQ_LEN" \
   --per_device_train_batch_size "$BATCH" --gradient_accumulation_steps "$ACCUMULATE" \
-  --gradient_checkpointing full --loss_kernel fused_linear --norm_kernel fused --learning_rate 2e-4 \
+  --gradient_checkpointing full --kernels loss+norm --learning_rate 2e-4 \
   --weight_decay 0 --max_steps "$STEPS" --warmup_steps $((STEPS / 20)) --eval_steps 300 --run_name qlora
 
 # 3. The measured memory and time.

@@ -441,7 +441,7 @@ def plans_of(*strategies: str, num_gpus: int, inter_node_gbps: float | None = No
     offer = GpuOffer(gpu, num_gpus, deployment)
     model = "slm-1m" if num_gpus <= 2 else "slm-500m"
     workload = Workload(model, PRESETS[model], 1e9, num_gpus * 8 * 1024)
-    config = RunConfig(model=workload.asked_model, per_device_train_batch_size=8, norm_kernel="fused")
+    config = RunConfig(model=workload.asked_model, per_device_train_batch_size=8, kernels="norm")
     configs = [config.with_defaults(has_gpu=True)]
     found = [find_strategy(name) for name in strategies]
     return search([workload], [offer], found, configs, gpus_per_node=8, observations={}).plans

@@ -64,7 +64,7 @@ def planted_case(planted: Planted, folder: Path) -> Case:
     path.write_text(yaml.safe_dump(config, sort_keys=False) + planted.more_text.get("yaml", ""))
     changes = dict(planted.case)
     model = changes.pop("model", meant.model)
-    flags = {"loss_kernel": "fused_linear", "per_device_train_batch_size": meant.batch, **planted.flags}
+    flags = {"kernels": "loss", "per_device_train_batch_size": meant.batch, **planted.flags}
     case = Case(
         "mine",
         read_files(path),

@@ -9,7 +9,7 @@ from slm_toolkit.run.model.loss_recorder import RecordedLoss
 from slm_toolkit.run.model.model import build_model
 
 ALL = {
-    **{"loss_kernel": "fused_linear", "norm_kernel": "fused"},
+    **{"kernels": "loss+norm"},
     "gradient_checkpointing": "selective_op",
 }
 

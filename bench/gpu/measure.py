@@ -53,12 +53,12 @@ RUNG_BATCHES = {"slm-100m": 32, "slm-500m": 16, "slm-1b": 8, "slm-2b": 8}
 LADDER = {  # each includes all above it, except the first
     "eager": ("--attn_implementation", "eager"),
     "sdpa": ("--attn_implementation", "sdpa"),
-    "fused loss": ("--loss_kernel", "fused_linear"),
-    "fused norm": ("--norm_kernel", "fused"),
-    "torch_compile": ("--torch_compile",),
+    "fused loss": ("--kernels", "loss"),
+    "fused norm": ("--kernels", "loss+norm"),
+    "compiled": ("--kernels", "loss+norm+compile"),
 }
 TOP = tuple(word for flags in list(LADDER.values())[1:] for word in flags)
-TRITON = ("--triton_loss", "--optim", "adamw_triton")
+TRITON = ("--kernels", "compiled")
 STRATEGIES = ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "ds_zero1", "ds_zero2", "ds_zero3")
 CANARY = ("--model", "slm-1m", "--seq_len", "128", "--per_device_train_batch_size", "4", "--max_steps", "6")
 CANARY_LOSSES = (6.0200, 5.8682, 5.7580, 5.7373, 5.6258, 5.6094)
@@ -116,11 +116,11 @@ def size(model: str, batch: int) -> tuple[str, ...]:
 def plan() -> Iterator[Arm]:
     for strategy in ("fsdp_full_shard", "ds_zero2", "ds_zero3"):
         yield Arm("canary", strategy, CANARY, strategy)
-    yield Arm("canary", "Triton", (*CANARY, "--loss_kernel", "fused_linear", *TRITON))
+    yield Arm("canary", "Triton", (*CANARY, "--kernels", "loss+triton"))
     yield Arm("micro", "micro", (str(HERE / "micro.py"), "--out", "{out}/micro.jsonl"), seconds=60)
     for suffix, name, flags in (
         ("-hw", "Triton", TRITON),
-        ("", "torch_compile", ()),
+        ("", "compiled", ()),
         ("", "padded", ("--pad_widths",)),
     ):
         for model, batch in MODELS.items():
@@ -224,7 +224,7 @@ class Measurement:
             return 1.0
         if arm.is_script:
             return arm.seconds
-        compiling = COMPILE_SECONDS if "--torch_compile" in arm.words else 0
+        compiling = COMPILE_SECONDS if any("compile" in word for word in arm.words) else 0
         steps = 1.5 * (estimate.get("step_seconds") or 0.5) * self.num_steps(arm, estimate)
         return (FORK_SECONDS if self.fork else FRESH_SECONDS) + compiling + steps
 

@@ -35,7 +35,7 @@ def write_work(folder: Path, config: RunConfig, *, num_processes: int) -> dict[s
         "num_steps": num_steps,
         "numerics": "fp32" if config.numerics == "fp32" else "bf16",
         "attn_implementation": config.attn_implementation,
-        "torch_compile": config.torch_compile,
+        "torch_compile": config.compiles,
         "learning_rates": [learning_rate(config, step, num_steps) for step in range(num_steps)],
         "betas": [config.adam_beta1, config.adam_beta2],
         "eps": config.adam_epsilon,

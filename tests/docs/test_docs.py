@@ -157,7 +157,7 @@ def test_the_medians_in_sentences_are_those_of_the_tables() -> None:
     assert "catches 96, and plain `slm compare` catches 76" in PAGES["numerics_and_parity.md"]
     assert "H100 | 275 | 3.2% |" in tables
     assert "| 221 | 2.5% |" in tables
-    assert "`slm estimate --loss_kernel fused_linear` answers | 87 | 8.3% |" in tables
+    assert "`slm estimate --kernels loss` answers | 87 | 8.3% |" in tables
     assert "own loss kernels | 87 | 5.9% |" in tables
     said = "3.2 % on the study's figures, 2.5 % on published tables, and 8.3 % on other people's runs with"
     assert said in PAGES["speed_and_cost.md"]

@@ -36,7 +36,7 @@ def test_a_backend_of_gpus_is_refused_on_a_cpu_before_anything_starts(tmp_path: 
 def test_a_step_reads_nothing_off_the_device(tmp_path: Path) -> None:
     """A value read in the forward or backward pass makes the host wait for the GPU, and the GPU for it."""
     flags = ("--model", "slm-1m", "--seq_len", "64", "--max_steps", "2", "--profile")
-    fused = ("--loss_kernel", "fused_linear", "--norm_kernel", "fused")
+    fused = ("--kernels", "loss+norm")
     done = launch(*flags, *fused, "--output_dir", str(tmp_path), config="accel_configs/ddp.yaml")
     assert done.code == 0, done.err
     [path] = tmp_path.glob("*/trace-rank0.json.gz")

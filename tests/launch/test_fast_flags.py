@@ -63,11 +63,11 @@ def test_reading_ahead_changes_no_loss(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_compile_mode_runs_where_parameters_stay(tmp_path: Path) -> None:
-    flags = ("--torch_compile", "--torch_compile_mode", "reduce-overhead")
+    flags = ("--kernels", "graphs")
     record = trained(tmp_path, *flags, strategy="single")
     assert record["status"] == "ok"
     assert record["numerics"]["compiled"]
-    config = RunConfig(torch_compile=True, torch_compile_mode="max-autotune")
+    config = RunConfig(kernels="graphs")
     for name in ("single", "ddp", "ds_zero1", "ds_zero2"):
         assert contradictions(find_strategy(name), config) == []
     for name in ("fsdp_full_shard", "fsdp_shard_grad_op", "ds_zero3"):
@@ -80,15 +80,8 @@ def test_a_compile_mode_runs_where_parameters_stay(tmp_path: Path) -> None:
     ("flags", "says"),
     [
         (
-            {"torch_compile_mode": "max-autotune"},
-            "--torch_compile_mode max-autotune without --torch_compile",
-        ),
-        (
-            {
-                **{"torch_compile": True, "torch_compile_mode": "reduce-overhead"},
-                "gradient_accumulation_steps": 2,
-            },
-            "--torch_compile_mode reduce-overhead with --gradient_accumulation_steps 2: CUDA graphs "
+            {"kernels": "graphs", "gradient_accumulation_steps": 2},
+            "--kernels graphs with --gradient_accumulation_steps 2: CUDA graphs "
             "overwrite the gradients of the pass before",
         ),
         (
@@ -111,7 +104,7 @@ def test_what_makes_no_sense_is_a_sentence(flags: dict, says: str) -> None:
     "flags",
     [
         ("--fp8", "tensorwise", "--numerics", "stock"),
-        ("--torch_compile", "--torch_compile_mode", "reduce-overhead", "--strategy", "ddp"),
+        ("--kernels", "graphs", "--strategy", "ddp"),
     ],
     ids=str,
 )
@@ -134,9 +127,9 @@ def test_two_workers_would_read_a_stream_in_another_order(tmp_path: Path) -> Non
 
 def test_skip_oom_refuses_what_no_estimate_knows() -> None:
     spec, ddp = PRESETS["slm-1m"], find_strategy("ddp")
-    config = RunConfig(model="slm-1m", torch_compile=True, torch_compile_mode="max-autotune")
+    config = RunConfig(model="slm-1m", kernels="graphs")
     run = PlannedRun(config, spec, ddp, 2, H100, {}, {}, "0", "r")
-    with pytest.raises(ValueError, match="--skip_oom: --torch_compile_mode max-autotune: no closed form"):
+    with pytest.raises(ValueError, match="--skip_oom: --kernels graphs: no closed form"):
         check_skippable([run])
 
 

@@ -72,9 +72,9 @@ def test_the_losses_of_mixed_datasets_make_up_the_whole(tmp_path: Path) -> None:
     chat = write_rows(tmp_path / "chat.jsonl", [ROWS["messages"], ROWS["messages"]] * 40)
     text = write_rows(tmp_path / "text.jsonl", [{"text": "abcdefgh " * 30}] * 40)
     losses = {}
-    for kernel in ("hf", "fused_linear"):
+    for kernel in ("plain", "loss"):
         out = tmp_path / kernel
-        flags = ["--dataset", f"{chat}=1,{text}=1", "--loss_kernel", kernel, "--output_dir", str(out)]
+        flags = ["--dataset", f"{chat}=1,{text}=1", "--kernels", kernel, "--output_dir", str(out)]
         done = launch(
             *("--model", "slm-1m", "--seq_len", "128", "--max_steps", "3", "--eval_steps", "3", *flags),
             *("--gradient_accumulation_steps", "2"),

@@ -36,8 +36,8 @@ def test_a_compiled_loss_is_the_loss(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("checkpointing", ["none", "selective_op"])
 def test_compiled_layer_kernels_have_the_gradients_of_plain_layers(checkpointing: str) -> None:
     """The MLP's were all zero under torch 2.11; transformers 5.17 broke off with selective_op."""
-    flags = {**ALL, "loss_kernel": "hf", "gradient_checkpointing": checkpointing}
-    plain, model = made(), made(**flags, torch_compile=True)
+    flags = {**ALL, "kernels": "plain", "gradient_checkpointing": checkpointing}
+    plain, model = made(), made(**flags, kernels="compile")
     for each in (plain, model):
         each.model.layers = each.model.layers[:1]
     model.load_state_dict(plain.state_dict())
@@ -50,7 +50,7 @@ def test_a_compiled_layer_is_one_graph_under_ddp_too(tmp_path: Path) -> None:
     """Its 55 MB of fp32 weights are more than one of DDP's buckets of 25 MB, where Dynamo cut it."""
     wide = {**TIED, "hidden_size": 512, "intermediate_size": 8192, "num_hidden_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(wide))
-    model = made(str(tmp_path), torch_compile=True)
+    model = made(str(tmp_path), kernels="compile")
     graphs = []
     model.model.layers[0].compile(backend=lambda graph, _: graphs.append(graph) or graph.forward)
     tokens = torch.arange(64).view(1, 64)

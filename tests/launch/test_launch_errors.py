@@ -220,7 +220,7 @@ def test_a_yaml_without_mixed_precision_computes_in_bf16_and_a_note_says_so(tmp_
 
 @pytest.mark.quick
 def test_compare_plans_the_rest() -> None:
-    done = slm_here("compare", "--optim", "adamw_triton", "--dry_run")
+    done = slm_here("compare", "--kernels", "triton", "--dry_run")
     assert done.code == 0, done.err
     assert done.out.count("accelerate launch") == 3
     left_out = [line.split(": ")[1] for line in done.err.splitlines() if line.startswith("left out")]

@@ -19,7 +19,7 @@ ALIGNED = {
     "residual_dtype": "bfloat16",
     "logits_dtype": "bfloat16",
     "cross_entropy_dtype": "float32",
-    "loss_kernel": "hf",
+    "kernels": "plain",
     "loss_dtype": "float32",
     "gradient_dtype": "bfloat16",
     "reduction_dtype": "bfloat16",
@@ -197,7 +197,7 @@ def test_an_offloaded_optimizer_is_seen_too(tmp_path: Path) -> None:
 
 
 def test_a_compiled_step_is_seen_and_its_compilation_is_no_timed_step(tmp_path: Path) -> None:
-    arguments = ("--model", "slm-1m", "--max_steps", "6", "--seq_len", "32", "--torch_compile")
+    arguments = ("--model", "slm-1m", "--max_steps", "6", "--seq_len", "32", "--kernels", "compile")
     done = launch(*arguments, "--output_dir", str(tmp_path), config="accel_configs/single.yaml")
     assert done.code == 0, done.err
     record = record_under(tmp_path)

@@ -57,10 +57,10 @@ def test_a_resumed_run_saves_the_model_that_was_asked_for(tmp_path: Path) -> Non
         assert file.get_slice("lm_head.weight").get_shape() == [333, 64]
 
 
-@pytest.mark.parametrize("kernel", ["hf", "fused_linear"])
+@pytest.mark.parametrize("kernel", ["plain", "loss"])
 def test_a_padded_models_peak_is_estimated(kernel: str, tmp_path: Path) -> None:
     model = odd_model(tmp_path, hidden_size=128, intermediate_size=330, vocab_size=5003)
-    flags = {"model": model, "loss_kernel": kernel, "pad_widths": True, "seq_len": 512}
+    flags = {"model": model, "kernels": kernel, "pad_widths": True, "seq_len": 512}
     found = traced({"strategy": "fsdp_full_shard", "num_gpus": 2, **flags})
     assert found["status"] == "ok", found["reason"]
     config = RunConfig(**flags).with_defaults(has_gpu=True)

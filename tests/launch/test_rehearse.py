@@ -89,7 +89,7 @@ def test_every_strategy_rehearses_as_two_real_processes_run(folder: Path) -> Non
 def test_float8_is_rehearsed_as_a_gpu_has_it_not_as_it_is_emulated(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     shape = ("--model", "slm-10m", "--seq_len", "512", "--per_device_train_batch_size", "16")
-    flags = (*shape, "--fp8", "rowwise", "--loss_kernel", "fused_linear", "--gradient_checkpointing", "full")
+    flags = (*shape, "--fp8", "rowwise", "--kernels", "loss", "--gradient_checkpointing", "full")
     done = slm(
         *("compare", "--json", "--strategy", "ddp", "--rehearse", "2", "--output_dir", str(tmp_path), *flags)
     )
@@ -168,7 +168,7 @@ def test_a_rehearsal_is_one_process_that_is_asked_for_many_ranks() -> None:
         ({"parity_steps": 3}, "--parity with --rehearse"),
         ({"repeats": 2}, "--repeats with --rehearse"),
         ({"given": {"profile": True}}, "--profile with --rehearse"),
-        ({"given": {"torch_compile": [False, True]}}, "--torch_compile with --rehearse"),
+        ({"given": {"kernels": ["plain", "compile"]}}, "--kernels compile with --rehearse"),
         ({"given": {"eval_steps": 5}, "rehearse": [8]}, "--eval_steps 5 with --rehearse 8"),
         ({"strategies": ("single",)}, "--rehearse 8 with single, which has only one rank"),
         ({"rehearse": [0]}, "--rehearse is 0: at least 1"),

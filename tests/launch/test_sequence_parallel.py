@@ -14,7 +14,7 @@ MARKS |= dict.fromkeys(("fsdp_shard_grad_op", "ds_zero1", "ds_zero2"), pytest.ma
 OPTIONS = {
     "fsdp_full_shard": ("--gradient_checkpointing", "selective_op"),
     "ds_zero2": ("--optim", "adamw_torch"),
-    "ds_zero3": ("--loss_kernel", "fused_linear", "--gradient_checkpointing", "full"),
+    "ds_zero3": ("--kernels", "loss", "--gradient_checkpointing", "full"),
 }
 "flags that meet the exchanges somewhere, and change no loss"
 
@@ -143,7 +143,7 @@ when_loaded("slm_toolkit.run.model.sequence_parallel", plant)
         (("--sp_size", "3", "--seq_len", "64"), "--sp_size 3 with --seq_len 64: use a multiple of 3"),
         (("--sp_size", "4"), "--sp_size 4: it must divide the number of ranks, which is 2"),
         (("--sp_size", "2", "--attn_implementation", "eager"), "attention between ranks needs sdpa"),
-        (("--sp_size", "2", "--torch_compile"), "its exchanges between ranks are not compiled"),
+        (("--sp_size", "2", "--kernels", "compile"), "its exchanges between ranks are not compiled"),
         (("--sp_size", "2", "--strategy", "single"), "--sp_size 2: single is one process"),
     ],
 )

@@ -57,10 +57,10 @@ def test_a_sample_of_the_traces_is_traced_again(table: str, asked: dict[str, str
 
 def test_the_triton_kernel_of_adamw_needs_no_copies_of_gradients() -> None:
     """With a small batch the peak is else at the optimizer's step, of gradients cast to fp32."""
-    flags = {"model": "slm-10m", "seq_len": 64, "per_device_train_batch_size": 1, "optim": "adamw_triton"}
-    found = traced({"strategy": "ddp", "num_gpus": 2, "loss_kernel": "fused_linear", **flags})
+    flags = {"model": "slm-10m", "seq_len": 64, "per_device_train_batch_size": 1, "kernels": "loss+triton"}
+    found = traced({"strategy": "ddp", "num_gpus": 2, **flags})
     assert (found["status"], found["peak_phase"]) == ("ok", "backward"), found["reason"]
-    config = RunConfig(**flags, loss_kernel="fused_linear").with_defaults(has_gpu=True)
+    config = RunConfig(**flags).with_defaults(has_gpu=True)
     setup = Setup(find_model("slm-10m"), find_strategy("ddp"), config, num_gpus=2)
     assert peak(setup).peak_bytes == pytest.approx(found["peak_bytes"], rel=0.001)
 
@@ -109,8 +109,8 @@ def test_the_peak_under_loss_chunks_is_that_of_a_trace(triton: bool, tmp_path: P
         **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu"},
     }
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    flags = {"model": str(tmp_path), "seq_len": 1024, "loss_kernel": "fused_linear"}
-    flags |= {"per_device_train_batch_size": 16, "triton_loss": triton}
+    flags = {"model": str(tmp_path), "seq_len": 1024, "kernels": "loss"}
+    flags |= {"per_device_train_batch_size": 16, "kernels": "loss+triton" if triton else "loss"}
     found = traced({"strategy": "ddp", "num_gpus": 2, **flags})
     assert found["status"] == "ok", found["reason"]
     config = RunConfig(**flags).with_defaults(has_gpu=True)
@@ -126,7 +126,7 @@ def test_heads_that_flash_attention_pads_on_a_gpu(flags: dict[str, str], tmp_pat
         **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu"},
     }
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    flags |= {"model": str(tmp_path), "loss_kernel": "fused_linear", "seq_len": 1024}
+    flags |= {"model": str(tmp_path), "kernels": "loss", "seq_len": 1024}
     found = traced({"strategy": "ddp", "num_gpus": 2, **flags})
     assert found["status"] == "ok", found["reason"]
     config = RunConfig(**flags).with_defaults(has_gpu=True)
@@ -136,7 +136,7 @@ def test_heads_that_flash_attention_pads_on_a_gpu(flags: dict[str, str], tmp_pat
 
 def test_a_real_step_with_four_bit_weights_peaks_as_estimated(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    flags = {"model": "slm-10m", "peft": "qlora", "loss_kernel": "fused_linear", "seq_len": 128}
+    flags = {"model": "slm-10m", "peft": "qlora", "kernels": "loss", "seq_len": 128}
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     done = slm(
         *("train", "--num_processes", "1", "--strategy", "single", *words, "--max_steps", "2"),

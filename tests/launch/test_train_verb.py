@@ -189,8 +189,8 @@ def test_an_unknown_strategy_is_told_before_torch_is_imported(
     done = slm(verb, "--strategy", "ddpp", env=without_torch)
     assert done.code == 2, done.err
     assert done.err.startswith("error: unknown strategy 'ddpp'\nhint: did you mean ddp?")
-    done = slm(verb, "--strategy", "ds_zero2", "--optim", "adamw_triton", env=without_torch)
-    assert "--optim adamw_triton under DeepSpeed, which casts and clips by itself" in done.err
+    done = slm(verb, "--strategy", "ds_zero2", "--kernels", "triton", env=without_torch)
+    assert "--kernels triton under DeepSpeed, which casts and clips by itself" in done.err
 
 
 @pytest.mark.quick

@@ -88,7 +88,7 @@ def test_a_compiled_model_trains_and_is_saved_under_its_own_names(tmp_path: Path
         "3",
     )
     done = launch(
-        *(*arguments, "--torch_compile", "--output_dir", str(tmp_path)), config="accel_configs/ddp.yaml"
+        *(*arguments, "--kernels", "compile", "--output_dir", str(tmp_path)), config="accel_configs/ddp.yaml"
     )
     assert done.code == 0, done.err
     folder = record_under(tmp_path)["model_dir"]
@@ -99,7 +99,7 @@ def test_a_compiled_model_trains_and_is_saved_under_its_own_names(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", ["--torch_compile", "--gradient_checkpointing"])
+@pytest.mark.parametrize("option", ["--kernels", "compile", "--gradient_checkpointing"])
 def test_every_engine_trains_alike_with_an_option(option: str, tmp_path: Path) -> None:
     done = compare(option, "--max_steps", "6", "--seq_len", "32", folder=tmp_path)
     assert done.finished.code == 0, done.finished.err

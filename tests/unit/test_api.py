@@ -220,7 +220,7 @@ def test_an_unknown_flag_is_refused_with_the_nearest_one() -> None:
         ({"lr": 1e-3, "learning_rate": 1e-3}, "learning_rate given twice"),
         ({"seq_len": []}, "seq_len is []\nhint: it takes a list of values"),
         ({"learning_rate": "fast"}, "argument --learning_rate: invalid float value: 'fast'"),
-        ({"torch_compile": 2}, "argument --torch_compile: '2' is not true or false"),
+        ({"pad_widths": 2}, "argument --pad_widths: '2' is not true or false"),
         ({"seed": 8.0}, "argument --seed: invalid int value: '8.0'"),
         ({"weight_decay": [0.1, 0.2]}, "weight_decay is [0.1, 0.2]\nhint: it takes one value"),
         ({"output_dir": "runs"}, "unknown output_dir"),

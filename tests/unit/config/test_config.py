@@ -27,8 +27,8 @@ def test_flags_of_a_config_parse_back_to_it() -> None:
 
 
 def test_a_bare_switch_is_true_and_a_named_one_what_it_says() -> None:
-    assert parse("--torch_compile").torch_compile is True
-    assert parse("--torch_compile", "false").torch_compile is False
+    assert parse("--kernels", "compile").compiles
+    assert not parse("--kernels", "plain").compiles
 
 
 def test_checkpointing_was_a_switch_once_and_is_still_understood_as_one() -> None:

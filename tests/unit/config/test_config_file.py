@@ -23,8 +23,8 @@ def write(folder: Path, text: str) -> str:
 
 
 def test_a_flag_of_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
-    path = write(tmp_path, "learning_rate: 1e-3\nmax_steps: 7\nmodel: slm-1m\ntorch_compile: true\n")
-    expected = RunConfig(learning_rate=1e-3, max_steps=7, model="slm-1m", torch_compile=True)
+    path = write(tmp_path, "learning_rate: 1e-3\nmax_steps: 7\nmodel: slm-1m\npad_widths: true\n")
+    expected = RunConfig(learning_rate=1e-3, max_steps=7, model="slm-1m", kernels="compile")
     assert training_config(["--config", path]) == expected
     for words in (["--max_steps", "9", "--config", path], [f"--config={path}", "--max_steps", "9"]):
         assert training_config(words).max_steps == 9

@@ -68,8 +68,8 @@ def test_kernels_that_would_be_faster_are_named_with_what_they_give() -> None:
 def test_it_says_so_where_there_is_nothing_to_say() -> None:
     done = slm_here(
         *("doctor", "--model", "slm-2b-hw", "--gpu", "h200", "--num_gpus", "1", "--strategy", "single"),
-        *("--torch_compile", "--loss_kernel", "fused_linear", "--per_device_train_batch_size", "32"),
-        *("--optim", "adamw_triton"),
+        *("--kernels", "loss+compile", "--per_device_train_batch_size", "32"),
+        *("--kernels", "triton"),
     )
     assert done.code == 0
     assert done.out == "slm-2b-hw: no findings\n"
@@ -106,7 +106,7 @@ def test_a_finding_on_several_gpus_is_printed_once_with_the_gpus() -> None:
     printed = slm_here("doctor", "--model", "slm-500m", "--strategy", "ddp", env={"COLUMNS": "200"}).out
     assert printed.count("[widths-off-tensor-cores]") == printed.count("change: --pad_widths") == 1
     assert "    also: a100-80gb, a100-40gb\n" in printed  # after the largest speedup, on the h100-80gb
-    assert printed.count("change: --torch_compile") == 1
+    assert printed.count("change: --kernels compile") == 1
     assert "1 wrong," in printed
 
 

@@ -124,12 +124,12 @@ def test_windows_are_those_of_transformers(model_type: str, keys: dict, expected
 
 
 def test_a_kernel_that_computes_another_function_is_refused_or_replaced() -> None:
-    fused = RunConfig(loss_kernel="fused_linear", norm_kernel="fused")
+    fused = RunConfig(kernels="loss+norm")
     expected = {
-        "gemma2-2m": {"attn_implementation", "loss_kernel", "norm_kernel"},
-        "gemma3-2m": {"norm_kernel"},
-        "olmo2-3m": {"norm_kernel"},
-        "granite-2m": {"loss_kernel"},
+        "gemma2-2m": {"attn_implementation", "loss", "norm"},
+        "gemma3-2m": {"norm"},
+        "olmo2-3m": {"norm"},
+        "granite-2m": {"loss"},
     }
     for name in TODAY:
         spec = find_model(str(MODELS / name))
@@ -142,8 +142,8 @@ def test_a_kernel_that_computes_another_function_is_refused_or_replaced() -> Non
 def test_fused_kernels_are_put_into_copies_of_llamas_code_and_change_no_loss(name: str) -> None:
     spec, tokens = find_model(str(MODELS / name)), torch.arange(64).view(2, 32)
     losses = {}
-    for kernel in ("hf", "fused"):
-        config = RunConfig(seq_len=32, numerics="fp32", norm_kernel=kernel)
+    for kernel in ("plain", "norm"):
+        config = RunConfig(seq_len=32, numerics="fp32", kernels=kernel)
         model = build_model(spec, config)
         losses[kernel] = model(input_ids=tokens, labels=tokens).loss.item()
     layer = decoder_layers(model)[0]
@@ -154,7 +154,7 @@ def test_fused_kernels_are_put_into_copies_of_llamas_code_and_change_no_loss(nam
 
 
 def test_a_norm_of_another_function_is_not_fused() -> None:
-    config = RunConfig(seq_len=32, numerics="fp32", norm_kernel="fused")
+    config = RunConfig(seq_len=32, numerics="fp32", kernels="norm")
     with pytest.raises(ValueError, match="no norm that computes like LlamaRMSNorm"):
         build_model(find_model(str(MODELS / "olmo2-3m")), config)
 

@@ -128,7 +128,7 @@ def test_rows_say_what_is_trained_and_deepspeeds_estimator_is_not_asked() -> Non
     [
         ({"packing": "multipack", "dataset": "chats.jsonl"}, "--packing multipack: no closed form"),
         ({"packing": "none", "dataset": "chats.jsonl"}, "--packing none"),
-        ({"peft": "qlora", "torch_compile": True}, "--torch_compile with --peft qlora"),
+        ({"peft": "qlora", "kernels": "compile"}, "--kernels compile with --peft qlora"),
         ({"peft": "lora", "lora_target_modules": "q_proj,lm_head"}, "--lora_target_modules lm_head"),
     ],
 )
@@ -159,6 +159,6 @@ def test_recommend_needs_tokens_for_an_adapter_and_promises_no_loss() -> None:
     rows = json.loads(done.out)
     assert {row["peft"] for row in rows} == {"lora", "qlora"}
     assert all(row["expected_loss"] is row["loss_per_usd"] is None for row in rows)
-    assert not any(row["torch_compile"] for row in rows if row["peft"] == "qlora")
+    assert not any("compile" in row["kernels"] for row in rows if row["peft"] == "qlora")
     assert "--peft qlora with ZeRO-3" in done.err
     assert all(math.isfinite(row["hours"]) for row in rows)

@@ -79,7 +79,7 @@ def test_fsdp_cuts_adapters_between_rows_so_that_a_rank_may_hold_more_than_its_s
     # gathered at the final norm: the unit of norm and head, a layer's with 64 rows of A, 832 or 2368 of B
     norm_and_head = 832 + 32_000 * 832
     layer = 4 * 832**2 + 3 * 832 * 2332 + 2 * 832 + 64 * (of_a + of_b)
-    flags = {"loss_kernel": "fused_linear", "per_device_train_batch_size": 64}
+    flags = {"kernels": "loss", "per_device_train_batch_size": 64}
     row = estimate("fsdp_full_shard", num_gpus=64, model="slm-100m", peft="lora", lora_r=8, **flags)
     assert row.peak_instant == "backward: norm"
     assert row.parts["gathered_parameters"] == 2 * (norm_and_head + layer)
@@ -114,7 +114,7 @@ def test_a_frozen_matrix_keeps_no_input_and_dropout_a_copy_and_a_mask() -> None:
 
 
 def test_a_frozen_head_has_no_gradient() -> None:
-    flags = {"num_gpus": 8, "model": "slm-100m", "loss_kernel": "fused_linear"}
+    flags = {"num_gpus": 8, "model": "slm-100m", "kernels": "loss"}
     flags |= {"gradient_checkpointing": "full", "per_device_train_batch_size": 16}
     whole, frozen = (estimate("ddp", **flags, peft=peft) for peft in ("none", "lora"))
     # of 12 bytes of states and 2 of DDP's buckets a whole run holds 14 (P - G) more, and the head's gradient
@@ -169,7 +169,7 @@ def frozen_layer(name: str, **flags: object) -> float:
     """Bytes per token that the second of four layers saves in bf16 with LoRA of rank 64, 256 tokens."""
     path = str(MODELS / name)
     config = RunConfig(model=path, peft="lora", lora_r=64, seq_len=256, **flags).with_defaults(has_gpu=True)
-    config = dataclasses.replace(config, norm_kernel="hf")
+    config = dataclasses.replace(config, kernels="plain")
     setup = Setup(find_model(path), find_strategy("ddp"), config, num_gpus=8)
     return layers_of(setup)[1].saved
 

@@ -104,7 +104,7 @@ def test_largest_batch_of_recommend_and_estimate_agree_and_name_their_flags() ->
     asked = ("--model", "slm-2b", "--strategy", "ds_zero2")
     found = api.recommend(model="slm-2b", gpu="a100-40gb:8", strategy="ds_zero2", tokens=1e9)
     first = found[0].estimate
-    names = ("loss_kernel", "norm_kernel", "gradient_checkpointing", "torch_compile")
+    names = ("kernels", "gradient_checkpointing")
     flags = {name: getattr(first, name) for name in (*names, "gradient_accumulation_steps")}
     (largest,) = api.estimate(
         model="slm-2b",
@@ -117,12 +117,12 @@ def test_largest_batch_of_recommend_and_estimate_agree_and_name_their_flags() ->
     assert first.per_device_train_batch_size <= largest.batch_with_margin
     said = " ".join(slm_here("estimate", *asked, "--gpu", "a100-40gb:8", "--largest_batch").out.split())
     assert "the batches are for --seq_len 1024 --gradient_checkpointing none " in said
-    assert "--loss_kernel hf --norm_kernel hf --torch_compile false" in said
+    assert "--kernels plain" in said
 
 
 def test_shared_sequences_are_the_first_change_where_one_sequence_does_not_fit() -> None:
     shape = {"model": "slm-1b-hw", "seq_len": 131_072, "per_device_train_batch_size": 1}
-    kernels = {"loss_kernel": "fused_linear", "norm_kernel": "fused"}
+    kernels = {"kernels": "loss+norm"}
     asked = {**shape, "gpu": "a100-40gb", "num_gpus": 8, "strategy": "fsdp_full_shard", **kernels}
     first = row_of(**asked).changes_that_fit[0].change
     assert first == "--gradient_accumulation_steps 8 --sp_size 8"

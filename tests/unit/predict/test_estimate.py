@@ -43,9 +43,9 @@ KEYS = {
         "like",
     ),
     "gradient_checkpointing",
-    *("gradient_accumulation_steps", "loss_kernel", "norm_kernel"),
-    *("torch_compile", "pad_widths", "optim", "calibration", "peft", "lora_r"),
-    *("lora_dropout", "triton_loss", "fp8"),
+    *("gradient_accumulation_steps", "kernels"),
+    *("pad_widths", "optim", "calibration", "peft", "lora_r"),
+    *("lora_dropout", "fp8"),
     *("adapted_modules", "num_trainable_params", "changes_that_fit"),
     *("peak_allocated_bytes", "peak_allocated_low_bytes", "peak_allocated_high_bytes"),
     *("peak_reserved_bytes", "peak_reserved_low_bytes", "peak_reserved_high_bytes", "host_bytes_per_node"),
@@ -228,7 +228,7 @@ def test_thousands_of_configurations_come_out() -> None:
     rows = estimated(
         *("--strategy", "ddp", "ds_zero1", "ds_zero2", "ds_zero3", "fsdp_full_shard"),
         *("--num_gpus", "8", "16", "32", "64", "--gpu", "a100-40gb", "h200", "--seq_len", "512", "1024"),
-        *("--numerics", "aligned", "stock", "--loss_kernel", "hf", "fused_linear"),
+        *("--numerics", "aligned", "stock", "--kernels", "plain", "fused_linear"),
         *("--gradient_checkpointing", "none", "full", "selective_op"),
         *("--per_device_train_batch_size", *batches),
     )

@@ -110,8 +110,8 @@ def test_states_at_the_loss_by_hand(strategy: str, bytes_per_parameter: float) -
 
 def test_a_fused_linear_loss_takes_the_logits_away() -> None:
     hf, fused = (
-        estimate("ddp", num_gpus=8, per_device_train_batch_size=16, loss_kernel=kernel)
-        for kernel in ("hf", "fused_linear")
+        estimate("ddp", num_gpus=8, per_device_train_batch_size=16, kernels=kernel)
+        for kernel in ("plain", "loss")
     )
     assert hf.parts["logits_and_loss"] > 12 * 32_000 * 16 * 1024  # 12 V bytes per token: 5.9 GiB
     assert hf.peak_bytes - fused.peak_bytes > 5 * GIB
@@ -126,7 +126,7 @@ def test_buckets_of_a_users_own_json_count(tmp_path: Path) -> None:
         f"  deepspeed_config_file: {json_path}\n"
     )
     config = RunConfig(
-        model="slm-100m", gradient_checkpointing="full", loss_kernel="fused_linear", seq_len=4096
+        model="slm-100m", gradient_checkpointing="full", kernels="loss", seq_len=4096
     ).with_defaults(has_gpu=True)
     mine = peak(Setup(find_model("slm-100m"), read_strategy(yaml_path), config, num_gpus=8))
     ours = peak(Setup(find_model("slm-100m"), find_strategy("ds_zero2"), config, num_gpus=8))

@@ -78,9 +78,6 @@ def test_flags_of_the_user_win_over_the_preset() -> None:
     assert given["optim"] == ["adamw_torch"]
     assert given["reduce_dtype"] == ["fp32"]
     assert trainer.compiled_loss is not None
-    # another loss replaces the trainer's own
-    _, trainer = as_liked(trainer_named("nanotron"), {"loss_kernel": ["hf"]})
-    assert trainer.loss is None
     # a flag of the preset that the user's flags exclude is left out
     given, _ = as_liked(trainer_named("torchtitan"), {"numerics": ["fp16"]})
     assert "reduce_dtype" not in given
@@ -89,7 +86,7 @@ def test_flags_of_the_user_win_over_the_preset() -> None:
 def test_notes_name_the_preset_what_it_set_and_what_is_not_followed() -> None:
     notes = notes_like(trainer_named("torchtitan"), {"optim": ["adamw_torch"]})
     assert notes[0] == (
-        "like torchtitan: --numerics stock --reduce_dtype fp32 --norm_kernel fused --gradient_checkpointing "
+        "like torchtitan: --numerics stock --reduce_dtype fp32 --kernels norm --gradient_checkpointing "
         "selective_op; yours instead of its own: --optim adamw_torch"
     )
     assert any(note.startswith("not followed: tensor, context") for note in notes)
@@ -124,7 +121,7 @@ def test_recommend_ranks_what_the_trainer_would_do() -> None:
     found = api.recommend(gpu="h100-80gb:8", model="slm-1b", tokens=1e9, like="torchtitan")
     assert {plan.estimate.like for plan in found} == {"torchtitan"}
     assert {plan.config.reduce_dtype for plan in found} == {"fp32"}
-    assert {plan.config.loss_kernel for plan in found} == {"hf"}  # no other kernel of ours is tried
+    assert {plan.config.kernels for plan in found} == {"plain"}  # no other kernel of ours is tried
     assert "estimated as torchtitan trains; the command starts slm_toolkit's own trainer" in str(found)
     with pytest.raises(ValueError, match="--like torchtitan with --records"):
         api.recommend(gpu="h100-80gb:8", like="torchtitan", records="runs")

@@ -141,7 +141,7 @@ def test_more_work_takes_longer_unless_the_gpu_waits_for_launches(
 
 
 def test_an_h200_is_never_slower_than_an_h100() -> None:
-    grid = {"num_gpus": (1, 8, 16), "attn_implementation": ["sdpa", "eager"], "torch_compile": [False, True]}
+    grid = {"num_gpus": (1, 8, 16), "attn_implementation": ["sdpa", "eager"], "kernels": ["plain", "compile"]}
     grid |= {
         "model": random.Random(0).sample(list(PRESETS), 4),
         "per_device_train_batch_size": [1, 8],
@@ -171,8 +171,8 @@ def setup_of(strategy: str, config: RunConfig) -> Setup:
         # AdamW alone takes more by its for-each kernels: 22 + 2.8 x 28 = 100.4
         ("ddp", {"optim": "adamw_torch"}, 100.4),
         # norm 2; the kernel reads 2 + 4 + 4 + 4 and writes 4 + 4 + 4 + 2. Without masters 4 + 16 + 12
-        ("ddp", {"optim": "adamw_triton"}, 30),
-        ("fsdp_full_shard", {"optim": "adamw_triton", "numerics": "fp32"}, 32),
+        ("ddp", {"kernels": "triton"}, 30),
+        ("fsdp_full_shard", {"kernels": "triton", "numerics": "fp32"}, 32),
     ],
 )
 def test_an_optimizer_step_moves_what_its_operations_move(
@@ -228,24 +228,22 @@ def test_a_bucket_that_is_auto_is_the_square_of_the_width(tmp_path: Path) -> Non
 
 def test_tritons_loss_moves_6_bytes_per_logit_and_a_compiled_one_8() -> None:
     flags = {"model": "slm-100m", "per_device_train_batch_size": 8, "seq_len": 1024}
-    flags |= {"loss_kernel": "fused_linear", "numerics": "aligned"}
+    flags |= {"kernels": "loss", "numerics": "aligned"}
 
     def traffic(**more: bool) -> float:
         (row,) = rows_of("single", num_gpus=(1,), **flags, **more)
         return row.parts_seconds["memory_traffic"]
 
     logits, memory = 8 * 1024 * 32_000, gpu_of_name("h100-80gb").memory_bytes_per_second
-    saved = traffic() - traffic(triton_loss=True)  # 26 bytes by PyTorch's operations, at 0.43 of the rate
+    saved = traffic() - traffic(kernels="triton")  # 26 bytes by PyTorch's operations, at 0.43 of the rate
     assert saved == pytest.approx(logits / memory * (26 / 0.43 - 6 / 0.85))
-    saved = traffic(torch_compile=True) - traffic(torch_compile=True, triton_loss=True)
+    saved = traffic(kernels="triton+compile") - traffic()
     assert saved == pytest.approx(logits / memory * 2 / 0.85)
 
 
 def test_a_fused_loss_takes_time_in_fp32_too() -> None:
     flags = {"model": "slm-100m", "per_device_train_batch_size": 8, "numerics": "fp32"}
-    by_kernel = [
-        rows_of("single", num_gpus=(1,), **flags, loss_kernel=kernel)[0] for kernel in ("hf", "fused_linear")
-    ]
+    by_kernel = [rows_of("single", num_gpus=(1,), **flags, kernels=kernel)[0] for kernel in ("plain", "loss")]
     hf, fused = (row.parts_seconds["memory_traffic"] for row in by_kernel)
     logits, memory = 8 * 1024 * 32_000, gpu_of_name("h100-80gb").memory_bytes_per_second
     assert hf - fused == pytest.approx(logits / memory * (60 / 0.85 - 26 / 0.43))
@@ -257,7 +255,7 @@ def test_an_offloaded_optimizer_has_its_norm_on_the_gpu() -> None:
 
 
 def test_llamas_query_key_and_value_are_three_products() -> None:
-    flags = {"model": "slm-100m", "per_device_train_batch_size": 1, "seq_len": 1024, "loss_kernel": "hf"}
+    flags = {"model": "slm-100m", "per_device_train_batch_size": 1, "seq_len": 1024, "kernels": "plain"}
     (row,) = rows_of("single", num_gpus=(1,), **flags)
     rates = rates_of(gpu_of_name("h100-80gb"), TODAY)
     spec = PRESETS["slm-100m"]
@@ -444,8 +442,7 @@ def test_mfu_is_between_0_and_1_wherever_one_looks(num_draws: int) -> None:
         "gradient_accumulation_steps": [1, 4],
         "numerics": ["aligned", "stock", "pure_bf16", "fp32"],
         "attn_implementation": ["sdpa", "eager"],
-        "torch_compile": [False, True],
-        "loss_kernel": ["hf", "fused_linear"],
+        "kernels": ["plain", "loss", "compile", "loss+compile"],
         "gradient_checkpointing": ["none", "full", "selective_op", "selective_layer"],
     }
     for _ in range(num_draws):

@@ -11,8 +11,8 @@ import pytest
 
 from slm_toolkit import api
 
-FUSED = {"loss_kernel": "fused_linear"}
-NORM = {"norm_kernel": "fused"}
+FUSED = {"kernels": "loss"}
+NORM = {"kernels": "norm"}
 FULL = {"gradient_checkpointing": "full"}
 TRACED = [  # strategy, ranks, model, batch, flags, bytes
     ("ddp", 2, "slm-500m-hw", 8, {"fp8": "rowwise", **NORM}, 15_952_037_692),
@@ -46,7 +46,7 @@ def test_compiled_float8_is_faster_than_what_it_replaces() -> None:
         )
         return row.step_seconds
 
-    compiled, in_float8 = seconds(torch_compile=True), seconds(torch_compile=True, fp8="rowwise")
+    compiled, in_float8 = seconds(kernels="compile"), seconds(fp8="rowwise")
     # matrix products take most of a step and can become twice as fast at best
     assert compiled / 2 < in_float8 < compiled
     assert seconds(fp8="rowwise") > seconds()  # eager casts move 33 bytes per element

@@ -150,16 +150,16 @@ def test_all_means_every_gpu_type() -> None:
 
 def test_padded_widths_are_faster_without_a_compiler() -> None:
     flags = ("--model", "slm-500m", "--gpu", "h100-80gb:1", "--strategy", "single", "--tokens", "1B")
-    flags += ("--torch_compile", "false", "--per_device_train_batch_size", "8")
+    flags += ("--kernels", "plain", "--per_device_train_batch_size", "8")
     (plain,), (padded,) = (recommended(*flags, "--pad_widths", value) for value in ("false", "true"))
     assert padded["usd"] < plain["usd"] / 2  # it is 2.14 times as fast
 
 
 RECORDED = (  # the flags of conftest's made_record
     *("--model", "slm-100m", "--gpu", "h100-80gb:2@3", "--strategy", "ddp", "--tokens", "1B"),
-    *("--per_device_train_batch_size", "4", "--global_batch_tokens", "8192", "--loss_kernel", "hf"),
-    *("--norm_kernel", "hf", "--gradient_checkpointing", "none"),
-    *("--torch_compile", "false"),
+    *("--per_device_train_batch_size", "4", "--global_batch_tokens", "8192", "--kernels", "plain"),
+    *("--kernels", "plain", "--gradient_checkpointing", "none"),
+    *("--kernels", "plain"),
 )
 
 
@@ -240,7 +240,7 @@ def test_a_record_counts_where_the_estimate_says_that_it_can_not_fit(tmp_path: P
     tokens = 2 * 256 * 1024
     big = dataclasses.replace(record, asked={**record.asked, "config": config}, tokens_per_step=tokens)
     write_record(big, tmp_path)
-    asked = (*RECORDED[:8], *RECORDED[RECORDED.index("--loss_kernel") :])
+    asked = (*RECORDED[:8], *RECORDED[RECORDED.index("--kernels") :])
     asked += ("--per_device_train_batch_size", "128", "256", "--global_batch_tokens", str(tokens))
     (row,) = recommended(*asked, "--records", str(tmp_path))
     assert (row["per_device_train_batch_size"], row["evidence"], row["verdict"]) == (256, "measured", "fits")
@@ -312,12 +312,12 @@ def test_a_model_that_never_reaches_the_loss_is_left_out_and_the_others_are_not(
 def test_what_is_not_given_is_searched_and_what_is_given_stays() -> None:
     asked = ("--model", "slm-500m", "--gpu", "a100-40gb:1@2", "--tokens", "1B")
     (best,) = recommended(*asked)
-    (eager,) = recommended(*asked, "--torch_compile", "false")
-    (compiled,) = recommended(*asked, "--torch_compile", "true")
-    assert (eager["torch_compile"], compiled["torch_compile"]) == (False, True)
+    (eager,) = recommended(*asked, "--kernels", "plain")
+    (compiled,) = recommended(*asked, "--kernels", "compile")
+    assert (eager["kernels"], compiled["kernels"]) == ("fused", "compiled")
     assert best["usd"] == min(eager["usd"], compiled["usd"]) < max(eager["usd"], compiled["usd"])
-    (slow,) = recommended(*asked, "--loss_kernel", "hf", "--torch_compile", "false")
-    assert slow["loss_kernel"] == "hf"
+    (slow,) = recommended(*asked, "--kernels", "plain")
+    assert slow["kernels"] == "plain"
     assert slow["usd"] > eager["usd"]
 
 

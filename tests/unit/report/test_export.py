@@ -50,7 +50,7 @@ def test_csv_has_the_names_and_values_of_json(runs: Path, capsys: pytest.Capture
     ddp, mine = read
     # 2 ranks x 4 sequences x 1024 tokens in 0.5 s
     assert float(ddp["tokens_per_second"]) == 16384
-    assert (ddp["reason"], ddp["world_size"], ddp["torch_compile"]) == ("", "2", "false")
+    assert (ddp["reason"], ddp["world_size"], ddp["kernels"]) == ("", "2", "plain")
     assert json.loads(ddp["losses"]) == [10.0] * 33
     assert json.loads(ddp["asked"])["seq_len"] == 1024
     assert mine["reason"] == NASTY

@@ -177,7 +177,7 @@ def test_the_machine_is_told_though_the_first_run_did_not_come_to_name_it() -> N
 @pytest.mark.parametrize(
     ("named", "change"),
     [
-        ("asked.config.loss_kernel", lambda record: record["asked"]["config"].update(loss_kernel="newer")),
+        ("asked.config.packing", lambda record: record["asked"]["config"].update(packing="newer")),
         ("world_size", lambda record: record.update(world_size=None)),
         ("model.num_layers", lambda record: record["model"].update(num_layers=2**53)),
     ],

@@ -27,8 +27,8 @@ SMALLEST = {
 @pytest.mark.parametrize(
     "flags",
     [
-        {"loss_kernel": "fused_linear"},
-        {"norm_kernel": "fused"},
+        {"kernels": "loss"},
+        {"kernels": "norm"},
         {"gradient_checkpointing": "selective_layer"},
         ALL,
     ],
@@ -65,10 +65,10 @@ def test_a_loss_over_many_chunks_is_the_loss_over_one(monkeypatch: pytest.Monkey
 def test_chunks_of_any_number_of_tokens_have_the_same_loss_and_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    wanted_loss, wanted = two_micro_steps(made(loss_kernel="fused_linear"))
+    wanted_loss, wanted = two_micro_steps(made(kernels="loss"))
     for num_tokens in (1, 13, 64):  # of 64 in a micro-step
         monkeypatch.setattr(loss_kernels, "tokens_of_chunk", lambda *_, n=num_tokens, **__: n)
-        loss, grads = two_micro_steps(made(loss_kernel="fused_linear"))
+        loss, grads = two_micro_steps(made(kernels="loss"))
         assert loss.item() == pytest.approx(wanted_loss.item(), rel=1e-6)
         assert error(grads, wanted) < 1e-6
 
@@ -92,7 +92,7 @@ def test_what_is_kept_for_backward_is_what_the_docstrings_say(dtype: torch.dtype
     head.labels = labels
     assert saved_bytes(lambda: head(hidden)) == [VOCAB * HIDDEN * size, NUM_TOKENS * HIDDEN * size]
 
-    model = made(numerics="aligned" if size == 2 else "fp32", norm_kernel="fused")
+    model = made(numerics="aligned" if size == 2 else "fp32", kernels="norm")
     assert isinstance(model.model.norm, FusedRMSNorm)
     rows = torch.randn(NUM_TOKENS, 128, dtype=dtype, requires_grad=True)  # slm-1m is 128 wide
     assert saved_bytes(lambda: model.model.norm(rows)) == [
@@ -162,8 +162,8 @@ def test_an_engines_hooks_of_a_layer_run_once_though_it_is_computed_again(mode: 
 def test_a_head_that_is_no_plain_matrix_is_refused() -> None:
     model = made()
     model.lm_head = torch.nn.Linear(128, 384, bias=True)
-    with pytest.raises(ValueError, match="not a plain matrix\nhint: --loss_kernel hf"):
-        use_kernels(model, RunConfig(loss_kernel="fused_linear"))
+    with pytest.raises(ValueError, match="not a plain matrix\nhint: --kernels plain"):
+        use_kernels(model, RunConfig(kernels="loss"))
 
 
 class InPlace(torch.nn.Module):
@@ -198,10 +198,10 @@ def test_a_saved_result_that_changes_in_place_is_saved_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("has_gpu", "flags", "arithmetic"),
     [
-        (True, {"triton_loss": True, "torch_compile": True}, "triton"),
-        (True, {"torch_compile": True}, "compiled"),
-        (False, {"triton_loss": True}, "pytorch"),
-        (False, {"triton_loss": True, "rehearse": 2}, "nothing"),  # as on the GPU that it stands for
+        (True, {"kernels": "triton+compile"}, "triton"),
+        (True, {"kernels": "compile"}, "compiled"),
+        (False, {"kernels": "triton"}, "pytorch"),
+        (False, {"kernels": "triton", "rehearse": 2}, "nothing"),  # as on the GPU that it stands for
     ],
 )
 def test_what_computes_a_fused_loss_between_its_products(
@@ -209,11 +209,11 @@ def test_what_computes_a_fused_loss_between_its_products(
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
     model = LlamaForCausalLM(LlamaConfig(**SMALLEST))
-    use_kernels(model, RunConfig(loss_kernel="fused_linear", **flags))
+    use_kernels(model, RunConfig(kernels="loss", **flags))
     assert model.lm_head.arithmetic == arithmetic
 
 
-@pytest.mark.parametrize("flags", [{"triton_loss": True}, {"optim": "adamw_triton"}], ids=str)
+@pytest.mark.parametrize("flags", [{"kernels": "triton"}, {}], ids=str)
 def test_on_a_gpu_without_triton_its_kernels_are_refused(
     flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -175,5 +175,5 @@ def test_a_reason_against_two_flags_is_given_once() -> None:
     ],
 )
 def test_the_triton_kernel_is_refused_where_another_optimizer_runs(name: str, words: str) -> None:
-    (problem,) = contradictions(find_strategy(name), RunConfig(optim="adamw_triton"))
-    assert f"--optim adamw_triton {words}" in problem
+    (problem,) = contradictions(find_strategy(name), RunConfig(kernels="triton"))
+    assert f"--kernels triton {words}" in problem

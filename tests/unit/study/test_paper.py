@@ -164,7 +164,7 @@ def test_a_record_of_the_same_configuration_measures_its_cell() -> None:
     [
         {"seq_len": 2048},
         {"gradient_checkpointing": "full"},
-        {"torch_compile": True},
+        {"kernels": "compile"},
         {"gradient_accumulation_steps": 2},
         {"per_device_train_batch_size": 5},
     ],
