@@ -40,7 +40,7 @@ def sections(
     if hidden := rows[len(shown) :]:
         bad = sum(row.status in ("failed", "timeout") for row in hidden)
         said = f"the first {len(shown)} of {len(rows):,} rows; of the others {bad:,} failed or timed out"
-        yield Text(f"{said}: a pipe, --csv and --markdown show all")
+        yield Text(f"{said}: a pipe and --export show all")
     yield from (Text(line, style="red") for line in unchecked)
     yield from parity_notes(named)
     if several := {label: row for label, row in named.items() if has_several(row)}:
