@@ -28,6 +28,7 @@ from slm_toolkit.compare.comparison import (
     prepare_script,
     with_searches,
 )
+from slm_toolkit.compare.largest_batch import LARGEST_ON_CPU
 from slm_toolkit.compare.scripts import PAIRS, Script
 from slm_toolkit.compare.slurm import SLURM_TEMPLATE, SlurmJobs, SlurmNodes, slurm_nodes, write_script
 from slm_toolkit.config.flag_pairs import Pair, check_pairs, flags_given, pair_problems
@@ -93,14 +94,8 @@ def add_grid_flags(parser: argparse.ArgumentParser) -> None:
         "--largest_batch",
         action="store_true",
         help="find the largest --per_device_train_batch_size that runs, by short runs that start from "
-        "the estimate",
+        f"the estimate. Without a GPU it ends at {LARGEST_ON_CPU}",
     ).basic = True
-    parser.add_argument(
-        "--max_batch",
-        type=count,
-        metavar="N",
-        help="largest batch to try (required on CPU, where nothing runs out of memory)",
-    )
     parser.add_argument(
         "--gpus_per_run",
         type=count,
@@ -306,7 +301,6 @@ def _request(args: argparse.Namespace, nodes: SlurmNodes | None) -> Request:
         num_repeats=args.repeats,
         parity_steps=args.parity,
         find_largest_batch=args.largest_batch,
-        max_batch=args.max_batch,
         gpus_per_run=args.gpus_per_run,
         skip_oom=args.skip_oom,
         force=args.force,

@@ -75,9 +75,6 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
         help="largest loss difference that passes at a step (default: by numerics; grows with the steps)",
     )
     parser.add_argument(
-        "--phases", action="store_true", help="also print the times of data, forward, backward and optimizer"
-    )
-    parser.add_argument(
         "--memory",
         action="store_true",
         help="print where the memory peak is, which modules own it, and a chart of the step. Needs "
@@ -174,7 +171,6 @@ def print_records(
             width=width,
             most_rows=MANY_ROWS if console.is_terminal else None,
             unchecked=unchecked,
-            phases=args.phases,
             pictures=pictures,
         ):
             console.print(part, crop=False)

@@ -176,7 +176,7 @@ class Row:
     """largest per-device batch that ran; 0: not even 1 ran. Set by `slm compare --largest_batch`, like the
     next field"""
     smallest_oom_batch: int | None = None
-    "smallest batch that ran out of memory; None: --max_batch ended the search"
+    "smallest batch that ran out of memory; None: the largest batch that was tried ran"
 
     @property
     def is_rehearsed(self) -> bool:

@@ -76,7 +76,7 @@ def test_a_page_of_hostile_records_has_no_element_of_theirs(evil_records: Path, 
 
 
 def test_a_terminal_is_told_nothing_by_a_record(evil_records: Path) -> None:
-    for flags in ((), ("--phases",), ("--memory",)):
+    for flags in ((), ("--memory",)):
         done = slm("report", str(evil_records), *flags)
         assert done.code in (0, 1), done.err
         assert "Traceback" not in done.err, done.err

@@ -14,7 +14,6 @@ from slm_toolkit.report.tables.comparison import (
     dataset_table,
     has_several,
     parity_notes,
-    phase_table,
 )
 from slm_toolkit.report.tables.memory import MemoryPicture, peak_table
 from slm_toolkit.report.tables.step_breakdown import anatomy_table
@@ -26,7 +25,6 @@ def sections(
     width: int,
     most_rows: int | None = None,
     unchecked: Sequence[str] = (),
-    phases: bool = False,
     pictures: Mapping[str, MemoryPicture] | None = None,
 ) -> Iterator[RenderableType]:
     """Yield what stands one below the other. Print each with `crop=False`.
@@ -45,8 +43,6 @@ def sections(
     yield from parity_notes(named)
     if several := {label: row for label, row in named.items() if has_several(row)}:
         yield dataset_table(several)
-    if phases:
-        yield phase_table(named)
     for label, picture in (pictures or {}).items():
         row = named[label]
         title = f"memory of {label}, {row.evidence} on rank 0 of {row.world_size}"
