@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.cli.deployment_flags import add_price_flag
-from slm_toolkit.config.parser import positive_number
 from slm_toolkit.record.files import find_records
 from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
 from slm_toolkit.report.tables.fitted import MANY_ROWS, console_of_stdout
@@ -67,12 +66,6 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--strict", action="store_true", help="don't rank rows that were computed with other numerics"
-    )
-    parser.add_argument(
-        "--parity_tolerance",
-        type=positive_number,
-        metavar="X",
-        help="largest loss difference that passes at a step (default: by numerics; grows with the steps)",
     )
     parser.add_argument(
         "--memory",
@@ -196,7 +189,6 @@ def asked_rows(
     rows = rows_of(
         records,
         prices=args.prices,
-        parity_tolerance=args.parity_tolerance,
         strict=args.strict,
         problems=problems,
     )

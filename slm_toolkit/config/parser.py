@@ -92,6 +92,7 @@ REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
     "stage_ends": "train a second run from the model of the first, with its own --dataset",
     "until_loss": "`slm report --export FILE.html` draws the losses over time of all runs",
     "max_batch": "leave it out: without a GPU --largest_batch ends at 16",
+    "parity_tolerance": "the limit is by numerics; --json has parity_max_loss_difference",
     "phases": "--json has phase_seconds; --profile prints where the time of a step goes",
     "probe_seconds": "leave it out: --probe_network stops after 30 seconds",
     "retry": "repeat the same command: it runs what failed",
