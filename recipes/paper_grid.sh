@@ -33,4 +33,4 @@ done
 
 # 3. All runs as an HTML page. In a checkout, `python studies/ashkboos/compare.py runs/paper` prints them next
 #    to the paper's figures, and answers its four questions.
-slm report runs/paper --html paper.html
+slm report runs/paper --export paper.html

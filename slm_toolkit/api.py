@@ -21,7 +21,7 @@ __all__ = [
     *("compare", "estimate", "read_records", "recommend", "report"),
 ]
 _OF_PRINTING = (
-    *("json", "csv", "markdown", "html", "phases", "memory", "baseline", "schema"),
+    *("json", "export", "memory", "baseline", "schema"),
     *("write", "top", "dry_run", "slurm_only_write", "probe_network"),
 )
 "flags that make a verb print or write something else: a result has functions for it"

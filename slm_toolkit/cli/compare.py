@@ -13,7 +13,6 @@ from rich.console import Console
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.cli.network import add_probe_flags, print_probe
 from slm_toolkit.cli.output import (
-    EXPORTS,
     add_output_flags,
     asked_rows,
     check_exports,
@@ -21,6 +20,7 @@ from slm_toolkit.cli.output import (
     read_baseline,
 )
 from slm_toolkit.compare.comparison import (
+    Done,
     Prepared,
     Request,
     launch_all,
@@ -28,6 +28,7 @@ from slm_toolkit.compare.comparison import (
     prepare_script,
     with_searches,
 )
+from slm_toolkit.compare.largest_batch import LARGEST_ON_CPU
 from slm_toolkit.compare.scripts import PAIRS, Script
 from slm_toolkit.compare.slurm import SLURM_TEMPLATE, SlurmJobs, SlurmNodes, slurm_nodes, write_script
 from slm_toolkit.config.flag_pairs import Pair, check_pairs, flags_given, pair_problems
@@ -93,14 +94,8 @@ def add_grid_flags(parser: argparse.ArgumentParser) -> None:
         "--largest_batch",
         action="store_true",
         help="find the largest --per_device_train_batch_size that runs, by short runs that start from "
-        "the estimate",
+        f"the estimate. Without a GPU it ends at {LARGEST_ON_CPU}",
     ).basic = True
-    parser.add_argument(
-        "--max_batch",
-        type=count,
-        metavar="N",
-        help="largest batch to try (required on CPU, where nothing runs out of memory)",
-    )
     parser.add_argument(
         "--gpus_per_run",
         type=count,
@@ -167,7 +162,7 @@ _SLURM_PAIRS = (
     Pair("dry_run", _SLURM, ": --slurm_only_write shows what would be submitted"),
     Pair("skip_oom", _SLURM, ": the GPU of the nodes is not known before a run ends"),
 )
-_MEASURES_NOTHING = tuple(Pair(name, "dry_run", ", which measures nothing") for name in EXPORTS)
+_MEASURES_NOTHING = (Pair("export", "dry_run", ", which measures nothing"),)
 
 
 def nodes_asked(args: argparse.Namespace) -> SlurmNodes | None:
@@ -237,7 +232,7 @@ def _compare(args: argparse.Namespace) -> int:
     with user_errors():
         if args.memory and not (args.trace_memory or args.rehearse):
             raise ValueError("--memory needs traced allocations\nhint: add --trace_memory")
-        check_exports(args)
+        check_exports(args.export)
         check_pairs(flags_given(args), _MEASURES_NOTHING)
         baseline = read_baseline(args.baseline)
         request = _request(args, nodes)
@@ -251,8 +246,7 @@ def _compare(args: argparse.Namespace) -> int:
     done = launch_all(prepared, request, jobs=jobs, console=console, guard=user_errors)
     if done.interrupted and not done.records:
         return 130
-    rows = with_searches(asked_rows(done.records, args), done.searches)
-    code = print_records(rows, done.records, args, baseline=baseline)
+    code = print_records(_report_of(done, args), args, baseline=baseline)
     return 130 if done.interrupted else code
 
 
@@ -270,6 +264,10 @@ def compared(args: argparse.Namespace) -> Report:
     done = launch_all(prepared, request, jobs=jobs, console=console)
     if done.interrupted:
         raise KeyboardInterrupt
+    return _report_of(done, args)
+
+
+def _report_of(done: Done, args: argparse.Namespace) -> Report:
     problems: list[str] = []
     rows = with_searches(asked_rows(done.records, args, problems=problems), done.searches)
     return Report(rows, Records(done.records), problems)
@@ -303,7 +301,6 @@ def _request(args: argparse.Namespace, nodes: SlurmNodes | None) -> Request:
         num_repeats=args.repeats,
         parity_steps=args.parity,
         find_largest_batch=args.largest_batch,
-        max_batch=args.max_batch,
         gpus_per_run=args.gpus_per_run,
         skip_oom=args.skip_oom,
         force=args.force,

@@ -45,7 +45,7 @@ examples:
   slm recommend --model slm-1b --gpu a100-40gb h100-80gb  the cheapest way to train it on these GPUs
   slm doctor --model slm-500m                             what is unwise in it, and by how much
   slm report runs --json                                  the records of earlier runs
-  slm report runs --html report.html                      the table and charts as one page
+  slm report runs --export report.html                    the table and charts as one page
   slm configs --copy .                                    copy the YAMLs, to change and to launch
   slm convert fsdp_full_shard --to accelerate_deepspeed   the same sharding under ZeRO
   slm recipes                                             scripts to copy: LoRA, two nodes, a small GPU, ...

@@ -12,12 +12,10 @@ from rich.text import Text
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.config.flag_pairs import flags_given
-from slm_toolkit.config.parser import positive_number
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.network import (
     COLLECTIVES,
     NETWORK_FILE,
-    PROBE_SECONDS,
     MeasuredNetwork,
     bus_bytes_per_second,
     fit,
@@ -26,7 +24,7 @@ from slm_toolkit.hardware.network import (
 )
 from slm_toolkit.report.tables.fitted import DASH, Column, console_of_stdout, fix_width, table_of
 
-_TAKEN = ("probe_network", "probe_seconds", "num_processes", "timeout", "output_dir", "json")
+_TAKEN = ("probe_network", "num_processes", "timeout", "output_dir", "json")
 
 
 def add_probe_flags(parser: argparse.ArgumentParser) -> None:
@@ -35,13 +33,6 @@ def add_probe_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compare nothing: measure all_reduce, all_gather and reduce_scatter among the ranks. "
         f"Writes {NETWORK_FILE} into --output_dir",
-    )
-    parser.add_argument(
-        "--probe_seconds",
-        type=positive_number,
-        metavar="S",
-        help="time for --probe_network; larger messages than fit into it are left out. Starting the "
-        f"ranks is not counted (default: {PROBE_SECONDS:g})",
     )
 
 
@@ -58,7 +49,6 @@ def _print_probe(args: argparse.Namespace, until_the_end: ExitStack) -> int:
 
     console = Console(stderr=True)
     output = Path(args.output_dir or RunConfig.output_dir) / NETWORK_FILE
-    probe_seconds = args.probe_seconds or PROBE_SECONDS
     with user_errors():
         if unused := [name for name in flags_given(args) if name not in _TAKEN]:
             raise ValueError(
@@ -68,15 +58,12 @@ def _print_probe(args: argparse.Namespace, until_the_end: ExitStack) -> int:
         with console.status("looking at this machine"):
             num_processes = num_ranks_to_probe(args.num_processes, this_machine())
         until_the_end.enter_context(locked(output.parent.resolve()))  # a comparison would stop it
-    console.print(
-        f"measuring collectives among {num_processes} processes, up to {probe_seconds:g} s", highlight=False
-    )
+    console.print(f"measuring collectives among {num_processes} processes", highlight=False)
     try:
         with console.status("starting") as status:
             reason = probe_network(
                 output,
                 num_processes=num_processes,
-                probe_seconds=probe_seconds,
                 timeout_seconds=args.timeout,
                 on_progress=lambda line: status.update(line or "starting"),
             )

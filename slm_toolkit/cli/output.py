@@ -9,76 +9,47 @@ from typing import TYPE_CHECKING, Any
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.cli.deployment_flags import add_price_flag
-from slm_toolkit.config.parser import positive_number
 from slm_toolkit.record.files import find_records
 from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
 from slm_toolkit.report.tables.fitted import MANY_ROWS, console_of_stdout
 
 if TYPE_CHECKING:
     from slm_toolkit.report.rows import Row
+    from slm_toolkit.results import Report
 
 
-STDOUT = Path("-")
-EXPORTS = ("csv", "markdown")
+def check_exports(paths: list[Path]) -> None:
+    """Raise ValueError for files of --export that can't be written, before anything runs."""
+    from slm_toolkit.report.tables.export import ENDINGS
 
-
-def add_export_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "exports", "write to a file, or print on stdout (-) instead of the table"
-    )
-    group.add_argument(
-        "--csv", type=Path, metavar="FILE|-", help="write the rows of --json as CSV"
-    ).basic = True
-    group.add_argument(
-        "--markdown", type=Path, metavar="FILE|-", help="write the table with all of its columns"
-    )
-
-
-def exports_asked(args: argparse.Namespace) -> list[str]:
-    return [name for name in EXPORTS if getattr(args, name) is not None]
-
-
-def on_stdout(args: argparse.Namespace) -> list[str]:
-    """Return the flags that write to stdout."""
-    named = [name for name in exports_asked(args) if getattr(args, name) == STDOUT]
-    return [*named, *(["json"] if args.json else [])]
-
-
-def check_exports(args: argparse.Namespace) -> None:
-    """Raise ValueError for a file that can't be written, or two exports on stdout, before anything runs."""
     problems = []
-    if len(taken := on_stdout(args)) > 1:
-        problems.append(f"--{' and --'.join(taken)} both go to stdout\nhint: give one of them a file")
-    for name in exports_asked(args):
-        path = getattr(args, name)
-        if path != STDOUT and (path.is_dir() or not path.parent.is_dir()):
+    for path in paths:
+        if path.suffix not in ENDINGS:
+            problems.append(f"--export {path}: the file must end in {', '.join(ENDINGS)}")
+        elif path.is_dir() or not path.parent.is_dir():
             what = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-            problems.append(f"--{name} {path}: {what}\nhint: name a file in an existing folder")
+            problems.append(f"--export {path}: {what}")
     if problems:
-        raise ValueError("\n".join(problems))
+        raise ValueError("\n".join(problems) + "\nhint: name a file in an existing folder")
 
 
-def write_exports(rows: list["Row"], content: list[dict[str, Any]], args: argparse.Namespace) -> bool:
-    """Write all exports; return True if one of them used stdout. `content`: the objects of `--json`."""
-    from slm_toolkit.report.tables.export import csv_text, json_text, markdown_text
+def _write_exports(report: "Report", content: list[dict[str, Any]], paths: list[Path]) -> None:
+    """Write all exports; print what a page leaves out. `content`: the objects of `--json`."""
+    from slm_toolkit.report.tables.export import write_export
 
-    texts = {"csv": lambda: csv_text(content), "markdown": lambda: markdown_text(rows)}
-    for name in exports_asked(args):
-        path = getattr(args, name)
-        if path == STDOUT:
-            sys.stdout.write(texts[name]())
-            continue
+    problems: list[str] = []
+
+    def page() -> str:
+        panels = report.panels(problems=problems)
+        problems.extend(f"{panel.title}: {panel.missing}" for panel in panels if panel.missing)
+        return report.to_html(panels=panels)
+
+    for path in paths:
         with user_errors():
-            try:
-                path.write_text(texts[name](), encoding="utf-8")
-            except OSError as error:
-                raise ValueError(
-                    f"--{name} {path}: {error}\nhint: use another folder, or free some space"
-                ) from None
+            write_export(path, report.rows, content, page=page)
         print(f"wrote {path}", file=sys.stderr)
-    if args.json:
-        print(json_text(content))
-    return bool(on_stdout(args))
+    for problem in problems:
+        print(f"left out: {problem}", file=sys.stderr)
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
@@ -90,20 +61,11 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
         "--sort",
         choices=("rank", "strategy", "memory", "cost"),
         help="order of the rows of each model: fastest first (rank), in the order of the study (strategy), "
-        "smallest first, or cheapest first (default: rank; strategy with --json and --csv, whose "
+        "smallest first, or cheapest first (default: rank; strategy with --json and a CSV, whose "
         "order should not depend on noise)",
     )
     parser.add_argument(
         "--strict", action="store_true", help="don't rank rows that were computed with other numerics"
-    )
-    parser.add_argument(
-        "--parity_tolerance",
-        type=positive_number,
-        metavar="X",
-        help="largest loss difference that passes at a step (default: by numerics; grows with the steps)",
-    )
-    parser.add_argument(
-        "--phases", action="store_true", help="also print the times of data, forward, backward and optimizer"
     )
     parser.add_argument(
         "--memory",
@@ -117,7 +79,15 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="compare with earlier records. Exit code 1 if something became slower, larger or less accurate",
     ).basic = True
-    add_export_flags(parser)
+    parser.add_argument(
+        "--export",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="write FILE.csv with the rows of --json, FILE.md with the table and all of its columns, or "
+        "FILE.html, one page with the table and all charts. Can be repeated",
+    ).basic = True
 
 
 def print_notes(notes: Iterable[str]) -> None:
@@ -145,23 +115,25 @@ def read_baseline(folder: Path | None) -> list[tuple[Path, RunRecord]]:
 
 
 def print_records(
-    rows: list["Row"],
-    records: list[tuple[Path, RunRecord]],
+    report: "Report",
     args: argparse.Namespace,
     *,
     baseline: list[tuple[Path, RunRecord]],
 ) -> int:
     """Print the rows; return 1 if a row failed, broke parity or is worse than its baseline, else 0.
 
-    Also returns 1 if requested results are missing: no parity check, no run in common with the baseline, or
-    no traced memory.
+    Also returns 1 if a record can't be shown, or requested results are missing: no parity check, no run in
+    common with the baseline, or no traced memory.
     """
     from slm_toolkit.report.charts.panels import pictures_of
     from slm_toolkit.report.rows import labelled
     from slm_toolkit.report.tables.baseline import baseline_table, changes
-    from slm_toolkit.report.tables.export import json_rows
+    from slm_toolkit.report.tables.export import json_rows, json_text
     from slm_toolkit.report.tables.sections import failed_references, sections
 
+    for problem in report.problems:
+        print(f"left out: {problem}", file=sys.stderr)
+    rows, records = report.rows, report.records.pairs
     named = labelled(rows)
     found, missing = changes(rows, asked_rows(baseline, args)) if baseline else ([], [])
     unchecked = failed_references(records)
@@ -172,11 +144,13 @@ def print_records(
     parity_due = getattr(args, "parity", None) and not failed_references(records)
     if parity_due and all(row.parity_holds is None for row in rows):
         unchecked.append("no parity check: no row is ok, or no row has a reference")
-    content = json_rows(rows) if args.json or exports_asked(args) else []
+    content = json_rows(rows) if args.json or args.export else []
     if baseline:
         by_record = {change.record_now: dataclasses.asdict(change) for change in found}
         content = [{**row, "baseline": by_record.get(row["record"])} for row in content]
-    if write_exports(rows, content, args):
+    _write_exports(report, content, args.export)
+    if args.json:
+        print(json_text(content))
         print("".join(f"{line}\n" for line in unchecked), end="", file=sys.stderr)
     else:
         console = console_of_stdout()
@@ -190,7 +164,6 @@ def print_records(
             width=width,
             most_rows=MANY_ROWS if console.is_terminal else None,
             unchecked=unchecked,
-            phases=args.phases,
             pictures=pictures,
         ):
             console.print(part, crop=False)
@@ -201,7 +174,7 @@ def print_records(
             )
     well = all(row.status in ("ok", "oom", "skipped") and row.parity_holds is not False for row in rows)
     worse = any(change.is_regression for change in found) or (bool(baseline) and not found)
-    return 0 if well and not worse and not unchecked else 1
+    return 0 if well and not worse and not unchecked and not report.problems else 1
 
 
 def asked_rows(
@@ -216,7 +189,6 @@ def asked_rows(
     rows = rows_of(
         records,
         prices=args.prices,
-        parity_tolerance=args.parity_tolerance,
         strict=args.strict,
         problems=problems,
     )
@@ -225,4 +197,5 @@ def asked_rows(
 
 def sort_of(args: argparse.Namespace) -> str:
     """Return --sort, or its default: what programs read has an order that does not depend on noise."""
-    return args.sort or ("strategy" if args.json or args.csv else "rank")
+    is_data = args.json or any(path.suffix == ".csv" for path in args.export)
+    return args.sort or ("strategy" if is_data else "rank")

@@ -15,7 +15,7 @@ from rich.console import Console
 from slm_toolkit.compare import local
 from slm_toolkit.compare.display import Display
 from slm_toolkit.compare.grid import PAIRS, PlannedRun, plan_runs
-from slm_toolkit.compare.largest_batch import BatchSearch, find_largest_batch, flags_of_trials
+from slm_toolkit.compare.largest_batch import LARGEST_ON_CPU, BatchSearch, find_largest_batch, flags_of_trials
 from slm_toolkit.compare.local import Slot, run_in_slots, slots_of
 from slm_toolkit.compare.predicted import check_skippable, skipped_record
 from slm_toolkit.compare.scripts import Script, plan_scripts
@@ -31,6 +31,7 @@ from slm_toolkit.launch.command_line import check_surroundings, check_training
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import check_tokenizer
 from slm_toolkit.predict.choices import choices, given_with
+from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED
 from slm_toolkit.record.files import write_record
 from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
 from slm_toolkit.report.rows import Row, with_values
@@ -54,7 +55,6 @@ class Request:
     num_repeats: int = 1
     parity_steps: int | None = None
     find_largest_batch: bool = False
-    max_batch: int | None = None
     gpus_per_run: int | None = None
     skip_oom: bool = False
     force: bool = False
@@ -155,7 +155,7 @@ def _plan(request: Request, machine: Machine, names: Collection[str]) -> tuple[l
         slots = [Slot()]
         strategies = [strategy_on_nodes(strategy, request.nodes) for strategy in strategies]
     if request.find_largest_batch:
-        given = flags_of_trials(given, strategies, max_batch=request.max_batch, has_gpu=has_gpu)
+        given = flags_of_trials(given, strategies)
     num_processes = request.num_processes
     if num_processes is None and "rehearse" not in given:  # a rehearsal is one process
         num_processes = request.gpus_per_run
@@ -271,9 +271,8 @@ def _launch_all(
     def work(run: PlannedRun, slot: Slot) -> tuple[PlannedRun, RunRecord, BatchSearch | None]:
         if not request.find_largest_batch:
             return run, execute_or_keep(run, slot), None
-        found, shown, record = find_largest_batch(
-            run, partial(execute_or_keep, slot=slot), most=request.max_batch
-        )
+        most = LARGEST_BATCH_TRIED if prepared.machine.num_gpus else LARGEST_ON_CPU
+        found, shown, record = find_largest_batch(run, partial(execute_or_keep, slot=slot), most=most)
         return shown, record, found
 
     done: dict[int, tuple[PlannedRun, RunRecord, BatchSearch | None]] = {}

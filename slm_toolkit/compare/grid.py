@@ -34,8 +34,6 @@ from slm_toolkit.strategy.strategy import (
 )
 
 PAIRS = (
-    Pair("max_batch", "largest_batch", is_needed=True),
-    Pair("probe_seconds", "probe_network", is_needed=True),
     SEARCH_HAS_NO_BATCH,
     Pair("parity", "largest_batch", ", whose runs are short and have different batches"),
     Pair("repeats", "largest_batch", ", which runs each batch once"),

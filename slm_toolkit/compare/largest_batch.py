@@ -6,11 +6,13 @@ from typing import Any
 
 from slm_toolkit.compare.grid import PlannedRun, with_batch
 from slm_toolkit.compare.predicted import setup_of
-from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED, largest_batch
+from slm_toolkit.predict.estimate import largest_batch
 from slm_toolkit.predict.flag_checks import fixed_batch_problems
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.strategy.strategy import Strategy
 
+LARGEST_ON_CPU = 16
+"a CPU rarely runs out of memory, so the search ends there"
 TRIAL_STEPS = 3
 "the first step creates the optimizer's state; the second is like all later steps"
 _FIRST_STRIDE = 1 / 16  # fraction of the start batch: the estimate's error is rarely larger
@@ -54,7 +56,7 @@ def search(runs: Callable[[int], str], *, start: int, most: int) -> BatchSearch:
 
 
 def find_largest_batch(
-    run: PlannedRun, execute: Callable[[PlannedRun], RunRecord], *, most: int | None
+    run: PlannedRun, execute: Callable[[PlannedRun], RunRecord], *, most: int
 ) -> tuple[BatchSearch, PlannedRun, RunRecord]:
     """Search for one planned run's largest batch; `execute` runs a trial.
 
@@ -68,7 +70,7 @@ def find_largest_batch(
         trials[batch] = trial, execute(trial)
         return trials[batch][1].status
 
-    result = search(runs, start=estimated_batch(run) or 1, most=most or LARGEST_BATCH_TRIED)
+    result = search(runs, start=estimated_batch(run) or 1, most=most)
     batch = list(trials)[-1] if result.largest_ok is None else max(1, result.largest_ok)
     return result, *trials[batch]
 
@@ -79,23 +81,10 @@ def estimated_batch(run: PlannedRun) -> int | None:
     return largest_batch(setup).per_device_train_batch_size if setup else None
 
 
-def flags_of_trials(
-    given: dict[str, Any],
-    strategies: list[Strategy],
-    *,
-    max_batch: int | None,
-    has_gpu: bool,
-) -> dict[str, Any]:
+def flags_of_trials(given: dict[str, Any], strategies: list[Strategy]) -> dict[str, Any]:
     """Return the flags of a search's trial runs. Raises one ValueError with all problems."""
-    problems = fixed_batch_problems(strategies)
-    if not has_gpu and max_batch is None:
-        problems.append(
-            "--largest_batch without a GPU needs --max_batch: nothing else ends the search on a CPU"
-        )
-    if problems:
-        raise ValueError(
-            "\n".join(problems) + "\nhint: `slm estimate --largest_batch --gpu NAME` needs no trial runs"
-        )
+    if problems := fixed_batch_problems(strategies):
+        raise ValueError("\n".join(problems) + '\nhint: write "auto" there')
     trial = {"per_device_train_batch_size": 1}
     if not {"num_train_epochs", "max_tokens"} & given.keys():
         trial["max_steps"] = given.get("max_steps", TRIAL_STEPS)

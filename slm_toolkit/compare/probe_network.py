@@ -37,7 +37,6 @@ def probe_network(
     output: Path,
     *,
     num_processes: int,
-    probe_seconds: float,
     timeout_seconds: float,
     on_progress: Callable[[str], None],
 ) -> str | None:
@@ -55,7 +54,7 @@ def probe_network(
         *("--num_processes", str(num_processes)),
         *("--main_process_port", str(free_port())),
         *("-m", "slm_toolkit.run.network_probe"),
-        *("--output", str(output), "--probe_seconds", str(probe_seconds)),
+        *("--output", str(output)),
     ]
     log_path = folder / LOG_FILE
     started = time.monotonic()

@@ -15,8 +15,6 @@ from slm_toolkit.base.user_files import json_of, read_text
 from slm_toolkit.hardware.gpus import Gpu
 
 NETWORK_FILE = "network.json"
-PROBE_SECONDS = 30.0
-"default limit of the time that the ranks measure"
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 COLLECTIVES: tuple[str, ...] = get_args(Collective)
 "the collectives that DDP, FSDP and ZeRO use"

@@ -257,12 +257,11 @@ class Parity:
         )
 
 
-def judge(records: list[RunRecord], *, loss_tolerance: float | None = None) -> list[Parity | None]:
+def judge(records: list[RunRecord]) -> list[Parity | None]:
     """Return the Parity of each record: with the fp32 reference, or another one if that exceeds its limits.
 
     Returns None for references and for records that can't be compared. Runs of several strategies without a
-    reference are compared with each other, if their flags and batches are equal. `loss_tolerance` replaces
-    every tolerance of losses.
+    reference are compared with each other, if their flags and batches are equal.
     """
     references = _references(records)
     judged: list[Parity | None] = [None] * len(records)
@@ -270,7 +269,7 @@ def judge(records: list[RunRecord], *, loss_tolerance: float | None = None) -> l
     for index, record in enumerate(records):
         if record.is_parity_reference or not _usable(record):
             continue
-        if comparisons := _comparisons(record, references, loss_tolerance):
+        if comparisons := _comparisons(record, references):
             # readers expect the fp32 reference, unless another comparison exceeds its limits
             judged[index] = max(
                 comparisons, key=lambda parity: (not parity.agrees, parity.reference == FP32_REFERENCE)
@@ -280,7 +279,7 @@ def judge(records: list[RunRecord], *, loss_tolerance: float | None = None) -> l
     for indices in _comparable(others, records):
         if len({records[index].strategy for index in indices}) == 1:  # repeats
             continue
-        parities = _among_each_other([records[index] for index in indices], loss_tolerance)
+        parities = _among_each_other([records[index] for index in indices])
         for index, parity in zip(indices, parities, strict=True):
             judged[index] = parity
     for index, record in enumerate(records):
@@ -303,7 +302,7 @@ def _comparable(by_settings: dict[bytes, list[int]], records: list[RunRecord]) -
         yield from by_batches.values()
 
 
-def _comparisons(record: RunRecord, references: "_References", loss_tolerance: float | None) -> list[Parity]:
+def _comparisons(record: RunRecord, references: "_References") -> list[Parity]:
     """Compare a record with its references; empty if there is no fp32 reference.
 
     Compares the run and its fp32 steps with the fp32 reference, and the run with one process of the same
@@ -313,17 +312,16 @@ def _comparisons(record: RunRecord, references: "_References", loss_tolerance: f
     if fp32 is None:
         return []
     limits = _limits_to_fp32(record)
-    options = {"loss_tolerance": loss_tolerance}
-    comparisons = [compare_with(fp32, record, limits=limits, **options)]
+    comparisons = [compare_with(fp32, record, limits=limits)]
     if record.fp32_pass and record.fp32_pass["status"] == "ok":
         names = ("losses", "grad_norms", "parameter_grad_norms", "numerics")
         in_fp32 = replace(record, **{name: record.fp32_pass[name] for name in names})
-        comparisons.append(compare_with(fp32, in_fp32, limits=ALIKE["fp32"], what=" in fp32", **options))
+        comparisons.append(compare_with(fp32, in_fp32, limits=ALIKE["fp32"], what=" in fp32"))
     control = _control_of(record, references)
     if control is not None and control is not record:
         same_limits = _same_numerics_limits(record) if is_computed_plainly(record.asked["config"]) else limits
-        comparisons.append(compare_with(control, record, limits=same_limits, **options))
-        control_parity = compare_with(fp32, control, limits=limits, **options)
+        comparisons.append(compare_with(control, record, limits=same_limits))
+        control_parity = compare_with(fp32, control, limits=limits)
         if not control_parity.agrees:
             name = f"one process in {control.asked['config']['numerics']}"
             conflict = f"{name} itself differs, {control_parity.difference}"
@@ -359,7 +357,7 @@ def _alone(record: RunRecord) -> Parity:
     return Parity(record.strategy, len(record.losses), 0.0, 1, None, 1.0, 1.0)
 
 
-def _among_each_other(records: list[RunRecord], loss_tolerance: float | None) -> list[Parity | None]:
+def _among_each_other(records: list[RunRecord]) -> list[Parity | None]:
     """Return the Parity of each of several runs of the same flags and batches, without a reference.
 
     Runs that agree form a group. If one group has the most strategies, its DDP run, or else its first run,
@@ -370,7 +368,7 @@ def _among_each_other(records: list[RunRecord], loss_tolerance: float | None) ->
     first_ddp = sorted(range(len(records)), key=lambda index: _order(records[index]))
     for index in first_ddp:
         for group in groups:
-            if _compare_same_numerics(records[group[0]], records[index], loss_tolerance).agrees:
+            if _compare_same_numerics(records[group[0]], records[index]).agrees:
                 group.append(index)
                 break
         else:
@@ -383,13 +381,13 @@ def _among_each_other(records: list[RunRecord], loss_tolerance: float | None) ->
         reference = records[largest[0]]
         repeats = [index for index in largest if records[index].strategy == reference.strategy]
         return [
-            None if index in repeats else _compare_same_numerics(reference, record, loss_tolerance)
+            None if index in repeats else _compare_same_numerics(reference, record)
             for index, record in enumerate(records)
         ]
     judged: list[Parity | None] = []
     for index, record in enumerate(records):
         other = next(group[0] for group in groups if index not in group)
-        parity = _compare_same_numerics(records[other], record, loss_tolerance)
+        parity = _compare_same_numerics(records[other], record)
         first, second = records[min(index, other)], records[max(index, other)]
         judged.append(replace(parity, conflict=_conflict(first, second, parity)))
     return judged
@@ -400,10 +398,10 @@ def _order(record: RunRecord) -> tuple[bool, bool]:
     return record.is_of_script, record.engine != "ddp"
 
 
-def _compare_same_numerics(reference: RunRecord, record: RunRecord, loss_tolerance: float | None) -> Parity:
+def _compare_same_numerics(reference: RunRecord, record: RunRecord) -> Parity:
     """Compare two runs of the same numerics, flags and batches."""
     limits = _same_numerics_limits(record)
-    return compare_with(reference, record, limits=limits, loss_tolerance=loss_tolerance)
+    return compare_with(reference, record, limits=limits)
 
 
 def _same_numerics_limits(record: RunRecord) -> Limits:
@@ -434,7 +432,6 @@ def compare_with(
     record: RunRecord,
     *,
     limits: Limits,
-    loss_tolerance: float | None = None,
     what: str = "",
 ) -> Parity:
     """Compare losses and gradient norms of the steps that both runs have.
@@ -456,7 +453,7 @@ def compare_with(
         raise ValueError(f"{record.run_name} and {reference.run_name} share no step")
     changes = [abs((loss or 0.0) - (reference.losses[0] or 0.0)) for loss in reference.losses]
     allowed = [
-        loss_tolerance or at_step.loss + limits.loss_change * change
+        at_step.loss + limits.loss_change * change
         for at_step, change in zip(limits_by_step(limits, len(gaps)), changes, strict=False)
     ]
     worst = max(range(len(gaps)), key=lambda step: gaps[step] / allowed[step])
@@ -485,7 +482,6 @@ def compare_with(
             replace(reference, losses=reference.losses[:end], grad_norms=reference.grad_norms[:end]),
             replace(record, losses=record.losses[:end], grad_norms=record.grad_norms[:end]),
             limits=limits,
-            loss_tolerance=loss_tolerance,
             what=what,
         )
         if before.agrees:

@@ -176,7 +176,7 @@ class Row:
     """largest per-device batch that ran; 0: not even 1 ran. Set by `slm compare --largest_batch`, like the
     next field"""
     smallest_oom_batch: int | None = None
-    "smallest batch that ran out of memory; None: --max_batch ended the search"
+    "smallest batch that ran out of memory; None: the largest batch that was tried ran"
 
     @property
     def is_rehearsed(self) -> bool:
@@ -400,7 +400,6 @@ def rows_of(
     records: list[tuple[Path, RunRecord]],
     *,
     prices: OwnPrices | None = None,
-    parity_tolerance: float | None = None,
     strict: bool = False,
     problems: list[str] | None = None,
 ) -> list[Row]:
@@ -408,7 +407,7 @@ def rows_of(
 
     A record with impossible numbers, which no run wrote, adds a line to `problems` and makes no row.
     """
-    parities = judge([record for _, record in records], loss_tolerance=parity_tolerance)
+    parities = judge([record for _, record in records])
     has_others = any(not record.is_parity_reference for _, record in records)
     launches: dict[tuple[str, str], list[int]] = {}
     for index, (_, record) in enumerate(records):

@@ -22,11 +22,10 @@ import torch.distributed as dist
 from accelerate import PartialState
 
 from slm_toolkit.base.errors import user_errors
-from slm_toolkit.config.parser import Parser, positive_number, with_underscores
+from slm_toolkit.config.parser import Parser, with_underscores
 from slm_toolkit.hardware.network import (
     COLLECTIVES,
     NETWORK_FILE,
-    PROBE_SECONDS,
     CollectiveTiming,
     MeasuredNetwork,
     bus_bytes_per_second,
@@ -45,6 +44,7 @@ _FEWEST_REPEATS, _MOST_REPEATS = 20, 100
 _SIZE_SECONDS = 0.3  # repeat for this long, so that the median is robust against other programs' noise
 _REPEAT_SECONDS = 0.002  # a repeat lasts this long, so that the barrier's skew does not matter
 _MOST_IN_A_ROW = 50
+_PROBE_SECONDS = 30.0  # limit of the time that the ranks measure
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -55,13 +55,6 @@ def main(argv: list[str] | None = None) -> None:
         default=Path(NETWORK_FILE),
         metavar="FILE",
         help=f"file that rank 0 writes (default: {NETWORK_FILE})",
-    )
-    parser.add_argument(
-        "--probe_seconds",
-        type=positive_number,
-        default=PROBE_SECONDS,
-        metavar="S",
-        help=f"stop before a message size that would exceed S seconds in total (default: {PROBE_SECONDS:g})",
     )
     arguments = with_underscores(sys.argv[1:] if argv is None else argv)
     with user_errors():
@@ -75,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
                 "the network probe needs two or more processes\n"
                 "hint: accelerate launch --num_processes 2 or more"
             )
-    timings = measure(state.device, probe_seconds=args.probe_seconds)
+    timings = measure(state.device)
     if state.is_main_process:
         on_gpu = state.device.type == "cuda"
         nccl = {"nccl": ".".join(str(part) for part in torch.cuda.nccl.version())} if on_gpu else {}
@@ -95,8 +88,8 @@ def main(argv: list[str] | None = None) -> None:
     state.destroy_process_group()
 
 
-def measure(device: torch.device, *, probe_seconds: float) -> list[CollectiveTiming]:
-    """Time the collectives at growing sizes, as long as the next size fits into `probe_seconds`.
+def measure(device: torch.device) -> list[CollectiveTiming]:
+    """Time the collectives at growing sizes, as long as the next size fits into 30 seconds.
 
     Always times the two smallest sizes: latency and bandwidth need two points. Returns the same on all ranks.
     """
@@ -110,7 +103,7 @@ def measure(device: torch.device, *, probe_seconds: float) -> list[CollectiveTim
         before_seconds = used_seconds
         used_seconds = max(gather_to_all(time.perf_counter() - began))  # all ranks must decide the same
         next_seconds = _GROWTH * (used_seconds - before_seconds)
-        if size_bytes > _SMALLEST_BYTES and used_seconds + next_seconds > probe_seconds:
+        if size_bytes > _SMALLEST_BYTES and used_seconds + next_seconds > _PROBE_SECONDS:
             break
         size_bytes *= _GROWTH
     return timings

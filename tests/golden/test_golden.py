@@ -1,7 +1,8 @@
 """Golden cases: commands with stored answers, so that an answer changes on purpose only.
 
 `cases.txt` has each command after `$`, then what it prints, `! ` before each line of stderr, and the exit
-code if it is not 0. After `|` stand the keys of --json rows that count, or `head N` lines.
+code if it is not 0. After `|` stand the keys of --json rows that count, or `head N` lines. A command that
+writes a file into FOLDER prints the file.
 
     python tests/golden/test_golden.py     write all answers anew; the commit says why they changed
 """
@@ -12,6 +13,7 @@ import shlex
 import sys
 from itertools import takewhile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from conftest import ROOT, slm_here
@@ -24,8 +26,10 @@ _HASH = re.compile(r"(?<=-)[0-9a-f]{12}\b")  # of a run's identity
 def answer(command: str) -> str:
     """Run a command in this process; return what it answers, with numbers of five digits."""
     words, _, filters = command.partition(" | ")
-    done = slm_here(*shlex.split(words), cwd=HERE / "inputs")
-    printed = done.out.splitlines()
+    with TemporaryDirectory() as folder:
+        done = slm_here(*shlex.split(words.replace("FOLDER", folder)), cwd=HERE / "inputs")
+        written = [path.read_text() for path in Path(folder).iterdir()]
+    printed = (written[0] if written else done.out).splitlines()
     if filters.startswith("head "):
         printed = printed[: int(filters.removeprefix("head "))]
     elif filters and done.out:
@@ -35,7 +39,7 @@ def answer(command: str) -> str:
         printed = [" ".join(f"{key}={json.dumps(_rounded(row[key]))}" for key in keys) for row in rows]
     lines = [*printed, *(f"! {line}".rstrip() for line in done.err.splitlines())]
     lines += [f"exit {done.code}"] * (done.code != 0)
-    return _HASH.sub("HASH", "\n".join(lines).replace(str(ROOT), "ROOT")).strip()
+    return _HASH.sub("HASH", "\n".join(lines).replace(str(ROOT), "ROOT").replace(folder, "FOLDER")).strip()
 
 
 def _rounded(value: object) -> object:

@@ -53,7 +53,8 @@ def test_a_users_own_script_is_compared_with_a_grid_of_its_arguments(tmp_path: P
 
 def test_what_cannot_be_run_has_the_message_of_the_command_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as raised:  # noqa: PT011 - compared whole
-        api.compare(model="slm-1m", max_batch=4, output_dir=tmp_path)
-    done = slm("compare", "--model", "slm-1m", "--max_batch", "4", "--output_dir", str(tmp_path))
+        api.compare(model="slm-1m", parity=4, max_steps=4, output_dir=tmp_path)
+    words = ("--model", "slm-1m", "--parity", "4", "--max_steps", "4", "--output_dir", str(tmp_path))
+    done = slm("compare", *words)
     assert done.err == f"error: {raised.value}\n"
     assert list(tmp_path.iterdir()) == []

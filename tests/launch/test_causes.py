@@ -181,8 +181,8 @@ def test_a_dry_run_leaves_out_what_would_be_skipped_and_exports_nothing(
     (line,) = printed.out.splitlines()
     assert "--per_device_train_batch_size 1 " in line
     assert not (tmp_path / "runs").exists()
-    assert code_of("compare", *words, "--csv", str(tmp_path / "rows.csv")) == 2
-    assert "error: --csv with --dry_run" in capsys.readouterr().err
+    assert code_of("compare", *words, "--export", str(tmp_path / "rows.csv")) == 2
+    assert "error: --export with --dry_run" in capsys.readouterr().err
 
 
 def test_without_a_gpu_nothing_can_be_skipped(tmp_path: Path) -> None:

@@ -163,9 +163,7 @@ def test_phases_are_timed_where_the_engine_lets_them_be(aligned: Comparison) -> 
         step = phases.pop("step")
         assert set(phases) == known
         assert sum(phases.values()) < step
-    out = slm("report", str(aligned.folder), "--phases").out
-    assert "DeepSpeed's backward includes the optimizer's step: compare whole steps" in out
-    assert "where a step's time goes" in out
+    assert "where a step's time goes" in slm("report", str(aligned.folder)).out
 
 
 def test_repeats_are_launches_of_their_own_and_one_row(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The page of `slm report --html` in a real browser: marks, table, colours, size, no network."""
+"""The page of `slm report --export FILE.html` in a real browser: marks, table, colours, size, no network."""
 
 import dataclasses
 import json
@@ -29,10 +29,10 @@ NUM_FIRST = 24
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pictures")
     write_records(folder / "runs", num_records=NUM_RECORDS)
-    done = slm("report", str(folder / "runs"), "--html", str(folder / "page" / "out.html"))
+    done = slm("report", str(folder / "runs"), "--export", str(folder / "out.html"))
     assert done.code == 0, done.err
     assert "left out" not in done.err
-    return folder / "page" / "out.html"
+    return folder / "out.html"
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +250,7 @@ def test_a_phone_shows_strategy_status_and_rate_first_and_that_the_table_scrolls
 def test_rows_fold_up_by_model_and_their_bars_with_them(tmp_path: Path) -> None:
     pytest.importorskip("websockets", reason="pip install websockets")
     write_scaled_records(tmp_path / "runs")
-    done = slm("report", str(tmp_path / "runs"), "--html", str(tmp_path / "page.html"))
+    done = slm("report", str(tmp_path / "runs"), "--export", str(tmp_path / "page.html"))
     assert done.code == 0, done.err
     with browser() as page:
         page.resize(width=1280)
@@ -277,7 +277,7 @@ def test_the_page_prints(tab: Browser) -> None:
 
 
 def test_a_panel_without_data_is_left_out_and_named(tmp_path: Path) -> None:
-    done = slm("report", "results/cpu", "--html", str(tmp_path / "out.html"))
+    done = slm("report", "results/cpu", "--export", str(tmp_path / "out.html"))
     assert done.code == 0
     text = (tmp_path / "out.html").read_text()
     sentence = "Memory over a step: no memory_timeline.csv: --trace_memory or --rehearse writes one"
@@ -289,7 +289,7 @@ def test_a_panel_without_data_is_left_out_and_named(tmp_path: Path) -> None:
 
 def test_the_page_and_markdown_say_whether_parity_holds(tmp_path: Path) -> None:
     page, table = tmp_path / "out.html", tmp_path / "out.md"
-    assert slm("report", "results/cpu", "--html", str(page), "--markdown", str(table)).code == 0
+    assert slm("report", "results/cpu", "--export", str(page), "--export", str(table)).code == 0
     assert "<li>parity holds against ddp over 20 steps" in page.read_text()
     assert "- parity holds against ddp over 20 steps" in table.read_text()
     command = "accelerate launch --config_file /tmp/cpu/slm-10m-ddp-b2b65027c5e8/launch/ddp.yaml"

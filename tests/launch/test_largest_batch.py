@@ -10,11 +10,12 @@ from conftest import H100, ROOT, Finished, made_record, run, slm
 from slm_toolkit.compare.grid import PlannedRun, plan_runs
 from slm_toolkit.compare.largest_batch import BatchSearch, estimated_batch, find_largest_batch, search
 from slm_toolkit.hardware.gpus import Machine
+from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED
 from slm_toolkit.predict.grid import estimates
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.strategy.strategy import find_strategy
 
-CLI = ("compare", "--model", "slm-1m", "--strategy", "ddp", "--largest_batch", "--max_batch", "4", "--json")
+CLI = ("compare", "--model", "slm-1m", "--strategy", "ddp", "--seq_len", "32", "--largest_batch", "--json")
 
 
 class Memory:
@@ -95,7 +96,7 @@ def test_each_trial_is_a_run_of_its_own_and_the_largest_is_shown() -> None:
         fits = trial.config.per_device_train_batch_size <= start - 2
         return made_record(status="ok" if fits else "oom", run_name=trial.run_name)
 
-    found, shown, record = find_largest_batch(run_of_one, execute, most=None)
+    found, shown, record = find_largest_batch(run_of_one, execute, most=LARGEST_BATCH_TRIED)
     assert found == BatchSearch(start - 2, start - 1)
     assert shown.config.per_device_train_batch_size == start - 2
     assert record.run_name == shown.run_name
@@ -114,8 +115,7 @@ def test_where_not_even_1_runs_that_run_is_shown() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--largest_batch"], "--largest_batch without a GPU needs --max_batch"),
-        (["--max_batch", "4"], "--max_batch without --largest_batch"),
+        (["--max_batch", "4"], "--max_batch was removed: leave it out"),
         (
             ["--largest_batch", "--per_device_train_batch_size", "2", "--rehearse", "8", "--parity", "5"],
             "--per_device_train_batch_size with --largest_batch, which searches for it: give only one\n"
@@ -137,21 +137,21 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Path]:
     return slm(*CLI, "--output_dir", str(folder)), folder
 
 
-def test_a_search_on_cpu_ends_at_max_batch(searched: tuple[Finished, Path]) -> None:
+def test_a_search_on_cpu_ends_at_16(searched: tuple[Finished, Path]) -> None:
     done, folder = searched
     (row,) = json.loads(done.out)
     assert done.code == 0, done.err
-    assert (row["largest_batch"], row["smallest_oom_batch"]) == (4, None)
-    assert (row["per_device_train_batch_size"], row["status"], row["max_steps"]) == (4, "ok", 3)
-    assert len(list(folder.glob("*/record.json"))) == 3  # 1, 2 and 4
+    assert (row["largest_batch"], row["smallest_oom_batch"]) == (16, None)
+    assert (row["per_device_train_batch_size"], row["status"], row["max_steps"]) == (16, "ok", 3)
+    assert len(list(folder.glob("*/record.json"))) == 5  # 1, 2, 4, 8 and 16
 
 
 def test_a_second_search_repeats_nothing(searched: tuple[Finished, Path]) -> None:
     first, folder = searched
     words = [word for word in CLI if word != "--json"]
     again = slm(*words, "--output_dir", str(folder))
-    assert again.err.count("kept from") == 3
-    assert "4 or more" in again.out
+    assert again.err.count("kept from") == 5
+    assert "16 or more" in again.out
 
 
 @pytest.mark.slow
@@ -175,7 +175,7 @@ def test_a_search_on_cpu_finds_where_memory_ends(tmp_path: Path) -> None:
     )
     alone = run("python", "-c", program, "--per_device_train_batch_size", "1", *same, cwd=ROOT)
     (peak_kib,) = [int(line.split()[1]) for line in alone.out.splitlines() if line.startswith("VmPeak")]
-    words = ("compare", "--strategy", "single", "--largest_batch", "--max_batch", "16", "--json", *same)
+    words = ("compare", "--strategy", "single", "--largest_batch", "--json", *same)
     limit = f"ulimit -v {peak_kib + 500_000}; exec slm "
     done = run("bash", "-c", limit + " ".join(words), cold=True)  # a warm process has no such limit
     (row,) = json.loads(done.out)

@@ -16,7 +16,7 @@ from slm_toolkit.hardware.network import (
 
 
 def test_real_processes_are_measured(tmp_path: Path) -> None:
-    words = ("--num_processes", "2", "--probe_seconds", "3", "--output_dir", str(tmp_path))
+    words = ("--num_processes", "2", "--output_dir", str(tmp_path))
     done = slm("compare", "--probe_network", "--json", *words)
     assert done.code == 0, done.err
     network = read_network(tmp_path / "network.json")
@@ -35,7 +35,6 @@ def test_real_processes_are_measured(tmp_path: Path) -> None:
     [
         (["--probe_network", "--num_processes", "1"], "--probe_network with 1 process: it needs two or more"),
         (["--probe_network", "--model", "slm-1m"], "--model with --probe_network, which does not train"),
-        (["--probe_seconds", "3"], "--probe_seconds without --probe_network"),
     ],
 )
 def test_what_a_probe_can_not_do_is_refused(arguments: list[str], says: str, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_a_page_of_hostile_records_has_no_element_of_theirs(evil_records: Path, 
     pytest.importorskip("websockets", reason="pip install websockets")
     from browser import browser
 
-    done = slm("report", str(evil_records), "--html", str(tmp_path / "page.html"))
+    done = slm("report", str(evil_records), "--export", str(tmp_path / "page.html"))
     assert done.code == 1, done.err  # one failed
     assert "Traceback" not in done.err
     with browser() as tab:
@@ -76,7 +76,7 @@ def test_a_page_of_hostile_records_has_no_element_of_theirs(evil_records: Path, 
 
 
 def test_a_terminal_is_told_nothing_by_a_record(evil_records: Path) -> None:
-    for flags in ((), ("--phases",), ("--memory",)):
+    for flags in ((), ("--memory",)):
         done = slm("report", str(evil_records), *flags)
         assert done.code in (0, 1), done.err
         assert "Traceback" not in done.err, done.err
@@ -111,11 +111,12 @@ def test_exports_hold_no_formula_and_no_cell_of_their_own(evil_records: Path, tm
         write_record(
             dataclasses.replace(record, strategy=name, identity=f"x{number}"), tmp_path / "runs" / str(number)
         )
-    done = slm("report", str(tmp_path / "runs"), "--csv", "-")
-    rows = list(csv.DictReader(io.StringIO(done.out)))
+    files = [tmp_path / "rows.csv", tmp_path / "rows.md"]
+    slm("report", str(tmp_path / "runs"), "--export", str(files[0]), "--export", str(files[1]))
+    rows = list(csv.DictReader(io.StringIO(files[0].read_text())))
     names = {row["strategy"] for row in rows}
     assert names == {"'=cmd|' /C calc'!A0", "'+1", "'@SUM(A1)", "a|b\n| c |", "'-2"}
-    table = slm("report", str(tmp_path / "runs"), "--markdown", "-").out.splitlines()
+    table = files[1].read_text().splitlines()
     table = [line.replace("\\|", "") for line in table if line.startswith("|")]
     assert len(table) == 2 + 5  # a head, a rule and a line per row
     assert len({line.count("|") for line in table}) == 1
@@ -186,7 +187,11 @@ def test_characters_that_a_terminal_obeys_or_nobody_sees_are_spelt_out(tmp_path:
     )
     for text in (path.read_text(), json.dumps(json.loads(path.read_text()), ensure_ascii=False)):
         path.write_text(text)
-        for option in ((), ("--csv", "-"), ("--markdown", "-"), ("--json",)):
-            done = slm("report", str(path), *option)
-            assert not set(hidden) & set(done.out + done.err), option
-            assert "é" in done.out or "\\u00e9" in done.out, option
+        files = [tmp_path / name for name in ("rows.csv", "rows.md")]
+        done = [
+            slm("report", str(path), "--export", str(files[0]), "--export", str(files[1])),
+            slm("report", str(path), "--json"),
+        ]
+        for shown in (*(each.out + each.err for each in done), *(file.read_text() for file in files)):
+            assert not set(hidden) & set(shown)
+            assert "é" in shown or "\\u00e9" in shown

@@ -192,7 +192,7 @@ def test_a_model_of_unknown_shape_and_padded_batches(tmp_path: Path) -> None:
     record = json.loads(Path(ddp["record"]).read_text())
     assert record["model"]["model_type"] == "BertForSequenceClassification"
     assert "hidden_size" not in record["model"]
-    pages = ("--html", str(tmp_path / "page.html"), "--csv", str(tmp_path / "rows.csv"))
+    pages = ("--export", str(tmp_path / "page.html"), "--export", str(tmp_path / "rows.csv"))
     assert slm("report", str(tmp_path), *pages).code == 0
     assert "classify.py" in (tmp_path / "page.html").read_text()
 

@@ -112,15 +112,16 @@ def test_a_report_has_the_rows_of_the_verb() -> None:
     assert (records.problems, report.problems) == ([], [])
     here = slm_here("report", str(CPU), "--json", "--sort", "rank")
     assert json.loads(report.to_json()) == json.loads(here.out)
-    assert report.to_csv() == slm_here("report", str(CPU), "--csv", "-", "--sort", "rank").out
-    assert report.to_markdown() == slm_here("report", str(CPU), "--markdown", "-").out
 
 
-def test_a_report_is_written_as_a_page(tmp_path: Path) -> None:
-    text = slm.report(CPU).to_html(tmp_path / "new" / "report.html")
-    assert (tmp_path / "new" / "report.html").read_text() == text
-    slm_here("report", str(CPU), "--html", str(tmp_path / "verb.html"))
-    assert (tmp_path / "verb.html").read_text() == text
+def test_the_exports_of_a_report_are_those_of_the_verb(tmp_path: Path) -> None:
+    report = slm.report(CPU)
+    page = report.to_html(tmp_path / "new" / "report.html")
+    assert (tmp_path / "new" / "report.html").read_text() == page
+    texts = {"csv": report.to_csv(), "md": report.to_markdown(), "html": page}
+    exports = [word for ending in texts for word in ("--export", str(tmp_path / f"verb.{ending}"))]
+    slm_here("report", str(CPU), "--sort", "rank", *exports)
+    assert {ending: (tmp_path / f"verb.{ending}").read_text() for ending in texts} == texts
 
 
 def test_damaged_records_are_named_and_the_others_are_shown(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The comparison of runs: a table with heading and notes, and tables of losses by dataset and of phases."""
+"""The comparison of runs: a table with heading and notes, and a table of losses by dataset."""
 
 import math
 import re
@@ -17,7 +17,6 @@ from slm_toolkit.report.tables.fitted import (
     columns_that_fit,
     left_out_note,
     loss,
-    milliseconds,
     table_of,
 )
 from slm_toolkit.report.verdict import verdict
@@ -158,7 +157,7 @@ def notes(rows: list[Row], dropped: list[str]) -> list[Text]:
             Text("DeepSpeed's estimate: by its own function; model states only, no activations", style="dim")
         )
     if any(row.largest_batch is not None for row in rows):
-        at_limit = "; or more: --max_batch ended the search"
+        at_limit = "; or more: no larger batch was tried"
         ended = any(row.largest_batch is not None and row.smallest_oom_batch is None for row in rows)
         definition = "largest batch: sequences per process that ran; one more ran out of memory"
         notes.append(Text(definition + at_limit * ended, style="dim"))
@@ -225,7 +224,7 @@ def parity_notes(rows: dict[str, Row]) -> list[Text]:
     return notes
 
 
-# Losses by dataset and the phases of a step, as rich tables below the comparison.
+# Losses by dataset, as a rich table below the comparison.
 
 
 def has_several(row: Row) -> bool:
@@ -252,19 +251,3 @@ def dataset_table(rows: dict[str, Row]) -> RenderableType:
 
 def _perplexity(held_out_loss: float | None) -> str:
     return DASH if held_out_loss is None else f"{math.exp(min(held_out_loss, 50)):.4g}"
-
-
-PHASES = ("step", "data", "forward", "backward", "optimizer")
-
-
-def phase_table(rows: dict[str, Row]) -> RenderableType:
-    """Show each row's phases: means over the timed steps of its slowest rank; `rows` has them by label."""
-    columns = [Column("strategy", list(rows), justify="left")]
-    for name in PHASES:
-        cells = [milliseconds((row.phase_seconds or {}).get(name)) for row in rows.values()]
-        columns.append(Column(f"{name}\nms", cells))
-    notes = []
-    if any(row.engine == "deepspeed" for row in rows.values()):
-        note = "DeepSpeed's backward includes the optimizer's step: compare whole steps only"
-        notes.append(Text(note, style="dim"))
-    return Group(Text("phases of a step, not profiled", style="bold"), table_of(columns), *notes)

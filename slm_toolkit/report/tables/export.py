@@ -4,6 +4,8 @@ import csv
 import html
 import io
 import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,6 +20,24 @@ from slm_toolkit.report.tables.comparison import (
     provenance,
 )
 from slm_toolkit.report.verdict import verdict
+
+_TEXTS: dict[str, Callable[..., str]] = {
+    ".csv": lambda rows, content, page: csv_text(content),
+    ".md": lambda rows, content, page: markdown_text(rows),
+    ".html": lambda rows, content, page: page(),
+}
+ENDINGS = tuple(_TEXTS)
+"endings of exported files: the ending decides the format"
+
+
+def write_export(
+    path: Path, rows: list[Row], content: list[dict[str, Any]], *, page: Callable[[], str]
+) -> None:
+    """Write rows to a file, in the format of its ending.
+
+    `content`: the objects of `--json`. `page`: makes the HTML page, which a room above this one draws.
+    """
+    path.write_text(_TEXTS[path.suffix](rows, content, page), encoding="utf-8")
 
 
 def json_rows(rows: list[Row]) -> list[dict[str, Any]]:

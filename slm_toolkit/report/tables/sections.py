@@ -14,7 +14,6 @@ from slm_toolkit.report.tables.comparison import (
     dataset_table,
     has_several,
     parity_notes,
-    phase_table,
 )
 from slm_toolkit.report.tables.memory import MemoryPicture, peak_table
 from slm_toolkit.report.tables.step_breakdown import anatomy_table
@@ -26,7 +25,6 @@ def sections(
     width: int,
     most_rows: int | None = None,
     unchecked: Sequence[str] = (),
-    phases: bool = False,
     pictures: Mapping[str, MemoryPicture] | None = None,
 ) -> Iterator[RenderableType]:
     """Yield what stands one below the other. Print each with `crop=False`.
@@ -40,13 +38,11 @@ def sections(
     if hidden := rows[len(shown) :]:
         bad = sum(row.status in ("failed", "timeout") for row in hidden)
         said = f"the first {len(shown)} of {len(rows):,} rows; of the others {bad:,} failed or timed out"
-        yield Text(f"{said}: a pipe, --csv and --markdown show all")
+        yield Text(f"{said}: a pipe and --export show all")
     yield from (Text(line, style="red") for line in unchecked)
     yield from parity_notes(named)
     if several := {label: row for label, row in named.items() if has_several(row)}:
         yield dataset_table(several)
-    if phases:
-        yield phase_table(named)
     for label, picture in (pictures or {}).items():
         row = named[label]
         title = f"memory of {label}, {row.evidence} on rank 0 of {row.world_size}"

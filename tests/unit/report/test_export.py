@@ -1,4 +1,4 @@
-"""--csv and --markdown: read back, they are the rows of --json and the table's cells."""
+"""--export: files read back, they are the rows of --json and the table's cells."""
 
 import csv
 import html
@@ -43,8 +43,9 @@ def rows_with(strategy: str) -> list[Row]:
 
 def test_csv_has_the_names_and_values_of_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     objects = json.loads(report(capsys, runs, "--json").out)
-    done = report(capsys, runs, "--csv", "-")
-    read = list(csv.DictReader(io.StringIO(done.out)))
+    done = report(capsys, runs, "--export", runs / "rows.csv")
+    read = list(csv.DictReader(io.StringIO((runs / "rows.csv").read_text())))
+    assert "│ mine" in done.out  # the table is printed, too
     assert done.code == 1  # a run failed, whatever is printed
     assert [list(row) for row in read] == [list(row) for row in objects]
     ddp, mine = read
@@ -86,24 +87,31 @@ def test_markdown_shows_html_as_it_was_typed_in_both_dialects() -> None:
 
 
 def test_the_baseline_is_a_column_as_in_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    done = report(capsys, runs, "--baseline", runs, "--csv", "-")
-    ddp, _ = csv.DictReader(io.StringIO(done.out))
+    report(capsys, runs, "--baseline", runs, "--export", runs / "rows.csv")
+    ddp, _ = csv.DictReader(io.StringIO((runs / "rows.csv").read_text()))
     assert json.loads(ddp["baseline"])["speed"] == "tie"
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--csv", "-", "--json"), "--csv and --json both go to stdout"),
-        (("--parquet", "rows.parquet"), "--parquet was removed: use --csv"),
-        (("--latex", "-"), "--latex was removed: use --markdown"),
-        (("--csv", "not/there/rows.csv"), "there is no folder not/there"),
-        (("--markdown", "."), "is a folder"),
+        (("--csv", "rows.csv"), "--csv was removed: --export FILE.csv"),
+        (("--latex", "-"), "--latex was removed: --export FILE.md"),
+        (("--html", "page.html"), "--html was removed: --export FILE.html"),
+        (("--export", "rows.txt"), "--export rows.txt: the file must end in .csv, .md, .html"),
+        (("--export", "not/there/rows.csv"), "there is no folder not/there"),
+        (("--export", "FOLDER.html"), "is a folder"),
     ],
 )
 def test_what_cannot_be_written_is_bad_input(
-    words: tuple[str, ...], said: str, runs: Path, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...],
+    said: str,
+    runs: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(runs)
+    Path("FOLDER.html").mkdir()
     done = report(capsys, runs, *words)
     assert done.code == 2
     assert said in done.err
@@ -135,7 +143,7 @@ def test_a_terminal_is_shown_the_first_of_many_rows_and_told_so(
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes stdout for a terminal
     monkeypatch.setenv("COLUMNS", "200")
     shown = report(capsys, runs).out
-    assert "the first 1 of 2 rows; of the others 1 failed or timed out: a pipe, --csv and --markdown" in shown
+    assert "the first 1 of 2 rows; of the others 1 failed or timed out: a pipe and --export show all" in shown
     assert "│ mine" not in shown
     assert "Not ranked, failed: mine." in shown  # the verdict is about all rows
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from conftest import H100, made_record, slm_here
+from conftest import H100, made_record
 from made_records import made
 
 from slm_toolkit.report.charts.figures import MOST_POINTS, loss_panel, speed_panel
@@ -81,11 +81,3 @@ def test_each_gpu_has_its_own_bars_of_memory() -> None:
     (figure,) = parts_panel(rows, {}).figures
     bars = [bar["text"] for bar in figure.layout["annotations"] if "measured" in bar["text"]]
     assert bars == ["measured 3.00 GiB", "measured 5.00 GiB"]
-
-
-def test_a_page_that_can_not_be_written_is_bad_input(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for place in (tmp_path, tmp_path / "file" / "page.html"):
-        done = slm_here("report", "results/cpu", "--html", str(place))
-        assert (done.code, done.out) == (2, "")
-        assert done.err.startswith("error: can't write: ")
