@@ -149,9 +149,10 @@ def test_a_search_on_cpu_ends_at_16(searched: tuple[Finished, Path]) -> None:
 def test_a_second_search_repeats_nothing(searched: tuple[Finished, Path]) -> None:
     first, folder = searched
     words = [word for word in CLI if word != "--json"]
-    again = slm(*words, "--output_dir", str(folder))
+    again = slm(*words, "--output_dir", str(folder), "--export", str(folder / "page.html"))
     assert again.err.count("kept from") == 5
     assert "16 or more" in again.out
+    assert "<td>16 or more</td>" in (folder / "page.html").read_text()
 
 
 @pytest.mark.slow
