@@ -243,23 +243,6 @@ class RunConfig:
         estimate="counts",
         heading="numerics {}",
     )
-    reduce_dtype: str | None = Flag(
-        None,
-        "dtype of gradient reduction (default: bf16; with --numerics stock, the engine's own). Under ZeRO "
-        "fp32 also keeps the reduced gradients in fp32; ZeRO-1 then keeps all of them on every rank",
-        group="model",
-        choices=("bf16", "fp32"),
-        grid=True,
-        excludes=(
-            Excludes("numerics", "each engine has its own", values=("stock",), own=("bf16",)),
-            Excludes("numerics", "its gradients are scaled and reduced in fp16", values=("fp16",)),
-            dataclasses.replace(_NO_LOW_PRECISION, own=("bf16",)),
-        ),
-        losses="rounded",
-        estimate="counts",
-        column="reduced in",
-        heading="gradients reduced in {}",
-    )
     fp8: str = Flag(
         "none",
         "run matrix products of the decoder layers in float8, with a scale per tensor or per row. Emulated "
@@ -966,11 +949,6 @@ class RunConfig:
     def optimizer_rule(self) -> str:
         """What `--optim` updates the weights by: adamw or muon."""
         return rule_of(self.optim)
-
-    @property
-    def reduces_in_fp32(self) -> bool:
-        """True if the flags ask for gradients of bf16 weights to be reduced in fp32."""
-        return self.numerics != "fp32" and self.reduce_dtype == "fp32"
 
     @property
     def records_graphs(self) -> bool:

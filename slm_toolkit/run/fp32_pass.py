@@ -68,7 +68,6 @@ def _in_fp32(config: RunConfig, folder: Path) -> RunConfig:
         config,
         fp32_steps=0,
         numerics="fp32",
-        reduce_dtype=None,
         max_grad_norm=config.max_grad_norm if config.max_grad_norm is not None else _clipping_of(config),
         fp8="none",
         attn_implementation="sdpa"

@@ -70,8 +70,8 @@ from slm_toolkit.run.engine.engine import (
     check_engine,
     describe_batch,
     probe_engine,
-    reduce_as_asked,
     scale_losses,
+    set_reduction,
     start_accelerator,
     without_unused_imports,
 )
@@ -473,7 +473,7 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
     let_collectives_wait()
     if config.numerics == "fp16":
         scale_losses(accelerator, model, optimizer)
-    reduce_as_asked(model, config)
+    set_reduction(model, config)
     held_out = job.data.held_out if job.data is not None else {}
     num_groups = accelerator.num_processes // config.sp_size
     eval_loaders = {

@@ -33,10 +33,7 @@ def traced(configuration: dict[str, Any]) -> dict[str, Any]:
         ),
         (
             "small_zero",
-            {
-                **{"strategy": "ds_zero2", "model": "tied-mha-1m"},
-                **{"reduce_dtype": "fp32", "gradient_accumulation_steps": "2"},
-            },
+            {"strategy": "ds_zero2", "model": "tied-mha-1m", "gradient_accumulation_steps": "2"},
         ),
         (
             "small_zero",
