@@ -444,8 +444,9 @@ class RunConfig:
     )
     eval_dataset: str | None = Flag(
         None,
-        "held-out sets, separated by commas, for --eval_steps. Loss and perplexity of each are reported "
-        "(default: a share of each --dataset)",
+        "held-out sets, separated by commas, for --eval_steps. Loss and perplexity of each are reported. Or "
+        "1% to 50%: the share of each --dataset to hold out (default: 5%; of a stream: its first "
+        "--eval_batches)",
         group="data",
         other_names=(
             *("validation_file", "eval_file", "eval_data", "val_data", "val_dataset", "valid_file"),
@@ -526,15 +527,6 @@ class RunConfig:
         least=0,
         losses="same",
         column="workers",
-    )
-    validation_split_percentage: int = Flag(
-        5,
-        "percent of the text held out for --eval_steps (of a stream: its first --eval_batches)",
-        group="data",
-        least=1,
-        most=50,
-        excludes=(Excludes("eval_dataset", "the held-out sets replace the split"),),
-        may_change_on_resume=False,
     )
     fp32_steps: int = Flag(
         0,
@@ -968,10 +960,20 @@ class RunConfig:
     @property
     def eval_sources(self) -> tuple[Source, ...]:
         """The sources of `--eval_dataset`. Raises ValueError for weights, which held-out sets don't have."""
-        found = sources_of(self.eval_dataset) if self.eval_dataset else ()
+        found = sources_of(self.eval_dataset) if self.held_out_percent is None else ()
         if any(source.weight for source in found):
             raise ValueError(f"--eval_dataset {self.eval_dataset}: held-out sets have no weights")
         return found
+
+    @property
+    def held_out_percent(self) -> int | None:
+        """The percent of each dataset to hold out; None if `--eval_dataset` names sets. Raises ValueError."""
+        share = self.eval_dataset or "5%"
+        if not re.fullmatch(r"[-+.\d]+%", share):
+            return None
+        if not (share[:-1].isdecimal() and 1 <= int(share[:-1]) <= 50):
+            raise ValueError(f"--eval_dataset is {shortened(share)}: a share is 1% to 50%")
+        return int(share[:-1])
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -49,6 +49,14 @@ def test_the_default_length_is_thirty_steps_after_the_warm_up() -> None:
     assert RunConfig(num_train_epochs=1.0).steps_asked is None
 
 
+@pytest.mark.parametrize("share", ["0%", "51%", "-5%", "2.5%"])
+def test_the_share_to_hold_out_is_a_whole_percentage_up_to_half(share: str) -> None:
+    assert RunConfig().held_out_percent == 5
+    assert RunConfig(eval_dataset="a.jsonl").held_out_percent is None
+    with pytest.raises(ValueError, match=f"--eval_dataset is {share}: a share is 1% to 50%"):
+        RunConfig(dataset="x.txt", eval_steps=1, eval_dataset=share).check()
+
+
 def test_tokens_take_whole_steps_of_the_batch() -> None:
     config = parse("--tokens", "2B", "--seq_len", "1024")
     assert (config.max_tokens, config.steps_asked) == ("2B", None)
