@@ -48,7 +48,7 @@ PAIRS = (
     Pair("num_processes", "rehearse", ", which starts one process and sets the number of ranks"),
     Pair("parity", "rehearse", ", whose losses mean nothing"),
     Pair("repeats", "rehearse", ", whose results are always the same without a GPU", on_cpu=True),
-    Pair("profile", "rehearse", ", which computes nothing without a GPU", on_cpu=True),
+    Pair("profile", "rehearse", ", which without a GPU has no times, and traces memory anyway", on_cpu=True),
     Pair("torch_compile", "rehearse", ", whose tensors can't be compiled without a GPU", on_cpu=True),
 )
 "flags of `slm compare` that need or exclude each other"
@@ -210,7 +210,7 @@ def _parity_reference(config: RunConfig, *, numerics: str, num_processes: int) -
         attn_implementation=config.attn_implementation if has_fp32 else "sdpa",
         **PLAIN,
         torch_compile_mode="default",
-        profile=False,
+        profile="none",
         max_grad_norm=config.max_grad_norm or 0.0,  # with stock numerics the script does not clip
         save_steps=None,
         resume_from_checkpoint=None,

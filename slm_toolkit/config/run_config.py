@@ -27,8 +27,6 @@ FP8_MULTIPLE = 16
 "cuBLAS multiplies float8 matrices if their widths and numbers of tokens are multiples of it"
 MOST_DDP_TIMEOUT = 3600
 "seconds; torch's own timeout of a collective, see run/peers/machines.py"
-CHECKPOINTING_SYNONYMS = {"true": "full", "false": "none"}
-"--gradient_checkpointing was a switch once; old scripts and records still have these values"
 ESTIMATED_ATTENTION = (  # names of transformers 5.23; all but eager keep no scores
     *("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"),
     *("sdpa_flash", "sdpa_efficient", "sdpa_cudnn"),  # sdpa_math is missing: it keeps scores in its own way
@@ -168,7 +166,7 @@ class RunConfig:
         choices=("none", "full", "selective_op", "selective_layer"),
         other_names=("activation_checkpointing", "activation_checkpoint"),
         bare="full",
-        synonyms=CHECKPOINTING_SYNONYMS,
+        synonyms={"true": "full", "false": "none"},  # it was a switch once, as other trainers' still is
         grid=True,
         excludes_strategies=(
             ExcludesStrategy(
@@ -491,7 +489,7 @@ class RunConfig:
         may_change_on_resume=False,
         estimate="counts",
         no_closed_form="the mask that keeps documents apart, and the share of padding, are not known before "
-        "the documents are; --trace_memory tells",
+        "the documents are; --profile memory tells",
         closed_form_for=("auto", "concat"),
         heading="packing {}",
     )
@@ -596,11 +594,15 @@ class RunConfig:
         least=1,
         column="",
     )
-    profile: bool = Flag(
-        False,
-        "after the last timed step, run four more under torch.profiler. Shows where the time goes, and "
-        "writes a trace",
+    profile: str = Flag(
+        "none",
+        "look into steps after the last timed one. time, or the flag alone: four steps under torch.profiler, "
+        "which show where the time goes; writes a trace. memory: every allocation of two steps, a timeline "
+        "by part and module. A rehearsal without a GPU always has the timeline",
         group="length",
+        choices=("none", "time", "memory"),
+        bare="time",
+        synonyms={"true": "time", "false": "none"},  # it was a switch once
         losses="same",
         column="",
     )
@@ -611,13 +613,6 @@ class RunConfig:
         group="length",
         grid=True,
         least=1,
-        column="",
-    )
-    trace_memory: bool = Flag(
-        False,
-        "after the last timed step, trace every allocation of two more: a memory timeline by part and "
-        "module. A rehearsal without a GPU always does this",
-        group="length",
         column="",
     )
     optim: str = Flag(

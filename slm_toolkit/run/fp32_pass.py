@@ -83,7 +83,7 @@ def _in_fp32(config: RunConfig, folder: Path) -> RunConfig:
 
 
 _LEFT_OUT = (
-    *("profile", "trace_memory", "eval_steps", "eval_dataset", "save_steps"),
+    *("profile", "eval_steps", "eval_dataset", "save_steps"),
     *("resume_from_checkpoint", "overwrite_output_dir", "merge_adapter", "report_to"),
     *("logging_steps", "max_time"),
 )

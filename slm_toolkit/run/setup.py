@@ -455,7 +455,7 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
     """Hand everything to the engine. Exits with an error if the running engine is not the YAML's."""
     config, accelerator = job.config, job.accelerator
     trace = None
-    if config.trace_memory or is_fake(config):
+    if config.profile == "memory" or is_fake(config):
         trace = AllocationTrace(fake=is_fake(config), device_type=accelerator.device.type)
         trace.adopt(job.model.parameters(), "parameters")
     loss_recorder = RecordedLoss(

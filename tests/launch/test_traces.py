@@ -137,7 +137,7 @@ def test_a_real_step_with_four_bit_weights_peaks_as_estimated(tmp_path: Path) ->
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     done = slm(
         *("train", "--num_processes", "1", "--strategy", "single", *words, "--max_steps", "2"),
-        *("--trace_memory", "true", "--output_dir", str(tmp_path), "--run_name", "q"),
+        *("--profile", "memory", "--output_dir", str(tmp_path), "--run_name", "q"),
     )
     assert done.code == 0, done.err
     record = record_under(tmp_path)

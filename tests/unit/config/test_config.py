@@ -31,13 +31,14 @@ def test_a_bare_switch_is_true_and_a_named_one_what_it_says() -> None:
     assert parse("--torch_compile", "false").torch_compile is False
 
 
-def test_checkpointing_was_a_switch_once_and_is_still_understood_as_one() -> None:
+def test_a_choice_that_was_a_switch_once_is_still_understood_as_one() -> None:
     assert parse("--gradient_checkpointing").gradient_checkpointing == "full"
     assert parse("--gradient_checkpointing", "true").gradient_checkpointing == "full"
     assert parse("--gradient_checkpointing", "false").gradient_checkpointing == "none"
     assert parse("--gradient_checkpointing", grid=True).gradient_checkpointing == ["full"]
     several = parse("--gradient_checkpointing", "false", "selective_op", grid=True)
     assert several.gradient_checkpointing == ["none", "selective_op"]
+    assert [parse("--profile").profile, parse("--profile", "false").profile] == ["time", "none"]
     with pytest.raises(ValueError, match="--gradient_checkpointing is True: one of none, full"):
         RunConfig(gradient_checkpointing=True).check()
 
