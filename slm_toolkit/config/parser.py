@@ -84,6 +84,7 @@ REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
     "usd_per_gpu_hour": "--prices USD",
     "inter_node_gbps": "--network GBIT",
     **dict.fromkeys(("price_kind", "provider"), "--prices USD, or --gpu NAME@USD for each GPU type"),
+    "any_version": "set the environment variable SLM_ANY_VERSION=1",
     "trace_memory": "--profile memory",
     "validation_split_percentage": "--eval_dataset 10%",
     "reduce_dtype": "--numerics stock reduces as the engine does, --numerics fp32 in fp32",

@@ -877,12 +877,6 @@ class RunConfig:
         is_printable=True,
         identity=False,
     )
-    any_version: bool = Flag(
-        False,
-        "run with unsupported versions of torch, accelerate, DeepSpeed or transformers",
-        group="saving",
-        identity=False,
-    )
 
     def with_defaults(self, *, has_gpu: bool) -> "RunConfig":
         """Fill in what depends on the machine: a 100M model and 1024 tokens on a GPU, 10M and 128 on CPU."""
