@@ -114,17 +114,17 @@ REDUCTION = (
     Fault(
         "no reduction",
         _DDP,
-        "instead(job, 'reduce_as_asked', lambda f: lambda m, c: m.register_comm_hook(None, keep))",
+        "instead(job, 'set_reduction', lambda f: lambda m, c: m.register_comm_hook(None, keep))",
     ),
     Fault(
         "one projection never reduced",
         _DDP,
-        "instead(job, 'reduce_as_asked', lambda f: keep_one('model.layers.1.mlp.up_proj.weight'))",
+        "instead(job, 'set_reduction', lambda f: keep_one('model.layers.1.mlp.up_proj.weight'))",
     ),
     Fault(
         "no reduction in step 3",
         _DDP,
-        "instead(job, 'reduce_as_asked', lambda f: lambda m, c: m.register_comm_hook(None, keep_in_step(3)))",
+        "instead(job, 'set_reduction', lambda f: lambda m, c: m.register_comm_hook(None, keep_in_step(3)))",
     ),
     Fault(
         "noise on one rank's gradients",

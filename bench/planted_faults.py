@@ -498,7 +498,7 @@ def keep_in_step(number: int) -> Callable[..., torch.futures.Future[torch.Tensor
 
 
 def keep_one(name: str) -> Callable[[torch.nn.Module, Any], None]:
-    """In place of `reduce_as_asked`: DDP reduces all but one parameter's gradient."""
+    """In place of `set_reduction`: DDP reduces all but one parameter's gradient."""
 
     def reduce_others(model: torch.nn.Module, config: Any) -> None:
         kept = model.module.get_parameter(name)

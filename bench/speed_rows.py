@@ -24,6 +24,7 @@ from slm_toolkit.config.run_config import RunConfig, in_todays_names
 from slm_toolkit.hardware.gpus import Gpu, gpu_of_name
 from slm_toolkit.hardware.network import Cluster, cluster_of
 from slm_toolkit.model.model_spec import ModelSpec
+from slm_toolkit.predict.setup.other_trainers import OtherTrainer, trainer_named
 from slm_toolkit.predict.setup.setup import Deployment, Setup
 from slm_toolkit.predict.speed.software import Shares, Software
 from slm_toolkit.predict.speed.step import step_time
@@ -43,6 +44,7 @@ class Row:
     spec: ModelSpec
     strategy: Strategy
     config: RunConfig
+    like: OtherTrainer | None
     gpu: Gpu
     cluster: Cluster
     num_gpus: int
@@ -88,7 +90,6 @@ def row_of(line: dict[str, str]) -> Row:
         gradient_checkpointing=line["checkpointing"],
         attn_implementation=line["attention"],
         numerics=line["numerics"],
-        reduce_dtype=line["reduce_dtype"] or None,
         **in_todays_names({"norm_kernel": line["norm_kernel"], "torch_compile": line["compiled"] == "1"}),
         max_grad_norm=1.0,
     )
@@ -99,6 +100,8 @@ def row_of(line: dict[str, str]) -> Row:
         spec=spec,
         strategy=find_strategy(line["strategy"]),
         config=config,
+        # for a speed, torchtitan's preset differs from ours in FSDP's fp32 reduction only
+        like=trainer_named("torchtitan") if line["reduce_dtype"] == "fp32" else None,
         gpu=gpu,
         cluster=cluster_of(gpu, inter_node_gbps=float(gbps) if gbps else None),
         num_gpus=int(line["num_gpus"]),
@@ -133,6 +136,7 @@ def setup_of(row: Row) -> Setup:
         num_gpus=row.num_gpus,
         gpus_per_node=GPUS_PER_NODE,
         gpu=row.gpu,
+        like=row.like,
         deployment=Deployment(row.cluster),
     )
 

@@ -336,7 +336,7 @@ def finish(
         tokenizer, folder, merge = job.data.tokenizer, run_dir / MODEL_DIR, config.merge_adapter
         model_dir = save_model(job.accelerator, prepared.model, tokenizer, folder, card=card, merge=merge)
     breakdown = None
-    if config.profile and record.first_step < prepared.num_steps:
+    if config.profile == "time" and record.first_step < prepared.num_steps:
         watchdog.beat("while profiling")
         progress.say(f"profiling; traces: {run_dir}/trace-rank*.json.gz, table: slm report {run_dir}")
         breakdown = profile_steps(functools.partial(more_steps, around.watch), run_dir, job.accelerator)

@@ -230,8 +230,8 @@ def _compare(args: argparse.Namespace) -> int:
         return print_probe(args)
     console = Console(stderr=True)
     with user_errors():
-        if args.memory and not (args.trace_memory or args.rehearse):
-            raise ValueError("--memory needs traced allocations\nhint: add --trace_memory")
+        if args.memory and not (args.profile == "memory" or args.rehearse):
+            raise ValueError("--memory needs traced allocations\nhint: add --profile memory")
         check_exports(args.export)
         check_pairs(flags_given(args), _MEASURES_NOTHING)
         baseline = read_baseline(args.baseline)

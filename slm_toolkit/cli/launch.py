@@ -185,7 +185,7 @@ def _with_flags_of_config_file(words: list[str]) -> list[str]:
 
 
 def _check_script(words: list[str], asked: _Asked) -> None:
-    check_surroundings(any_version=True)
+    check_surroundings()
     if (arguments := arguments_of(words, MODULE)) is not None:
         config = training_config(arguments)
         check_training([config], [] if asked.strategy is None else [asked.strategy])

@@ -71,7 +71,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
         "--memory",
         action="store_true",
         help="print where the memory peak is, which modules own it, and a chart of the step. Needs "
-        "runs with --trace_memory or --rehearse",
+        "runs with --profile memory or --rehearse",
     )
     parser.add_argument(
         "--baseline",
@@ -139,7 +139,7 @@ def print_records(
     unchecked = failed_references(records)
     if args.memory and all(row.memory_at_peak is None for row in rows):
         unchecked.append(
-            "no memory timeline: only runs with --trace_memory, or --rehearse without a GPU, have one"
+            "no memory timeline: only runs with --profile memory, or --rehearse without a GPU, have one"
         )
     parity_due = getattr(args, "parity", None) and not failed_references(records)
     if parity_due and all(row.parity_holds is None for row in rows):

@@ -27,7 +27,7 @@ from slm_toolkit.config.flags import every_config
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import Machine, find_gpu, this_machine
 from slm_toolkit.hardware.prices import OwnPrices, find_price
-from slm_toolkit.launch.command_line import check_surroundings, check_training
+from slm_toolkit.launch.command_line import check_surroundings, check_training, check_versions
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import check_tokenizer
 from slm_toolkit.predict.choices import choices, given_with
@@ -111,12 +111,13 @@ def prepare(
 
 def prepare_script(request: Request, script: Script, *, console: Console) -> Prepared:
     """Plan the runs of a user's own script. Notes go to stderr. Raises ValueError with all problems."""
-    if flags := [name for name in request.given if name not in ("output_dir", "any_version")]:
+    if flags := [name for name in request.given if name != "output_dir"]:
         raise ValueError(
             f"--script with --{', --'.join(flags)}: flags of our own trainer\n"
             "hint: give the script's own arguments at the end: slm compare --script train.py -- ARGUMENTS"
         )
-    check_surroundings(any_version=request.given.get("any_version", False))
+    check_surroundings()
+    check_versions()
     if request.nodes is None:
         with console.status("looking at this machine"):
             machine = this_machine()

@@ -46,7 +46,7 @@ PAIRS = (
     Pair("num_processes", "rehearse", ", which starts one process and sets the number of ranks"),
     Pair("parity", "rehearse", ", whose losses mean nothing"),
     Pair("repeats", "rehearse", ", whose results are always the same without a GPU", on_cpu=True),
-    Pair("profile", "rehearse", ", which computes nothing without a GPU", on_cpu=True),
+    Pair("profile", "rehearse", ", which without a GPU has no times, and traces memory anyway", on_cpu=True),
 )
 "flags of `slm compare` that need or exclude each other"
 
@@ -206,7 +206,7 @@ def _parity_reference(config: RunConfig, *, numerics: str, num_processes: int) -
         sp_size=1,
         attn_implementation=config.attn_implementation if has_fp32 else "sdpa",
         **PLAIN,
-        profile=False,
+        profile="none",
         max_grad_norm=config.max_grad_norm or 0.0,  # with stock numerics the script does not clip
         save_steps=None,
         resume_from_checkpoint=None,

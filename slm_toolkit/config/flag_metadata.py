@@ -255,7 +255,7 @@ def _is_given(config: Any, name: str) -> bool:
 
 
 def _as_typed(config: Any, name: str, known: dict[str, Flag], *, named: tuple[Any, ...] = ()) -> str:
-    """Return `--profile`, `--fp8 rowwise` or `--rehearse 8`; no value that is free text, such as a path."""
+    """Return `--pad_widths`, `--profile time` or `--rehearse 8`; no free text, such as a path."""
     value = getattr(config, name)
     is_word = known[name].choices or known[name].sets or value in named
     if value is True or (isinstance(value, str) and not is_word):

@@ -29,8 +29,6 @@ FP8_MULTIPLE = 16
 "cuBLAS multiplies float8 matrices if their widths and numbers of tokens are multiples of it"
 MOST_DDP_TIMEOUT = 3600
 "seconds; torch's own timeout of a collective, see run/peers/machines.py"
-CHECKPOINTING_SYNONYMS = {"true": "full", "false": "none"}
-"--gradient_checkpointing was a switch once; old scripts and records still have these values"
 ESTIMATED_ATTENTION = (  # names of transformers 5.23; all but eager keep no scores
     *("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"),
     *("sdpa_flash", "sdpa_efficient", "sdpa_cudnn"),  # sdpa_math is missing: it keeps scores in its own way
@@ -195,7 +193,7 @@ class RunConfig:
         choices=("none", "full", "selective_op", "selective_layer"),
         other_names=("activation_checkpointing", "activation_checkpoint"),
         bare="full",
-        synonyms=CHECKPOINTING_SYNONYMS,
+        synonyms={"true": "full", "false": "none"},  # it was a switch once, as other trainers' still is
         grid=True,
         excludes_strategies=(
             ExcludesStrategy(
@@ -228,23 +226,6 @@ class RunConfig:
         losses="rounded",
         estimate="counts",
         heading="numerics {}",
-    )
-    reduce_dtype: str | None = Flag(
-        None,
-        "dtype of gradient reduction (default: bf16; with --numerics stock, the engine's own). Under ZeRO "
-        "fp32 also keeps the reduced gradients in fp32; ZeRO-1 then keeps all of them on every rank",
-        group="model",
-        choices=("bf16", "fp32"),
-        grid=True,
-        excludes=(
-            Excludes("numerics", "each engine has its own", values=("stock",), own=("bf16",)),
-            Excludes("numerics", "its gradients are scaled and reduced in fp16", values=("fp16",)),
-            dataclasses.replace(_NO_LOW_PRECISION, own=("bf16",)),
-        ),
-        losses="rounded",
-        estimate="counts",
-        column="reduced in",
-        heading="gradients reduced in {}",
     )
     fp8: str = Flag(
         "none",
@@ -449,8 +430,9 @@ class RunConfig:
     )
     eval_dataset: str | None = Flag(
         None,
-        "held-out sets, separated by commas, for --eval_steps. Loss and perplexity of each are reported "
-        "(default: a share of each --dataset)",
+        "held-out sets, separated by commas, for --eval_steps. Loss and perplexity of each are reported. Or "
+        "1% to 50%: the share of each --dataset to hold out (default: 5%; of a stream: its first "
+        "--eval_batches)",
         group="data",
         other_names=(
             *("validation_file", "eval_file", "eval_data", "val_data", "val_dataset", "valid_file"),
@@ -495,7 +477,7 @@ class RunConfig:
         may_change_on_resume=False,
         estimate="counts",
         no_closed_form="the mask that keeps documents apart, and the share of padding, are not known before "
-        "the documents are; --trace_memory tells",
+        "the documents are; --profile memory tells",
         closed_form_for=("auto", "concat"),
         heading="packing {}",
     )
@@ -531,15 +513,6 @@ class RunConfig:
         least=0,
         losses="same",
         column="workers",
-    )
-    validation_split_percentage: int = Flag(
-        5,
-        "percent of the text held out for --eval_steps (of a stream: its first --eval_batches)",
-        group="data",
-        least=1,
-        most=50,
-        excludes=(Excludes("eval_dataset", "the held-out sets replace the split"),),
-        may_change_on_resume=False,
     )
     fp32_steps: int = Flag(
         0,
@@ -609,11 +582,15 @@ class RunConfig:
         least=1,
         column="",
     )
-    profile: bool = Flag(
-        False,
-        "after the last timed step, run four more under torch.profiler. Shows where the time goes, and "
-        "writes a trace",
+    profile: str = Flag(
+        "none",
+        "look into steps after the last timed one. time, or the flag alone: four steps under torch.profiler, "
+        "which show where the time goes; writes a trace. memory: every allocation of two steps, a timeline "
+        "by part and module. A rehearsal without a GPU always has the timeline",
         group="length",
+        choices=("none", "time", "memory"),
+        bare="time",
+        synonyms={"true": "time", "false": "none"},  # it was a switch once
         losses="same",
         column="",
     )
@@ -624,13 +601,6 @@ class RunConfig:
         group="length",
         grid=True,
         least=1,
-        column="",
-    )
-    trace_memory: bool = Flag(
-        False,
-        "after the last timed step, trace every allocation of two more: a memory timeline by part and "
-        "module. A rehearsal without a GPU always does this",
-        group="length",
         column="",
     )
     optim: str = Flag(
@@ -884,12 +854,6 @@ class RunConfig:
         is_printable=True,
         identity=False,
     )
-    any_version: bool = Flag(
-        False,
-        "run with unsupported versions of torch, accelerate, DeepSpeed or transformers",
-        group="saving",
-        identity=False,
-    )
 
     def with_defaults(self, *, has_gpu: bool) -> "RunConfig":
         """Fill in what depends on the machine: a 100M model and 1024 tokens on a GPU, 10M and 128 on CPU."""
@@ -946,11 +910,6 @@ class RunConfig:
         return rule_of(self.optim)
 
     @property
-    def reduces_in_fp32(self) -> bool:
-        """True if the flags ask for gradients of bf16 weights to be reduced in fp32."""
-        return self.numerics != "fp32" and self.reduce_dtype == "fp32"
-
-    @property
     def kernel_parts(self) -> tuple[str, ...]:
         """The parts of --kernels: those of KERNEL_SETS."""
         return FLAGS["kernels"].parts_of(self.kernels)
@@ -1003,10 +962,20 @@ class RunConfig:
     @property
     def eval_sources(self) -> tuple[Source, ...]:
         """The sources of `--eval_dataset`. Raises ValueError for weights, which held-out sets don't have."""
-        found = sources_of(self.eval_dataset) if self.eval_dataset else ()
+        found = sources_of(self.eval_dataset) if self.held_out_percent is None else ()
         if any(source.weight for source in found):
             raise ValueError(f"--eval_dataset {self.eval_dataset}: held-out sets have no weights")
         return found
+
+    @property
+    def held_out_percent(self) -> int | None:
+        """The percent of each dataset to hold out; None if `--eval_dataset` names sets. Raises ValueError."""
+        share = self.eval_dataset or "5%"
+        if not re.fullmatch(r"[-+.\d]+%", share):
+            return None
+        if not (share[:-1].isdecimal() and 1 <= int(share[:-1]) <= 50):
+            raise ValueError(f"--eval_dataset is {shortened(share)}: a share is 1% to 50%")
+        return int(share[:-1])
 
     @property
     def identity(self) -> dict[str, Any]:

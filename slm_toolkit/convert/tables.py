@@ -243,7 +243,7 @@ ZERO_ALONE: dict[str, tuple[Any, ...]] = {
     "train_micro_batch_size_per_gpu train_batch_size": ("the script sets the batch size", "auto"),
     "optimizer scheduler": ("the script builds the optimizer and the scheduler",),
     "communication_data_type data_types": (
-        "accelerate's YAML can't set dtypes: use slm_toolkit.train --reduce_dtype and --numerics",
+        "accelerate's YAML can't set dtypes: use slm_toolkit.train --numerics",
     ),
     "activation_checkpointing": (
         "only models that call DeepSpeed's checkpointing read it, and Hugging Face's do not: use "

@@ -21,8 +21,7 @@ _DIFFERS = {  # names of the findings by DeepSpeed's key
 
 
 def _reduces_in(case: Case) -> tuple[str, ...]:
-    in_fp32 = case.flags.reduces_in_fp32 or case.flags.numerics == "fp32"
-    return ("fp32", "float32") if in_fp32 else (case.flags.computes_in,)
+    return ("fp32", "float32") if case.flags.numerics == "fp32" else (case.flags.computes_in,)
 
 
 _RULES = (
@@ -62,7 +61,6 @@ _OF_DEEPSPEED = (
             REMOVE,
             why="other strategies reduce gradients in the dtype that the flags say: losses and traffic then "
             "differ for another reason than sharding",
-            then=", or --reduce_dtype fp32, which sets it under every strategy",
         )
         for key in ("communication_data_type", "data_types.grad_accum_dtype")
     ),

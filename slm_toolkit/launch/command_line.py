@@ -39,7 +39,8 @@ def check_training(configs: list[RunConfig], strategies: Sequence[Strategy] = ()
 
     Checks models, datasets and tokenizers on disk only; a name that may be a hub id is accepted.
     """
-    check_surroundings(any_version=configs[0].any_version)
+    check_surroundings()
+    check_versions()
     configs = [config.with_defaults(has_gpu=False) for config in configs]  # no check here depends on a GPU
     problems = [problem for config in configs for problem in config.problems()]
     problems += [
@@ -60,8 +61,8 @@ def check_training(configs: list[RunConfig], strategies: Sequence[Strategy] = ()
         _check_files(configs[0])
 
 
-def check_surroundings(*, any_version: bool) -> None:
-    """Raise ValueError for limits, variables and, unless `any_version`, libraries that break a launch."""
+def check_surroundings() -> None:
+    """Raise ValueError for limits and variables that break a launch."""
     soft = _FEWEST_OPEN_FILES if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if 0 <= soft < _FEWEST_OPEN_FILES:  # below 0: no limit
         raise ValueError(
@@ -70,26 +71,28 @@ def check_surroundings(*, any_version: bool) -> None:
     threads = os.environ.get("OMP_NUM_THREADS", "1")
     if not threads.strip().isdecimal():
         raise ValueError(f"OMP_NUM_THREADS is {threads!r}\nhint: set it to a whole number, or unset it")
-    if not any_version and (wrong := _wrong_versions()):
-        raise ValueError(
-            f"slm_toolkit needs {', '.join(wrong)}\n"
-            "hint: install what is needed; --any_version tries what is installed"
-        )
 
 
-def _wrong_versions() -> list[str]:
-    """Return `transformers>=5.10.1, not 5.9.0` for each library outside its declared versions."""
+def check_versions() -> None:
+    """Raise ValueError for libraries outside their declared versions, unless SLM_ANY_VERSION is 1."""
+    if os.environ.get("SLM_ANY_VERSION") == "1":
+        return
     from packaging.specifiers import SpecifierSet  # takes 15 ms
 
     installed, declared = installed_versions(), []
     with suppress(PackageNotFoundError):  # a checkout that is not installed
         declared = [text.partition(";")[0] for text in requires("slm-toolkit") if "extra ==" not in text]
     named = [re.match(r"([\w-]+)(.*)", text).groups() for text in declared]
-    return [
+    wrong = [
         f"{package}{versions}, not {installed[package]}"
         for package, versions in named
         if package in installed and not SpecifierSet(versions).contains(installed[package], prereleases=True)
     ]
+    if wrong:
+        raise ValueError(
+            f"slm_toolkit needs {', '.join(wrong)}\n"
+            "hint: install what is needed; SLM_ANY_VERSION=1 tries what is installed"
+        )
 
 
 def _is_local(model: str) -> bool:

@@ -64,7 +64,6 @@ class Estimate:
     sp_size: int
     attn_implementation: str
     numerics: str
-    reduce_dtype: str | None
     like: str | None
     "preset of `--like`: the trainer that this row estimates; None: slm_toolkit's own"
     gradient_checkpointing: str
@@ -150,8 +149,7 @@ class Estimate:
 
 _OF_FLAGS = (
     *("per_device_train_batch_size", "seq_len", "sp_size", "gradient_accumulation_steps", "numerics"),
-    *("reduce_dtype", "gradient_checkpointing", "attn_implementation", "kernels"),
-    *("fp8", "pad_widths", "optim", "peft"),
+    *("gradient_checkpointing", "attn_implementation", "kernels", "fp8", "pad_widths", "optim", "peft"),
 )
 "fields of an Estimate that are flags"
 

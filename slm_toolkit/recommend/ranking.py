@@ -74,7 +74,7 @@ def _hardware(plan: Plan) -> tuple:
 
 
 _HARDWARE = attrgetter("model", "numerics", "seq_len", "gpu", "usd_per_gpu_hour", "num_gpus")
-_TRAINING = attrgetter("reduce_dtype", "peft", "lora_r", "strategy")
+_TRAINING = attrgetter("peft", "lora_r", "strategy")
 "settings that change the result of the training, not only its speed; a strategy has its own rows, too"
 
 

@@ -150,7 +150,8 @@ def _asked_flags(*, all_required: bool) -> Any:
         for name, flag in FLAGS.items()
         if flag.choices is not None
     }
-    types["gradient_checkpointing"] |= bool  # a switch in older versions
+    for name in ("gradient_checkpointing", "profile"):  # switches in older versions
+        types[name] |= bool
     sizes = ("seq_len", "per_device_train_batch_size", "gradient_accumulation_steps")
     required = ("seq_len", "numerics", "gradient_checkpointing", "per_device_train_batch_size")
     required = required if all_required else ("numerics",)

@@ -85,7 +85,7 @@ def read_segments(path: Path) -> list[Segment]:
     ]
 
 
-_HINT = "--trace_memory, or --rehearse without a GPU, writes a timeline into the record's folder"
+_HINT = "--profile memory, or --rehearse without a GPU, writes a timeline into the record's folder"
 _LIMIT_BYTES = 2**26  # one row per module and phase of one step takes a few hundred KB
 
 

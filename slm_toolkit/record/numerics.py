@@ -188,7 +188,7 @@ class Numerics:
         settings=(
             *_SEQUENCES_OF_A_STEP,
             *("seed", "model", "dataset", "dataset_config_name", "text_column", "tokenizer_name"),
-            *("streaming", "validation_split_percentage", "eval_steps", "eval_batches"),
+            *("streaming", "eval_dataset", "eval_steps", "eval_batches"),
         ),
     )
     attention_call: str | None = _probed(

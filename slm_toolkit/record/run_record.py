@@ -21,7 +21,7 @@ from msgspec import Meta
 from slm_toolkit.base.secrets import without_secrets
 from slm_toolkit.base.typed_files import Count, Finite, NonNegative, Positive, PositiveInt, typed_dict_of
 from slm_toolkit.base.user_files import exists, typed_path
-from slm_toolkit.config.run_config import CHECKPOINTING_SYNONYMS, FLAGS, RunConfig
+from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.hardware.machine import allocator
 from slm_toolkit.model.from_config import MOST_LAYERS
 from slm_toolkit.model.model_spec import ModelSpec
@@ -334,12 +334,9 @@ class RunRecord:
             seen = self.first_batch or {"num_sequences": None, "seq_len": None}
             shape = {"per_device_train_batch_size": seen["num_sequences"], "seq_len": seen["seq_len"]}
             return {**dict.fromkeys(_DEFAULTS), **asked, **shape}
-        checkpointing = str(asked["gradient_checkpointing"]).lower()
-        return {
-            **_DEFAULTS,
-            **asked,
-            "gradient_checkpointing": CHECKPOINTING_SYNONYMS.get(checkpointing, checkpointing),
-        }
+        flags = {**_DEFAULTS, **asked}
+        switches = {name: flag.synonyms for name, flag in FLAGS.items() if flag.synonyms}
+        return flags | {name: by.get(str(flags[name]).lower(), flags[name]) for name, by in switches.items()}
 
     @cached_property
     def config(self) -> RunConfig:

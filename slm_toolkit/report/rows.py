@@ -488,7 +488,7 @@ def ranked(rows: list[Row], *, strict: bool) -> list[Row]:
     groups: dict[tuple, list[Row]] = defaultdict(list)
     for row in marked:
         if _competes(row, strict=strict):
-            groups[_machine(row), _numerics(row) if strict else None].append(row)
+            groups[_machine(row), row.numerics if strict else None].append(row)
     places = {id(row): place for group in groups.values() for row, place in _places(group)}
     return [
         with_values(row, rank=places[id(row)][0], shares_rank=places[id(row)][1])
@@ -551,23 +551,19 @@ def _machine(row: Row) -> tuple:
     return row.script or row.model, row.num_params, row.seq_len, row.gpu or row.cpu
 
 
-def _numerics(row: Row) -> tuple:
-    return row.numerics, row.asked.get("reduce_dtype")
-
-
 def _marked(rows: list[Row], *, strict: bool) -> list[Row]:
     """Return the rows with the differences of their numerics from their references."""
     groups: dict[tuple, list[Row]] = defaultdict(list)
     for row in rows:
         if row.status == "ok" and row.numerics_probed and not row.is_rehearsed:
-            groups[_machine(row), _numerics(row)].append(row)
+            groups[_machine(row), row.numerics].append(row)
     candidates = {}
     for key, group in groups.items():
         rows_by_engine = ([row for row in group if row.engine == engine] for engine in ("ddp", "single"))
         candidates[key] = _Candidates(next(filter(None, rows_by_engine), group))
     return [
         _with_differences(row, row_candidates.most_similar(row), strict=strict)
-        if (row_candidates := candidates.get((_machine(row), _numerics(row)))) and row.numerics_probed
+        if (row_candidates := candidates.get((_machine(row), row.numerics))) and row.numerics_probed
         else row
         for row in rows
     ]

@@ -68,7 +68,6 @@ def _in_fp32(config: RunConfig, folder: Path) -> RunConfig:
         config,
         fp32_steps=0,
         numerics="fp32",
-        reduce_dtype=None,
         max_grad_norm=config.max_grad_norm if config.max_grad_norm is not None else _clipping_of(config),
         fp8="none",
         attn_implementation="sdpa"
@@ -83,7 +82,7 @@ def _in_fp32(config: RunConfig, folder: Path) -> RunConfig:
 
 
 _LEFT_OUT = (
-    *("profile", "trace_memory", "eval_steps", "eval_dataset", "save_steps"),
+    *("profile", "eval_steps", "eval_dataset", "save_steps"),
     *("resume_from_checkpoint", "overwrite_output_dir", "merge_adapter", "report_to"),
     *("logging_steps", "max_time"),
 )

@@ -70,8 +70,8 @@ from slm_toolkit.run.engine.engine import (
     check_engine,
     describe_batch,
     probe_engine,
-    reduce_as_asked,
     scale_losses,
+    set_reduction,
     start_accelerator,
     without_unused_imports,
 )
@@ -455,7 +455,7 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
     """Hand everything to the engine. Exits with an error if the running engine is not the YAML's."""
     config, accelerator = job.config, job.accelerator
     trace = None
-    if config.trace_memory or is_fake(config):
+    if config.profile == "memory" or is_fake(config):
         trace = AllocationTrace(fake=is_fake(config), device_type=accelerator.device.type)
         trace.adopt(job.model.parameters(), "parameters")
     loss_recorder = RecordedLoss(
@@ -473,7 +473,7 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
     let_collectives_wait()
     if config.numerics == "fp16":
         scale_losses(accelerator, model, optimizer)
-    reduce_as_asked(model, config)
+    set_reduction(model, config)
     held_out = job.data.held_out if job.data is not None else {}
     num_groups = accelerator.num_processes // config.sp_size
     eval_loaders = {

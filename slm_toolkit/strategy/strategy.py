@@ -522,10 +522,6 @@ def contradictions(
     problems += [*part_problems(deepspeed), *optimizer_problems(deepspeed, config)]
     problems += [] if num_processes is None else group_problems(config, num_processes)
     problems += strategy_problems(config, strategy)
-    if config.reduces_in_fp32 and strategy.is_zero_0:
-        problems.append("--reduce_dtype fp32: ZeRO-0 has no such option: remove it from --strategy")
-    if config.reduces_in_fp32 and config.numerics == "pure_bf16" and strategy.is_zero_1:
-        problems.append("--numerics pure_bf16 with gradients in fp32: ZeRO-1 then has fp32 master weights")
     return [f"{strategy.path or strategy.name}: {problem}" for problem in problems]
 
 

@@ -179,8 +179,7 @@ ENGINES = (
         "torch: DDP's reducer and its default bucket",
         ("_ddp_init_helper", "_rebuild_buckets", "DistributedDataParallel"),
         "rehearse DDP on fake tensors",
-        "run/rehearse.py: _FakeDistributedDataParallel; run/engine/engine.py: "
-        "`reduce_as_asked` for the 25 MiB",
+        "run/rehearse.py: _FakeDistributedDataParallel; predict/speed/traffic.py: DDP_BUCKET_BYTES",
         _ddp,
     ),
     Leaning(

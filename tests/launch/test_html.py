@@ -280,7 +280,7 @@ def test_a_panel_without_data_is_left_out_and_named(tmp_path: Path) -> None:
     done = slm("report", "results/cpu", "--export", str(tmp_path / "out.html"))
     assert done.code == 0
     text = (tmp_path / "out.html").read_text()
-    sentence = "Memory over a step: no memory_timeline.csv: --trace_memory or --rehearse writes one"
+    sentence = "Memory over a step: no memory_timeline.csv: --profile memory or --rehearse writes one"
     assert f"<li>{sentence}</li>" in text
     assert f"left out: {sentence}" in done.err
     assert 'id="chart-timeline"' not in text

@@ -125,27 +125,6 @@ def test_pure_bf16_keeps_no_fp32_state_and_the_strategies_still_agree(tmp_path: 
     assert sum(state.values()) == pytest.approx(8 * 951_424, rel=1e-3)
 
 
-@pytest.mark.slow
-def test_gradients_reduced_in_fp32_are_seen_in_the_collectives(tmp_path: Path) -> None:
-    strategies = ("--strategy", "ddp", "fsdp_full_shard", "ds_zero2", "ds_zero3")
-    done = compare(*strategies, "--reduce_dtype", "fp32", "--parity", "4", folder=tmp_path)
-    assert done.finished.code == 0, done.finished.err
-    for name, row in done.rows.items():
-        assert row["numerics_probed"]["reduction_dtype"] == "float32"
-        # DeepSpeed has the reduction's dtype only together with the gradients' own, and the row says so
-        differs = ["gradient float32 (not bfloat16)"] if name.startswith("ds_") else []
-        assert row["numerics_differences"] == differs
-
-
-@pytest.mark.slow
-def test_stock_reduces_in_fp32_if_asked(tmp_path: Path) -> None:
-    words = ("--strategy", "ddp", "fsdp_full_shard", "--numerics", "stock", "--reduce_dtype", "fp32")
-    done = compare(*words, "--parity", "4", folder=tmp_path)
-    assert done.finished.code == 0, done.finished.err
-    for row in done.rows.values():
-        assert row["numerics_probed"]["reduction_dtype"] == "float32"
-
-
 def test_the_probe_sees_eager_attention_recomputation_accumulation_and_the_foreach_kernel(
     tmp_path: Path,
 ) -> None:

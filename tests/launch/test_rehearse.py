@@ -55,7 +55,7 @@ def assert_alike(folder: Path, strategies: tuple[str, ...]) -> None:
     fake = compared(folder, strategies, "--rehearse", "2")  # keeps those that `rehearsed` did
     left = strategies
     for attempt in range(5):
-        options = ("--num_processes", "2", "--trace_memory", "true", "--max_steps", "2")
+        options = ("--num_processes", "2", "--profile", "memory", "--max_steps", "2")
         real = compared(folder / f"real-{attempt}", left, *options)
         pairs = {name: [rows[name, 2]["memory_at_peak"] for rows in (fake, real)] for name in left}
         for played, held in pairs.values():
@@ -167,7 +167,7 @@ def test_a_rehearsal_is_one_process_that_is_asked_for_many_ranks() -> None:
         ({"num_processes": 2}, "--num_processes with --rehearse"),
         ({"parity_steps": 3}, "--parity with --rehearse"),
         ({"repeats": 2}, "--repeats with --rehearse"),
-        ({"given": {"profile": True}}, "--profile with --rehearse"),
+        ({"given": {"profile": "time"}}, "--profile with --rehearse"),
         ({"given": {"kernels": ["plain", "compile"]}}, "--kernels compile with --rehearse"),
         ({"given": {"eval_steps": 5}, "rehearse": [8]}, "--eval_steps 5 with --rehearse 8"),
         ({"strategies": ("single",)}, "--rehearse 8 with single, which has only one rank"),
@@ -187,7 +187,7 @@ def test_compare_refuses_before_it_launches(tmp_path: Path) -> None:
     assert done.err.startswith("error: --num_processes with --rehearse")
     untraced = slm("compare", "--memory", "--output_dir", str(tmp_path / "runs"))
     assert untraced.code == 2
-    assert "hint: add --trace_memory" in untraced.err
+    assert "hint: add --profile memory" in untraced.err
     assert not (tmp_path / "runs").exists()
 
 
@@ -398,4 +398,4 @@ def test_a_report_of_memory_nobody_followed_is_no_success(tmp_path: Path) -> Non
     write_record(made_record(), tmp_path)
     done = slm("report", "--memory", str(tmp_path / RECORD_FILE))
     assert done.code == 1
-    assert "no memory timeline: only runs with --trace_memory" in done.out
+    assert "no memory timeline: only runs with --profile memory" in done.out

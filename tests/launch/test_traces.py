@@ -33,10 +33,7 @@ def traced(configuration: dict[str, Any]) -> dict[str, Any]:
         ),
         (
             "small_zero",
-            {
-                **{"strategy": "ds_zero2", "model": "tied-mha-1m"},
-                **{"reduce_dtype": "fp32", "gradient_accumulation_steps": "2"},
-            },
+            {"strategy": "ds_zero2", "model": "tied-mha-1m", "gradient_accumulation_steps": "2"},
         ),
         (
             "small_zero",
@@ -140,7 +137,7 @@ def test_a_real_step_with_four_bit_weights_peaks_as_estimated(tmp_path: Path) ->
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     done = slm(
         *("train", "--num_processes", "1", "--strategy", "single", *words, "--max_steps", "2"),
-        *("--trace_memory", "true", "--output_dir", str(tmp_path), "--run_name", "q"),
+        *("--profile", "memory", "--output_dir", str(tmp_path), "--run_name", "q"),
     )
     assert done.code == 0, done.err
     record = record_under(tmp_path)

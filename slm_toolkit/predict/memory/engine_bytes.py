@@ -107,8 +107,6 @@ class Copies:
 
 
 NO_COPIES = Copies()
-DDP_BUCKET_BYTES = 25 * 2**20
-"gradients that DDP reduces at once, unless a single gradient is larger: the default of bucket_cap_mb"
 
 
 def replicated(
@@ -117,7 +115,6 @@ def replicated(
     dtypes: Dtypes,
     *,
     has_buckets: bool,
-    reduces_copies: bool,
     accumulates: bool,
     copies: Copies,
     optimizer_temporary: float,
@@ -137,8 +134,6 @@ def replicated(
     exist_before = accumulates or keeps_gradients
     before = G * kept if exist_before else 0
     widest = weights.widest_trained * e
-    in_a_bucket = min(G, max(weights.largest_trained, DDP_BUCKET_BYTES // e))
-    copied = in_a_bucket * 4 if has_buckets and reduces_copies else 0
     held = D * e if spec.tied else 0  # the head's part of the gradient waits for the embedding's
 
     def at_layer(layer: int, made: float) -> At:
@@ -152,7 +147,7 @@ def replicated(
 
     def at_embedding() -> At:
         if not is_summed:
-            return At(0, G * e + (2 + exist_before if spec.tied else exist_before) * D * e, temporary=copied)
+            return At(0, G * e + (2 + exist_before if spec.tied else exist_before) * D * e)
         sums = before or (G - D) * kept
         parts = (3 if spec.tied else 1) * D * e  # both parts of a tied gradient, and what they add up to
         return At(0, max(sums + parts, G * kept + D * e))
@@ -295,7 +290,6 @@ def zero_1_in_fp32(
         weights,
         replace(dtypes, master=0, moments=0, kept_gradient=dtypes.gradient),
         has_buckets=has_buckets,
-        reduces_copies=False,
         accumulates=accumulates,
         copies=Copies(),
         optimizer_temporary=optimizer_temporary,

@@ -226,7 +226,6 @@ def _engine_step(setup: Setup) -> Step:
             dtypes,
             # accelerate starts a single rank without DDP
             has_buckets=not strategy.is_single and setup.num_gpus > 1,
-            reduces_copies=setup.reduces_in_fp32 and dtypes.kept_gradient == 2,
             accumulates=accumulates,
             keeps_gradients=setup.keeps_gradients,
             copies=_autocast_copies(setup) if setup.compute == AUTOCAST else Copies(),

@@ -46,8 +46,6 @@ class Weights:
     trained_vocabulary: int
     trained_norm: int
     "in the final norm"
-    largest_trained: int
-    "in the largest trained tensor"
     widest_trained: int
     "in the largest trained tensor of a layer"
     adapter_shapes: tuple[tuple[int, int], ...] = ()
@@ -150,10 +148,10 @@ def weights_of(spec: ModelSpec, adapters: Adapters | None) -> Weights:
     if adapters is None:
         return Weights(
             *(spec.num_params, spec.params_per_layer, embedding),
-            *(spec.num_params, spec.params_per_layer, embedding, spec.hidden_size, embedding, widest),
+            *(spec.num_params, spec.params_per_layer, embedding, spec.hidden_size, widest),
         )
     shapes = [shape for of_matrix in adapter_shapes(spec, adapters).values() for shape in of_matrix]
-    of_layer, largest = sum(map(math.prod, shapes)), max(map(math.prod, shapes))
+    of_layer = sum(map(math.prod, shapes))
     frozen, scales, unpacked = spec.params_per_layer, 0, 0
     if adapters.is_quantized:
         sizes = [inputs * outputs for inputs, outputs in matrices_of(spec).values()]
@@ -170,8 +168,7 @@ def weights_of(spec: ModelSpec, adapters: Adapters | None) -> Weights:
         trained_layer=of_layer,
         trained_vocabulary=0,
         trained_norm=0,
-        largest_trained=largest,
-        widest_trained=largest,
+        widest_trained=max(map(math.prod, shapes)),
         adapter_shapes=tuple(shapes),
         scales_bytes=spec.num_layers * scales,
         unpacked_bytes=unpacked,

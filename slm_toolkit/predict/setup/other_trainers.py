@@ -46,6 +46,8 @@ class OtherTrainer:
     "its FSDP is FSDP1: a flat parameter for each layer, and one for the root; backward gathers ahead"
     gathers_in_fp32: bool = False
     "FSDP: fp32 parameters are gathered in fp32 and cast by autocast; gradients are reduced in bf16"
+    reduces_in_fp32: bool = False
+    "FSDP: bf16 gradients are reduced in fp32"
     has_fp32_gradients: bool = False
     "with bf16 weights: gradients are summed and reduced in one fp32 buffer, which is never freed"
     zero_1_has_buckets: bool = False
@@ -67,6 +69,8 @@ class OtherTrainer:
             phrases.append("FSDP1, which holds two layers at once")
         if self.gathers_in_fp32:
             phrases.append("FSDP that gathers fp32 weights and reduces bf16 gradients")
+        if self.reduces_in_fp32:
+            phrases.append("FSDP that reduces bf16 gradients in fp32")
         if self.has_fp32_gradients:
             phrases.append("gradients of bf16 weights in fp32, which stay between steps")
         if self.zero_1_has_buckets:
@@ -182,12 +186,12 @@ TRAINERS = (
         # AdamW is fused; nn.RMSNorm is one kernel; llama3_8b.toml: activation_checkpoint selective, op
         flags=(
             ("numerics", "stock"),
-            ("reduce_dtype", "fp32"),
             ("optim", "adamw_torch_fused"),
             *_FUSED_NORM,
             ("gradient_checkpointing", "selective_op"),
         ),
         strategies=("fsdp_full_shard", "fsdp_shard_grad_op", "ddp"),
+        reduces_in_fp32=True,
         runs_under=("is_single", "is_replicated", "is_fsdp2"),
         # compile.components has the loss: bf16 logits; their gradient besides in backward
         compiled_loss=LossBytes(forward=2, backward=4),

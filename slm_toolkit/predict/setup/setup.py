@@ -184,8 +184,9 @@ class Setup:
 
     @property
     def reduces_in_fp32(self) -> bool:
-        """True if gradients of bf16 weights are reduced in fp32, by a flag or by the preset of `--like`."""
-        return self.config.reduces_in_fp32 or self.keeps_gradients
+        """True if gradients of bf16 weights are reduced in fp32, as some presets of `--like` do."""
+        by_fsdp = self.strategy.is_fsdp and self.like is not None and self.like.reduces_in_fp32
+        return self.keeps_gradients or (by_fsdp and self.config.computes_in == "bf16")
 
     @property
     def has_fsdp1(self) -> bool:

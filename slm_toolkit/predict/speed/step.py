@@ -649,7 +649,7 @@ def _reduction_bytes(setup: Setup, transfer: Transfer) -> float:
     strategy, gradient, reduced = setup.strategy, setup.dtypes.gradient, setup.dtypes.reduced
     copy, divide = 2 * gradient, 2 * reduced
     cast = gradient + reduced if gradient != reduced else 0
-    if strategy.is_replicated:  # into DDP's bucket and back; our hook for fp32 casts, divides and casts back
+    if strategy.is_replicated:  # into DDP's bucket and back; nanotron's fp32 sums also cast and divide
         return 2 * copy + (2 * cast + divide if cast else 0)
     if strategy.is_fsdp:  # into the buffer, in its dtype; NCCL divides
         return gradient + reduced

@@ -14,12 +14,13 @@ from math import ceil, gcd
 
 from slm_toolkit.model.model_spec import hidden_matrices
 from slm_toolkit.predict.memory.activations import heads_per_head
-from slm_toolkit.predict.memory.engine_bytes import DDP_BUCKET_BYTES
 from slm_toolkit.predict.setup.setup import FP32, Setup
 from slm_toolkit.strategy.settings import ZeroSettings
 
 INT8_SCALES = 1.0  # qwZ: one byte per parameter; scales (one per a few thousand parameters) are not counted
 INT4_SCALES = 0.5
+DDP_BUCKET_BYTES = 25 * 2**20
+"gradients that DDP reduces at once, unless a single gradient is larger: the default of bucket_cap_mb"
 
 
 @dataclass(frozen=True)

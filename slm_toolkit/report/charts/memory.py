@@ -35,7 +35,7 @@ _COLOURS = {name: colour(number) for number, name in enumerate((*TRACED_PARTS, "
     DEEPSPEED: "#b6a27c",
 }
 _CHANGES_NO_MEMORY = {  # flags that may differ between a rehearsal and the run that it stands for
-    *("rehearse", "trace_memory", "profile", "max_steps", "timing_warmup_steps", "seed", "learning_rate"),
+    *("rehearse", "profile", "max_steps", "timing_warmup_steps", "seed", "learning_rate"),
     *("save_steps", "eval_steps", "eval_batches", "dataset", "warmup_steps"),
     *("lr_scheduler_type", "max_tokens"),
 }
@@ -168,7 +168,7 @@ def timeline_panel(rows: dict[str, Row], pictures: dict[str, MemoryPicture]) -> 
     name, title = "timeline", "Memory over a step"
     with_timeline = {label: picture for label, picture in pictures.items() if picture.moments}
     if not with_timeline:
-        return Panel(name, title, missing="no memory_timeline.csv: --trace_memory or --rehearse writes one")
+        return Panel(name, title, missing="no memory_timeline.csv: --profile memory or --rehearse writes one")
     figures = tuple(
         _timeline(f"{name}-{number}", label, picture)
         for number, (label, picture) in enumerate(with_timeline.items(), start=1)

@@ -137,7 +137,7 @@ def _load_parts(
 def _split_rows(
     stream: "PackedStream", facts: dict[str, Any], config: RunConfig, num_held_out: int | None
 ) -> _LoadedSource:
-    """Pack all rows. Hold out --validation_split_percentage of the sequences, at the end."""
+    """Pack all rows. Hold out a share of the sequences, at the end."""
     from datasets import Features, List, Value
 
     rows, pack, number = stream.rows, stream.pack, Value("int32")
@@ -162,7 +162,7 @@ def _split_rows(
     content = {"num_sequences": len(packed), "digest": _digest(samples)}
     if num_held_out is None:
         return _LoadedSource(packed, None, facts, content)
-    num_train = len(packed) - max(1, len(packed) * config.validation_split_percentage // 100)
+    num_train = len(packed) - max(1, len(packed) * config.held_out_percent // 100)
     if num_train == 0:
         raise ValueError(
             f"{stream.path}: a single sequence can't be split into training and evaluation\n"

@@ -19,7 +19,7 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
 )
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
@@ -118,10 +118,6 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
             )
         )
         _write_deepspeed_config(accelerator.deepspeed_plugin.deepspeed_config, config)
-    if engine == "fsdp2" and config.reduces_in_fp32:
-        plugin = accelerator.state.fsdp_plugin
-        policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()  # stock has accelerate's own
-        plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32)
     return accelerator
 
 
@@ -145,9 +141,6 @@ def _write_deepspeed_config(deepspeed: dict[str, Any], config: RunConfig) -> Non
     zero = deepspeed.get("zero_optimization") or {}
     if zero.get("zero_hpz_partition_size") == "auto":  # hpZ: a second copy of the parameters on each node
         zero["zero_hpz_partition_size"] = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if config.reduces_in_fp32:  # needs both settings: either alone has no effect
-        deepspeed["communication_data_type"] = "fp32"
-        deepspeed["data_types"] = {**deepspeed.get("data_types", {}), "grad_accum_dtype": "fp32"}
 
 
 def _accept_fp16_on_cpu() -> None:
@@ -166,22 +159,10 @@ def scale_losses(accelerator: Accelerator, model: torch.nn.Module, optimizer: to
         optimizer.optimizer.loss_scale = accelerator.scaler = LossScale(a_param.device)
 
 
-def reduce_as_asked(model: torch.nn.Module, config: RunConfig) -> None:
-    """Set how DDP reduces gradients.
-
-    `--reduce_dtype fp32` needs a communication hook, and so does a rehearsal, which has no other ranks.
-    FSDP2 and DeepSpeed take the dtype from their own configuration.
-    """
-    if not isinstance(model, DistributedDataParallel):
-        return
-    in_fp32 = config.reduces_in_fp32 and config.numerics != "stock"  # whose gradients are fp32 anyway
-    if config.rehearse is not None:
-        sizes = [param.numel() for param in model.parameters() if param.requires_grad]
-        bucket_size = 25 * 2**20 // next(model.parameters()).element_size()  # bucket_cap_mb's default
-        largest = max(bucket_size, *sizes)
-        model.register_comm_hook(largest if in_fp32 else 0, _reduce_nothing)
-    elif in_fp32:
-        model.register_comm_hook(model.process_group, _reduce_in_fp32)
+def set_reduction(model: torch.nn.Module, config: RunConfig) -> None:
+    """Keep DDP from reducing gradients in a rehearsal, which has no other ranks."""
+    if config.rehearse is not None and isinstance(model, DistributedDataParallel):
+        model.register_comm_hook(None, _reduce_nothing)
 
 
 def _units_of(module: torch.nn.Module) -> list[FSDPModule]:
@@ -190,26 +171,8 @@ def _units_of(module: torch.nn.Module) -> list[FSDPModule]:
     return [unit for unit in units if unit._get_fsdp_state()._fsdp_param_group is not None]  # private
 
 
-def _reduce_in_fp32(
-    group: torch.distributed.ProcessGroup, bucket: torch.distributed.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    """Average gradients over all ranks in fp32; a DDP communication hook."""
-    wide = bucket.buffer().float().div_(group.size())
-    work = torch.distributed.all_reduce(wide, group=group, async_op=True)
-    return work.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
-
-
-def _reduce_nothing(
-    largest_copy: int, bucket: torch.distributed.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    """Return the bucket unchanged; a rehearsal's DDP communication hook.
-
-    `largest_copy`: the elements that a real hook would cast to fp32 at once. In DDP's first step one bucket
-    has all parameters; in later steps, which fake tensors never reach, buckets are smaller.
-    """
-    gradients = bucket.buffer()[:largest_copy]
-    if largest_copy:
-        gradients.copy_(gradients.float())
+def _reduce_nothing(_: None, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Return the bucket unchanged; a DDP communication hook."""
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done

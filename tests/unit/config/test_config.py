@@ -31,13 +31,14 @@ def test_a_bare_switch_is_true_and_a_named_one_what_it_says() -> None:
     assert not parse("--kernels", "plain").compiles
 
 
-def test_checkpointing_was_a_switch_once_and_is_still_understood_as_one() -> None:
+def test_a_choice_that_was_a_switch_once_is_still_understood_as_one() -> None:
     assert parse("--gradient_checkpointing").gradient_checkpointing == "full"
     assert parse("--gradient_checkpointing", "true").gradient_checkpointing == "full"
     assert parse("--gradient_checkpointing", "false").gradient_checkpointing == "none"
     assert parse("--gradient_checkpointing", grid=True).gradient_checkpointing == ["full"]
     several = parse("--gradient_checkpointing", "false", "selective_op", grid=True)
     assert several.gradient_checkpointing == ["none", "selective_op"]
+    assert [parse("--profile").profile, parse("--profile", "false").profile] == ["time", "none"]
     with pytest.raises(ValueError, match="--gradient_checkpointing is True: one of none, full"):
         RunConfig(gradient_checkpointing=True).check()
 
@@ -47,6 +48,14 @@ def test_the_default_length_is_thirty_steps_after_the_warm_up() -> None:
     assert RunConfig(timing_warmup_steps=8).steps_asked == 8 + 30
     assert RunConfig(max_steps=7).steps_asked == 7
     assert RunConfig(num_train_epochs=1.0).steps_asked is None
+
+
+@pytest.mark.parametrize("share", ["0%", "51%", "-5%", "2.5%"])
+def test_the_share_to_hold_out_is_a_whole_percentage_up_to_half(share: str) -> None:
+    assert RunConfig().held_out_percent == 5
+    assert RunConfig(eval_dataset="a.jsonl").held_out_percent is None
+    with pytest.raises(ValueError, match=f"--eval_dataset is {share}: a share is 1% to 50%"):
+        RunConfig(dataset="x.txt", eval_steps=1, eval_dataset=share).check()
 
 
 def test_tokens_take_whole_steps_of_the_batch() -> None:

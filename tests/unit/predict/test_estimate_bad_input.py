@@ -90,8 +90,8 @@ MODELS = {
         (["--per_device_train_batch_size", "1" + "0" * 30], "at most 1,000,000,000,000"),
         (["--attn_implementation", "magic"], "--attn_implementation magic: no closed form"),
         (
-            ["--numerics", "aligned", "stock", "--reduce_dtype", "bf16"],
-            "--reduce_dtype bf16 with --numerics stock",
+            ["--attn_implementation", "sdpa", "eager", "--sp_size", "2"],
+            "--sp_size 2 with --attn_implementation eager",
         ),
         (["--largest_batch"], "--largest_batch needs --gpu"),
         (

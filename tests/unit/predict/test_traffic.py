@@ -10,6 +10,7 @@ import pytest
 from conftest import FSDP2, own_strategy
 
 from slm_toolkit.predict.grid import estimates
+from slm_toolkit.predict.setup.other_trainers import trainer_named
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy
 
 P = 130_569_920  # parameters of slm-100m, as the paper prints them
@@ -21,6 +22,7 @@ FSDP1_HYBRID = "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: 
 
 def traffic(strategy: str, *, num_gpus: int = 8, gpus_per_node: int = 8, **given: object) -> dict[str, float]:
     nodes = {"num_gpus": [num_gpus], "gpus_per_node": gpus_per_node}
+    nodes |= {"like": trainer_named(given.pop("like", None))}
     (row,) = estimates({"model": "slm-100m", **given}, [find_strategy(strategy)], gpus=[None], **nodes)
     return row.traffic_bytes
 
@@ -82,9 +84,9 @@ def test_four_micro_steps_repeat_only_what_the_engine_does_in_each(
     assert (gathers, found["reduce_gradients"]) == pytest.approx((gathered * unit, reduced * unit))
 
 
-@pytest.mark.parametrize("strategy", [name for name in STUDIED_STRATEGIES if name != "ds_zero1"])
-def test_fp32_reduction_doubles_gradients_and_nothing_else(strategy: str) -> None:
-    before, after = traffic(strategy), traffic(strategy, reduce_dtype="fp32")
+@pytest.mark.parametrize("strategy", ["fsdp_full_shard", "fsdp_shard_grad_op"])
+def test_torchtitans_fp32_reduction_doubles_gradients_and_nothing_else(strategy: str) -> None:
+    before, after = traffic(strategy), traffic(strategy, like="torchtitan")
     doubled = after.pop("reduce_gradients")
     assert doubled == 2 * before.pop("reduce_gradients")
     assert all(after[name] == size for name, size in before.items() if name.startswith("gather"))

@@ -68,7 +68,7 @@ def test_a_gpus_libraries_stand_in_the_estimate_for_that_gpu() -> None:
 def test_an_old_records_true_means_full_checkpointing() -> None:
     full = record_of(find_strategy("ddp"), config_of(gradient_checkpointing="full"), num_ranks=2)
     config = {**full.asked["config"], "gradient_checkpointing": True}
-    for name in ("kernels", "rehearse", "trace_memory"):  # came later
+    for name in ("kernels", "rehearse"):  # came later
         del config[name]
     old = dataclasses.replace(full, asked={**full.asked, "config": config})
     assert estimate_of(old) == estimate_of(full)

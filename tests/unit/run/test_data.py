@@ -103,7 +103,7 @@ def test_streamed_documents_give_the_same_sequences_as_loaded_ones(texts: Path) 
 
 def test_the_held_out_share_is_what_was_asked(texts: Path) -> None:
     every, *_ = load(texts)
-    train, held_out, _ = load(texts, eval_steps=1, validation_split_percentage=10)
+    train, held_out, _ = load(texts, eval_steps=1, eval_dataset="10%")
     assert len(train) + len(held_out) == len(every)
     assert len(held_out) == len(every) // 10
 
