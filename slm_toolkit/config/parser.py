@@ -101,6 +101,7 @@ REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
     "paper": "in a checkout, python studies/ashkboos/compare.py prints the paper's figures next to ours",
     "latex": "use --markdown",
     "parquet": "use --csv",
+    "timing_warmup_steps": "leave it out: first steps that are slow or compile are not timed",
     "adam_dtype": "--optim muon takes 4 bytes less per parameter; ds_zero2_offload takes none on the GPU",
     "mlp_kernel": "--torch_compile fuses the MLP",
     "use_liger_kernel": "--loss_kernel fused_linear --norm_kernel fused, or --torch_compile",

@@ -33,6 +33,7 @@ ESTIMATED_ATTENTION = (  # names of transformers 5.23; all but eager keep no sco
     *("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"),
     *("sdpa_flash", "sdpa_efficient", "sdpa_cudnn"),  # sdpa_math is missing: it keeps scores in its own way
 )
+_DEFAULT_STEPS = 33  # 3 of warm-up and 3 blocks of 10
 _LONGEST_NAME = 200  # of a folder: file systems take 255 bytes
 
 _LEARNS_NOTHING = (Excludes("rehearse", "a rehearsal learns nothing"),)
@@ -568,7 +569,7 @@ class RunConfig:
     )
     max_steps: int | None = Flag(
         None,
-        "optimizer steps (default: 33; warm-up steps are not timed)",
+        f"optimizer steps (default: {_DEFAULT_STEPS}; warm-up steps are not timed)",
         group="length",
         basic=True,
         other_names=(
@@ -613,13 +614,6 @@ class RunConfig:
         needs=("save_steps",),
         excludes=_LEARNS_NOTHING,
         identity=False,
-    )
-    timing_warmup_steps: int | None = Flag(
-        None,
-        "first steps that are not timed (default: those that are slow or compile)",
-        group="length",
-        least=1,
-        column="",
     )
     profile: bool = Flag(
         False,
@@ -930,12 +924,12 @@ class RunConfig:
 
     @property
     def steps_asked(self) -> int | None:
-        """Optimizer steps without profiled ones. By default 30 after the warm-up.
+        """Optimizer steps without profiled ones.
 
         None if epochs decide, or tokens before `with_steps`.
         """
         if self.max_steps is None and self.num_train_epochs is None and self.max_tokens is None:
-            return (self.timing_warmup_steps or 3) + 3 * 10
+            return _DEFAULT_STEPS
         return self.max_steps
 
     def with_steps(self, sequences_per_step: int) -> "RunConfig":
