@@ -146,7 +146,7 @@ def flags_page() -> str:
     ]
     training = _options(parsers["train"], of_training=True)
     for group in dict.fromkeys(flag.group for flag in FLAGS.values()):
-        rows = [_training_row(training[name]) for name, flag in FLAGS.items() if flag.group == group]
+        rows = [_training_row(action) for name, action in training.items() if FLAGS[name].group == group]
         parts += [f"### Flags: {group}\n", _table(("flag", "values", "default", "grid", "meaning"), rows)]
     for verb, (_, help_text) in _VERBS.items():
         own, shared = _options(parsers[verb]), _options(parsers[verb], of_training=True)

@@ -102,6 +102,7 @@ REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
     "latex": "use --markdown",
     "parquet": "use --csv",
     "timing_warmup_steps": "leave it out: first steps that are slow or compile are not timed",
+    **dict.fromkeys(("parity_task", "fp32_steps"), "`slm compare --parity K` sets it for its runs"),
     "adam_dtype": "--optim muon takes 4 bytes less per parameter; ds_zero2_offload takes none on the GPU",
     "mlp_kernel": "--torch_compile fuses the MLP",
     "use_liger_kernel": "--loss_kernel fused_linear --norm_kernel fused, or --torch_compile",

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from argparse import SUPPRESS
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,6 @@ _DEFAULT_STEPS = 33  # 3 of warm-up and 3 blocks of 10
 _LONGEST_NAME = 200  # of a folder: file systems take 255 bytes
 
 _LEARNS_NOTHING = (Excludes("rehearse", "a rehearsal learns nothing"),)
-_LOSSES_MEAN_NOTHING = Excludes("rehearse", "the losses of a rehearsal mean nothing")
 _NO_DOCUMENTS = Excludes("dataset", "synthetic tokens are no documents", values=(SYNTHETIC,))
 _NO_LOW_PRECISION = Excludes("numerics", "it has no low precision", values=("fp32",))
 _NO_CHECKPOINTS = (
@@ -451,14 +451,13 @@ class RunConfig:
         may_change_on_resume=False,
         estimate="ignores",
     )
-    parity_task: bool = Flag(
-        False,
-        "train on the task of `slm compare --parity`: synthetic tokens with repeated phrases and several "
-        "documents per sequence. Random weights are so large that attention, positions and norms all "
-        "change the loss",
+    parity: int | None = Flag(  # `slm compare --parity` sets it for its ranks; no verb has it as a flag
+        None,
+        SUPPRESS,
         group="data",
-        excludes=(_LOSSES_MEAN_NOTHING,),
+        excludes=(Excludes("peft", "its weights compute in bf16", values=("qlora",)),),
         estimate="ignores",
+        column="",
     )
     eval_dataset: str | None = Flag(
         None,
@@ -553,19 +552,6 @@ class RunConfig:
         most=50,
         excludes=(Excludes("eval_dataset", "the held-out sets replace the split"),),
         may_change_on_resume=False,
-    )
-    fp32_steps: int = Flag(
-        0,
-        "first train this many steps in fp32, in separate processes, and record their losses. `slm "
-        "compare --parity` compares them to five digits",
-        group="length",
-        least=0,
-        excludes=(
-            _LOSSES_MEAN_NOTHING,
-            Excludes("peft", "its weights compute in bf16", values=("qlora",)),
-        ),
-        losses="same",
-        estimate="ignores",
     )
     max_steps: int | None = Flag(
         None,

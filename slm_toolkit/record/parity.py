@@ -344,7 +344,7 @@ def _limits_to_fp32(record: RunRecord) -> Limits:
         # three times the most that clean runs on chats, mixtures and text, and with LoRA, differed by: 3.2
         # times limits.loss for each unit of change, 13.5 times limits.norm (slm-1m, 2026-11-28)
         return Limits(limits.loss, 40 * limits.norm, loss_change=10 * limits.loss)
-    return limits if record.config.parity_task else Limits(2 * limits.loss, 2 * limits.norm)
+    return limits if record.config.parity else Limits(2 * limits.loss, 2 * limits.norm)
 
 
 def _faults(record: RunRecord) -> tuple[str, ...]:
@@ -408,7 +408,7 @@ def _compare_same_numerics(reference: RunRecord, record: RunRecord, loss_toleran
 
 def _same_numerics_limits(record: RunRecord) -> Limits:
     precision = precision_of(record.asked["config"])
-    if not record.config.parity_task:
+    if not record.config.parity:
         return ALIKE[precision]
     limits = ALIKE_IN_TASK[precision]
     # gradients of weights that were not drawn for the task may be small, as those of a new adapter are

@@ -233,8 +233,8 @@ class RunRecord:
     """gradient norms of the last probed step by parameter, after reduction and before clipping; None: no
     gradient; empty in older records"""
     fp32_pass: Fp32Pass | None = None
-    """with --fp32_steps: the status, reason, losses, grad_norms, parameter_grad_norms, weights_of_ranks and
-    numerics of the first steps in fp32"""
+    """with `slm compare --parity`: status, reason, losses, grad_norms, parameter_grad_norms, weights_of_ranks
+    and numerics of the first steps in fp32"""
     weights_of_ranks: list[WeightsCheck] = field(default_factory=list)
     """comparison of all ranks' weights at each checkpoint and at the end: step, num_compared tensors,
     num_different, and the names of some different tensors"""

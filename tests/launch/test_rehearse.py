@@ -165,7 +165,7 @@ def test_a_rehearsal_is_one_process_that_is_asked_for_many_ranks() -> None:
     ("options", "says"),
     [
         ({"num_processes": 2}, "--num_processes with --rehearse"),
-        ({"parity_steps": 3}, "--parity with --rehearse"),
+        ({"given": {"parity": 3}}, "--parity with --rehearse"),
         ({"repeats": 2}, "--repeats with --rehearse"),
         ({"given": {"profile": True}}, "--profile with --rehearse"),
         ({"given": {"torch_compile": [False, True]}}, "--torch_compile with --rehearse"),
