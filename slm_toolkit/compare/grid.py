@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slm_toolkit.config.flag_pairs import Pair, names_given, pair_problems
+from slm_toolkit.config.flag_pairs import Pair
 from slm_toolkit.config.flags import every_config
 from slm_toolkit.config.run_config import REHEARSED_RANKS_PER_NODE, RunConfig
 from slm_toolkit.hardware.gpus import Machine
@@ -103,8 +103,6 @@ def plan_runs(
     with all problems of all combinations.
     """
     has_gpu = machine.num_gpus > 0
-    launch_flags = {"num_processes": num_processes is not None, "repeats": repeats > 1}
-    names = names_given({**given, **launch_flags})
     if "parity" in given:
         given = {**given, "max_steps": given["parity"]}
     configs = [
@@ -115,7 +113,6 @@ def plan_runs(
     default_processes = machine.num_gpus or on_cpu
     processes = default_processes if num_processes is None else num_processes
     problems = [problem for config in configs for problem in config.problems()]
-    problems += pair_problems(names, PAIRS, has_gpu=has_gpu)
     most_rehearsed = max(config.rehearse or 0 for config in configs)
     if most_rehearsed > 1 and all(strategy.is_single for strategy in strategies):
         problems.append(f"--rehearse {most_rehearsed} with {strategies[0].name}, which has only one rank")
