@@ -258,14 +258,13 @@ def _planned(
     num_processes: int = 2,
     strategies: tuple[str, ...] = STRATEGIES,
 ) -> list[PlannedRun]:
-    length = {} if parity else {"max_steps": NUM_STEPS}
+    length = {"parity" if parity else "max_steps": NUM_STEPS}
     still = {"save_final_model": False, "output_dir": str(folder)}
     return plan_runs(
         {**given, **length, **still},
         [find_strategy(name) for name in strategies],
         num_processes=num_processes,
         machine=this_machine(),
-        parity_steps=NUM_STEPS if parity else None,
     )
 
 

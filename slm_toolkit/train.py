@@ -210,7 +210,6 @@ def train(
     around = around_steps(job, prepared, record)
     watch, progress, evaluations = around.watch, around.progress, around.evaluations
     batches = training_batches(job, prepared, first_step=record.first_step)
-    rate = functools.partial(watch.steady_tokens_per_second, timing_warmup_steps=record.timing_warmup_steps)
 
     last_step = num_steps if end_after is None else min(num_steps, end_after)
     for step in range(record.first_step, last_step):
@@ -222,7 +221,7 @@ def train(
             step_loss, norm = train_step(job, prepared, batches, watch)
         done = step + 1
         if progress.due(done):
-            progress.show(done, step_loss.item(), rate())
+            progress.show(done, step_loss.item(), watch.steady_tokens_per_second())
         around.tracker.log_step(done, step_loss, lr, watch)
         if evaluations.due(done):
             watchdog.beat(f"in the evaluation after step {done}")
@@ -242,7 +241,7 @@ def train(
     if has_trained:
         # a rehearsal has only this rank's loss
         losses = around.after_step.losses
-        progress.show(last_step, losses[-1] if losses else step_loss.item(), rate())
+        progress.show(last_step, losses[-1] if losses else step_loss.item(), watch.steady_tokens_per_second())
     else:
         progress.say(f"all {num_steps} steps were already done")
     progress.close()

@@ -299,7 +299,6 @@ def _request(args: argparse.Namespace, nodes: SlurmNodes | None) -> Request:
         num_processes=args.num_processes,
         timeout_seconds=args.timeout,
         num_repeats=args.repeats,
-        parity_steps=args.parity,
         find_largest_batch=args.largest_batch,
         gpus_per_run=args.gpus_per_run,
         skip_oom=args.skip_oom,

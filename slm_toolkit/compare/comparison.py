@@ -53,7 +53,6 @@ class Request:
     num_processes: int | None = None
     timeout_seconds: float = 3600
     num_repeats: int = 1
-    parity_steps: int | None = None
     find_largest_batch: bool = False
     gpus_per_run: int | None = None
     skip_oom: bool = False
@@ -178,7 +177,6 @@ def _plan(request: Request, machine: Machine, names: Collection[str]) -> tuple[l
         num_processes=num_processes,
         machine=machine,
         repeats=request.num_repeats,
-        parity_steps=request.parity_steps,
     )
     if request.skip_oom:
         check_skippable(runs)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slm_toolkit.config.flag_pairs import Pair, names_given, pair_problems
+from slm_toolkit.config.flag_pairs import Pair
 from slm_toolkit.config.flags import every_config
 from slm_toolkit.config.run_config import REHEARSED_RANKS_PER_NODE, RunConfig
 from slm_toolkit.hardware.gpus import Machine
@@ -16,7 +16,7 @@ from slm_toolkit.model.from_config import check_trainable
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import check_adapter_base, check_hub_names, find_model
 from slm_toolkit.predict.flag_checks import SEARCH_HAS_NO_BATCH
-from slm_toolkit.record.numerics import FP32_STEPS, PLAIN
+from slm_toolkit.record.numerics import PLAIN
 from slm_toolkit.record.run_record import (
     PARITY_REFERENCE,
     everything_asked,
@@ -90,30 +90,18 @@ def plan_runs(
     num_processes: int | None,
     machine: Machine,
     repeats: int = 1,
-    parity_steps: int | None = None,
 ) -> list[PlannedRun]:
     """Plan all combinations of `given` (field name to a value or a list of values) with all strategies.
 
     `num_processes` None means all GPUs, or without a GPU two processes (four with a hybrid strategy). A
     single-process strategy always gets one process, also in a rehearsal. Each run is planned `repeats` times.
-    With `parity_steps`, each run does that many steps, and parity references come first: single processes
+    With `parity`, each run does that many steps, and parity references come first: single processes
     that see the same batches, in fp32 and in the requested numerics. Raises one ValueError
     with all problems of all combinations.
     """
     has_gpu = machine.num_gpus > 0
-    launch_flags = {
-        "num_processes": num_processes is not None,
-        "repeats": repeats > 1,
-        "parity": parity_steps is not None,
-    }
-    names = names_given({**given, **launch_flags})
-    if parity_steps is not None:
-        task = (
-            {"parity_task": True, "fp32_steps": min(FP32_STEPS, parity_steps)}
-            if "rehearse" not in given
-            else {}
-        )
-        given = {**given, **task, "max_steps": parity_steps}
+    if "parity" in given:
+        given = {**given, "max_steps": given["parity"]}
     configs = [
         config.with_defaults(has_gpu=has_gpu or config.rehearse is not None) for config in every_config(given)
     ]
@@ -122,7 +110,6 @@ def plan_runs(
     default_processes = machine.num_gpus or on_cpu
     processes = default_processes if num_processes is None else num_processes
     problems = [problem for config in configs for problem in config.problems()]
-    problems += pair_problems(names, PAIRS, has_gpu=has_gpu)
     most_rehearsed = max(config.rehearse or 0 for config in configs)
     if most_rehearsed > 1 and all(strategy.is_single for strategy in strategies):
         problems.append(f"--rehearse {most_rehearsed} with {strategies[0].name}, which has only one rank")
@@ -148,7 +135,7 @@ def plan_runs(
         per_node = min(count, REHEARSED_RANKS_PER_NODE) if config.rehearse else max(1, count // nodes)
         strategy = fit_groups(strategy, num_ranks=count, ranks_per_node=per_node)
         strategy, taken_out = as_flags_say(strategy, config)
-        if parity_steps is not None:
+        if config.parity is not None:
             single = find_strategy("single")
             for numerics in dict.fromkeys(("fp32", config.numerics)):
                 reference = _parity_reference(config, numerics=numerics, num_processes=count)
@@ -201,7 +188,6 @@ def _parity_reference(config: RunConfig, *, numerics: str, num_processes: int) -
     return dataclasses.replace(
         config,
         numerics=numerics,
-        fp32_steps=0,
         gradient_accumulation_steps=config.gradient_accumulation_steps * num_processes // config.sp_size,
         sp_size=1,
         attn_implementation=config.attn_implementation if has_fp32 else "sdpa",

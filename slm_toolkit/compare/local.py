@@ -35,7 +35,7 @@ from slm_toolkit.compare.outcome import (
 from slm_toolkit.compare.supervisor import end_kept, start_kept
 from slm_toolkit.config.flags import flags_of
 from slm_toolkit.hardware.gpus import Machine, num_cores
-from slm_toolkit.hardware.machine import RamState, look_at_host_ram, who_killed
+from slm_toolkit.hardware.machine import look_at_host_ram, who_killed
 from slm_toolkit.launch.processes import safe_environment
 from slm_toolkit.record.files import write_record
 from slm_toolkit.record.run_record import PROGRESS_FILE, RECORD_FILE, RunRecord
@@ -289,12 +289,8 @@ def _launch(
         progress=last_step_of(folder),
         stopped_after_seconds=timeout_seconds if timed_out else None,
         flooded=flooded,
-        killed_by=_killed_by(before, least_available_bytes),
+        killed_by=who_killed(before, look_at_host_ram(), least_available_bytes=least_available_bytes),
     )
-
-
-def _killed_by(before: RamState, least_available_bytes: int) -> str:
-    return who_killed(before, look_at_host_ram(), least_available_bytes=least_available_bytes)
 
 
 def _environment(run: PlannedRun, slot: Slot, timeout_seconds: float) -> dict[str, str]:

@@ -45,6 +45,7 @@ class Flag:
 
     default: Any
     help: str
+    "argparse.SUPPRESS: only the script has the flag, for the commands that `slm compare` writes"
     _: KW_ONLY
     group: str
     "heading of --help under which the flag stands"

@@ -1,7 +1,7 @@
 """Pair: two flags of a verb that contradict or need each other. Flags of runs have `Excludes` instead."""
 
 import argparse
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,12 +34,7 @@ class Pair:
 def flags_given(args: argparse.Namespace) -> list[str]:
     """Return the names of a verb's flags whose value is not the default."""
     default = args.parser.get_default
-    return names_given({name: value for name, value in vars(args).items() if value != default(name)})
-
-
-def names_given(flags: Mapping[str, Any]) -> list[str]:
-    """Return the names of the flags whose value is not None or false."""
-    return [name for name, value in flags.items() if _is_given(value)]
+    return [name for name, value in vars(args).items() if value != default(name) and _is_given(value)]
 
 
 def pair_problems(given: Collection[str], pairs: Iterable[Pair], *, has_gpu: bool = False) -> list[str]:

@@ -15,18 +15,19 @@ ONE_RUN_ONLY = tuple(name for name, flag in FLAGS.items() if flag.one_run_only)
 "flags that make no sense for several runs"
 
 
-def add_flags(parser: Parser, *, grid: bool, leave_out: tuple[str, ...] = ()) -> None:
+def add_flags(parser: Parser, *, grid: bool, leave_out: tuple[str, ...] = (), hidden: bool = False) -> None:
     """Add a flag for every field of RunConfig but those to `leave_out`.
 
-    With `grid`, a flag whose `Flag.grid` is true takes several values.
+    With `grid`, a flag whose `Flag.grid` is true takes several values. Flags without help are added only with
+    `hidden`.
     """
     parser.has_grid = grid
     groups = {
         name: parser.add_argument_group(name) for name in dict.fromkeys(f.group for f in FLAGS.values())
     }
     for f in dataclasses.fields(RunConfig):
-        if f.name not in leave_out:
-            flag = FLAGS[f.name]
+        flag = FLAGS[f.name]
+        if f.name not in leave_out and (hidden or flag.help != argparse.SUPPRESS):
             names = (f"--{name}" for name in (f.name, *flag.aliases))
             action = groups[flag.group].add_argument(*names, **_options(f, flag, several=grid and flag.grid))
             action.basic = flag.basic and (flag.grid or not grid)
@@ -111,7 +112,7 @@ def training_config(words: list[str]) -> RunConfig:
         description="Train one configuration, under `accelerate launch` or `slm train`, and record it.",
     )
     parser.examples = _EXAMPLES
-    add_flags(parser, grid=False)
+    add_flags(parser, grid=False, hidden=True)
     with user_errors():
         return config_from_args(parser.parse_args(with_underscores(words)))
 

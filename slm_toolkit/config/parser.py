@@ -108,6 +108,8 @@ REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
     "versions": "`slm doctor` checks the versions that are installed where it runs: run it there",
     "ours_against": "in a checkout, python bench/throughput.py compares with Trainer, LitGPT and torchtitan",
     "paper": "in a checkout, python studies/ashkboos/compare.py prints the paper's figures next to ours",
+    "timing_warmup_steps": "leave it out: first steps that are slow or compile are not timed",
+    **dict.fromkeys(("parity_task", "fp32_steps"), "`slm compare --parity K` sets it for its runs"),
     "adam_dtype": "--optim muon takes 4 bytes less per parameter; ds_zero2_offload takes none on the GPU",
     "mlp_kernel": "--kernels compiled fuses the MLP",
     "use_liger_kernel": "--kernels fused",

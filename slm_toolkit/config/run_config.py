@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from argparse import SUPPRESS
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,10 @@ ESTIMATED_ATTENTION = (  # names of transformers 5.23; all but eager keep no sco
     *("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"),
     *("sdpa_flash", "sdpa_efficient", "sdpa_cudnn"),  # sdpa_math is missing: it keeps scores in its own way
 )
+_DEFAULT_STEPS = 33  # 3 of warm-up and 3 blocks of 10
 _LONGEST_NAME = 200  # of a folder: file systems take 255 bytes
 
 _LEARNS_NOTHING = (Excludes("rehearse", "a rehearsal learns nothing"),)
-_LOSSES_MEAN_NOTHING = Excludes("rehearse", "the losses of a rehearsal mean nothing")
 _NO_DOCUMENTS = Excludes("dataset", "synthetic tokens are no documents", values=(SYNTHETIC,))
 _NO_LOW_PRECISION = Excludes("numerics", "it has no low precision", values=("fp32",))
 _NO_CHECKPOINTS = (
@@ -419,14 +420,13 @@ class RunConfig:
         may_change_on_resume=False,
         estimate="ignores",
     )
-    parity_task: bool = Flag(
-        False,
-        "train on the task of `slm compare --parity`: synthetic tokens with repeated phrases and several "
-        "documents per sequence. Random weights are so large that attention, positions and norms all "
-        "change the loss",
+    parity: int | None = Flag(  # `slm compare --parity` sets it for its ranks; no verb has it as a flag
+        None,
+        SUPPRESS,
         group="data",
-        excludes=(_LOSSES_MEAN_NOTHING,),
+        excludes=(Excludes("peft", "its weights compute in bf16", values=("qlora",)),),
         estimate="ignores",
+        column="",
     )
     eval_dataset: str | None = Flag(
         None,
@@ -514,22 +514,9 @@ class RunConfig:
         losses="same",
         column="workers",
     )
-    fp32_steps: int = Flag(
-        0,
-        "first train this many steps in fp32, in separate processes, and record their losses. `slm "
-        "compare --parity` compares them to five digits",
-        group="length",
-        least=0,
-        excludes=(
-            _LOSSES_MEAN_NOTHING,
-            Excludes("peft", "its weights compute in bf16", values=("qlora",)),
-        ),
-        losses="same",
-        estimate="ignores",
-    )
     max_steps: int | None = Flag(
         None,
-        "optimizer steps (default: 33; warm-up steps are not timed)",
+        f"optimizer steps (default: {_DEFAULT_STEPS}; warm-up steps are not timed)",
         group="length",
         basic=True,
         other_names=(
@@ -574,13 +561,6 @@ class RunConfig:
         needs=("save_steps",),
         excludes=_LEARNS_NOTHING,
         identity=False,
-    )
-    timing_warmup_steps: int | None = Flag(
-        None,
-        "first steps that are not timed (default: those that are slow or compile)",
-        group="length",
-        least=1,
-        column="",
     )
     profile: str = Flag(
         "none",
@@ -872,12 +852,12 @@ class RunConfig:
 
     @property
     def steps_asked(self) -> int | None:
-        """Optimizer steps without profiled ones. By default 30 after the warm-up.
+        """Optimizer steps without profiled ones.
 
         None if epochs decide, or tokens before `with_steps`.
         """
         if self.max_steps is None and self.num_train_epochs is None and self.max_tokens is None:
-            return (self.timing_warmup_steps or 3) + 3 * 10
+            return _DEFAULT_STEPS
         return self.max_steps
 
     def with_steps(self, sequences_per_step: int) -> "RunConfig":

@@ -65,8 +65,12 @@ def read_record(path: Path) -> RunRecord:
     record.asked.setdefault("files", {})
     record.asked.setdefault("num_processes", record.world_size or 1)
     if not record.is_of_script:
+        asked = record.asked["config"]
+        if asked.pop("parity_task", False):  # of older versions, with fp32_steps
+            asked["parity"] = asked.get("max_steps")
+        asked.pop("fp32_steps", None)
         for name in ("max_grad_norm", "gradient_accumulation_steps", "dataset"):  # older versions lack these
-            record.asked["config"].setdefault(name, getattr(RunConfig, name))
+            asked.setdefault(name, getattr(RunConfig, name))
     return record
 
 

@@ -63,7 +63,7 @@ ALIKE_IN_TASK = {
     "pure_bf16": Limits(3e-3, 5e-3, 5e-3),
     "fp16": Limits(5e-4, 7e-4, 5e-4),
 }
-"the same for runs of `--parity_task`, whose weights and tokens magnify each difference"
+"the same for runs of `--parity`, whose weights and tokens magnify each difference"
 LOW_PRECISION = {
     "fp32": _FP32,
     "aligned": Limits(7e-3, 1e-2, 2.5e-2),
@@ -72,7 +72,7 @@ LOW_PRECISION = {
     "fp16": Limits(2e-3, 2e-3, 5e-3),
     "fp8": Limits(5e-2, 5e-2),
 }
-"limits for a run and an fp32 run, both on the weights and tokens of `--parity_task`"
+"limits for a run and an fp32 run, both on the weights and tokens of `--parity`"
 
 
 def precision_of(config: Mapping[str, Any]) -> str:

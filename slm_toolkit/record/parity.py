@@ -133,8 +133,6 @@ def cause_of(record: RunRecord, reference: RunRecord) -> str | None:
     causes = []
     if _weights_differ(record, reference):
         causes.append("the weights before step 1 differ")
-    elif record.weights_fingerprint is None and _draws_other_weights(record):
-        causes.append("zero3_init_flag drew other random weights in that older run (repeat it with --force)")
     if record.skipped_steps != reference.skipped_steps:
         skipped = ", ".join(map(str, record.skipped_steps)) or "none"
         other = ", ".join(map(str, reference.skipped_steps)) or "none"
@@ -158,18 +156,6 @@ def _weights_differ(record: RunRecord, reference: RunRecord) -> bool:
     in_fp16 = {run.config.numerics == "fp16" for run in (record, reference) if not run.is_of_script}
     # fp16 has other digits of tiny weights than the fingerprint's bf16
     return None not in pair and pair[0] != pair[1] and len(in_fp16) < 2
-
-
-def _draws_other_weights(record: RunRecord) -> bool:
-    """Return whether an older run drew other random weights: ZeRO-3 built its model in shards.
-
-    Newer runs draw the same weights under every strategy.
-    """
-    path = record.model.get("path")
-    is_random = path is None or str(path).endswith(".json")
-    section = (record.asked.get("accelerate_config") or {}).get("deepspeed_config") or {}
-    in_shards = str(section.get("zero3_init_flag", True)).lower() == "true"  # accelerate's default
-    return is_random and record.zero_stage == 3 and in_shards
 
 
 def _have_same_flags(record: RunRecord, reference: RunRecord) -> bool:
@@ -342,7 +328,7 @@ def _limits_to_fp32(record: RunRecord) -> Limits:
         # three times the most that clean runs on chats, mixtures and text, and with LoRA, differed by: 3.2
         # times limits.loss for each unit of change, 13.5 times limits.norm (slm-1m, 2026-11-28)
         return Limits(limits.loss, 40 * limits.norm, loss_change=10 * limits.loss)
-    return limits if record.config.parity_task else Limits(2 * limits.loss, 2 * limits.norm)
+    return limits if record.config.parity else Limits(2 * limits.loss, 2 * limits.norm)
 
 
 def _faults(record: RunRecord) -> tuple[str, ...]:
@@ -406,7 +392,7 @@ def _compare_same_numerics(reference: RunRecord, record: RunRecord) -> Parity:
 
 def _same_numerics_limits(record: RunRecord) -> Limits:
     precision = precision_of(record.asked["config"])
-    if not record.config.parity_task:
+    if not record.config.parity:
         return ALIKE[precision]
     limits = ALIKE_IN_TASK[precision]
     # gradients of weights that were not drawn for the task may be small, as those of a new adapter are

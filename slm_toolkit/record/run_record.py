@@ -32,8 +32,8 @@ from slm_toolkit.record.step_breakdown import Anatomy
 from slm_toolkit.strategy.strategy import Strategy
 
 SCHEMA_VERSION = 1
-"""Records of version 0 have no schema_version, and none of their fields was dropped since. A version that
-renames or drops a field needs a step in `files.read_record`."""
+"""Records of version 0 have no schema_version. Fields that were dropped since are not read. A version that
+renames a field needs a step in `files.read_record`."""
 RECORD_FILE = "record.json"
 PROGRESS_FILE = "progress.json"
 "file with the state of a run, written while it trains"
@@ -233,8 +233,8 @@ class RunRecord:
     """gradient norms of the last probed step by parameter, after reduction and before clipping; None: no
     gradient; empty in older records"""
     fp32_pass: Fp32Pass | None = None
-    """with --fp32_steps: the status, reason, losses, grad_norms, parameter_grad_norms, weights_of_ranks and
-    numerics of the first steps in fp32"""
+    """with `slm compare --parity`: status, reason, losses, grad_norms, parameter_grad_norms, weights_of_ranks
+    and numerics of the first steps in fp32"""
     weights_of_ranks: list[WeightsCheck] = field(default_factory=list)
     """comparison of all ranks' weights at each checkpoint and at the end: step, num_compared tensors,
     num_different, and the names of some different tensors"""
@@ -253,8 +253,6 @@ class RunRecord:
     changed"""
     skipped_steps: list[Count] = field(default_factory=list)
     "steps without an update, because the loss or gradient was not finite or too large; counted from 1"
-    timing_warmup_steps: Count | None = None
-    "first steps that don't count as timed; None: derived from the step times"
     losses: list[Loss | None] = field(default_factory=list)
     "fp32 loss of each step, the mean over all ranks and micro-steps; None if it was not finite"
     grad_norms: list[NonNegative | None] = field(default_factory=list)
@@ -323,7 +321,6 @@ class RunRecord:
             self.slowest_rank_seconds,
             num_probed_steps=self.num_probed_steps,
             num_graphs_compiled=self.num_graphs_compiled,
-            timing_warmup_steps=self.timing_warmup_steps,
         )
 
     @property

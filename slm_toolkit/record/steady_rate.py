@@ -14,17 +14,13 @@ def num_warmup_steps(
     *,
     num_probed_steps: int,
     num_graphs_compiled: Sequence[int],
-    timing_warmup_steps: int | None,
 ) -> int:
-    """Return the number of first steps that don't count as timed.
+    """Return the number of first steps that don't count as timed, because they are slow or compile.
 
-    That is `timing_warmup_steps` if it is set, else the number of slow or compiling first steps. The steady
-    time is the median of the second half. Warm-up ends before the first two consecutive steps within SLOW
-    times the steady time. It includes all probed steps and all compilations of the first half, and ends in
-    the middle at the latest.
+    The steady time is the median of the second half. Warm-up ends before the first two consecutive steps
+    within SLOW times the steady time. It includes all probed steps and all compilations of the first half,
+    and ends in the middle at the latest.
     """
-    if timing_warmup_steps is not None:
-        return timing_warmup_steps
     half = len(seconds) // 2
     if half == 0:
         return len(seconds)

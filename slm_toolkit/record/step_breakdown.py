@@ -12,9 +12,8 @@ in this list that applies:
  4. idle: on a GPU no kernel runs; on a CPU, Python or other code that is not a torch op runs.
 
 On a GPU, kernels and copies on all streams count. A kernel's name and the CPU op that launched it decide its
-activity. If the loop synchronizes, as `StepClock` does, every step's kernels end inside the step's window on
-the CPU. Then the step is that window; it includes the wait before the first kernel. Otherwise the step is its
-window on the device, up to the beginning of the next step.
+activity. `measure.profile_steps` synchronizes after each step, so that every step's kernels end inside the
+step's window on the CPU. The step is that window; it includes the wait before the first kernel.
 
 On a CPU, ops of the training thread (and of autograd's thread, if it is another) are compute; `gloo:...` on
 any thread is communication. Only the innermost op at an instant counts. Autograd nodes, autograd.Functions
@@ -35,7 +34,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +57,6 @@ _ADAM_KERNEL = re.compile(r"adam", re.IGNORECASE)
 _OPTIMIZER_KERNEL = re.compile(r"multi_tensor_apply")  # FSDP copies use it, too: only if no launch is known
 _FUSED_BY_INDUCTOR = re.compile(r"triton_(poi|red|per)_")  # their names list ops that they replace or follow
 _MATMUL_KERNEL = re.compile(r"gemm|gemv|cutlass|cublas|nvjet|xmma|triton_tem_fused_\w*mm", re.IGNORECASE)
-_CLOCKS_DISAGREE = 100.0  # microseconds between the CPU's clock and the device's clock
 _DEVICE_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset"}
 
 
@@ -103,13 +100,13 @@ def read_trace(path: str | Path) -> list[Event]:
 def anatomy_of(events: list[Event]) -> Anatomy:
     """Compute the Anatomy of a trace. Raises ValueError if no step is annotated."""
     events = [event for event in events if event["ph"] == "X" and "dur" in event]
-    if not any(_is_step(event) for event in events):
+    windows = [_span(event) for event in events if _is_step(event)]
+    if not windows:
         raise ValueError(
             "the trace has no ProfilerStep#N annotation\n"
             "hint: give torch.profiler.profile a schedule, and call its step() after each training step"
         )
     on_gpu = any(event.get("cat") == "kernel" for event in events)
-    windows = _gpu_windows(events) if on_gpu else list(_cpu_windows(events).values())
     intervals = [(start, end, "step") for start, end in windows]
     intervals += _gpu_intervals(events) if on_gpu else _cpu_intervals(events)
     intervals += [(*_span(event), "data") for event in events if event["name"] == "phase:data"]
@@ -274,26 +271,6 @@ def _kernel_kind(name: str, frame: _Frame | None) -> str:
     if _MATMUL_KERNEL.search(name) or (frame and _MATMUL_OP.match(frame.name)):
         return "matmul"
     return "other_compute"
-
-
-def _cpu_windows(events: list[Event]) -> dict[str, tuple[float, float]]:
-    steps = sorted((event for event in events if _is_step(event)), key=lambda event: event["ts"])
-    return {event["name"]: _span(event) for event in steps}
-
-
-def _gpu_windows(events: list[Event]) -> list[tuple[float, float]]:
-    """Return start and end of each step: on the CPU or on the device; see the module's docstring."""
-    on_cpu = _cpu_windows(events)
-    on_gpu: dict[str, tuple[float, float]] = {}
-    for event in events:
-        if event.get("cat") == "gpu_user_annotation" and event["name"] in on_cpu:  # one per stream
-            start, end = _span(event)
-            first, last = on_gpu.get(event["name"], (start, end))
-            on_gpu[event["name"]] = min(first, start), max(last, end)
-    if all(end <= on_cpu[name][1] + _CLOCKS_DISAGREE for name, (_, end) in on_gpu.items()):
-        return list(on_cpu.values())
-    windows = sorted(on_gpu.values())
-    return [(start, after) for (start, _), (after, _) in pairwise(windows)] + windows[-1:]
 
 
 def _is_step(event: Event) -> bool:

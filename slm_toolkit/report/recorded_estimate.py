@@ -19,8 +19,7 @@ from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.strategy.groups import fit_groups
 from slm_toolkit.strategy.strategy import Strategy
 
-_NO_MATTER_TO_ESTIMATES = ("seed", "learning_rate", "warmup_steps", "timing_warmup_steps")
-_NO_MATTER_TO_ESTIMATES += ("max_steps", "max_tokens")
+_NO_MATTER_TO_ESTIMATES = ("seed", "learning_rate", "warmup_steps", "max_steps", "max_tokens")
 
 
 def estimate_of(record: RunRecord) -> Estimate | None:

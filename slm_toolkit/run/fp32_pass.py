@@ -1,4 +1,4 @@
-"""--fp32_steps: before the run itself, a child process of each rank takes the run's first steps in fp32."""
+"""--parity: before the run itself, a child process of each rank takes the run's first steps in fp32."""
 
 import dataclasses
 import os
@@ -14,7 +14,8 @@ from slm_toolkit.config.flags import flags_of
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.launch.processes import end_with_parent
 from slm_toolkit.record.files import read_record
-from slm_toolkit.record.run_record import RECORD_FILE
+from slm_toolkit.record.numerics import FP32_STEPS
+from slm_toolkit.record.run_record import PARITY_REFERENCE, RECORD_FILE
 from slm_toolkit.run.peers.peer_store import open_peer_store
 
 _ATTEMPT_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
@@ -27,13 +28,14 @@ _SECONDS_BETWEEN_LOOKS = 0.2
 def in_fp32_first(config: RunConfig, train: Callable[[list[str], int], NoReturn]) -> dict[str, Any] | None:
     """Take the fp32 steps. Return the fields of the record's fp32_pass on rank 0.
 
-    Returns None on other ranks, without --fp32_steps, and after a restart.
+    Returns None on other ranks, without --parity, for its references, and after a restart.
 
     Each rank forks a child, so nothing of the pass stays in this process. The child builds model and data
-    again in fp32, takes `fp32_steps` steps on the same batches and ends. Call this before the process starts
+    again in fp32, takes its first steps on the same batches and ends. Call this before the process starts
     threads or opens a GPU. `train` takes a command line and the number of steps, and never returns.
     """
-    if not config.fp32_steps or os.environ.get(_ATTEMPT_VARIABLE, "0") != "0":
+    is_reference = (config.run_name or "").startswith(PARITY_REFERENCE)
+    if config.parity is None or is_reference or os.environ.get(_ATTEMPT_VARIABLE, "0") != "0":
         return None
     with tempfile.TemporaryDirectory(prefix="slm-fp32-") as name:
         folder = Path(name)
@@ -59,14 +61,13 @@ def _train_in_child(config: RunConfig, folder: Path, train: Callable[[list[str],
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    train(flags_of(_in_fp32(config, folder)), config.fp32_steps)
+    train(flags_of(_in_fp32(config, folder)), min(FP32_STEPS, config.parity))
 
 
 def _in_fp32(config: RunConfig, folder: Path) -> RunConfig:
     """Return the config of the same training in fp32 that writes only a record."""
     return dataclasses.replace(
         config,
-        fp32_steps=0,
         numerics="fp32",
         max_grad_norm=config.max_grad_norm if config.max_grad_norm is not None else _clipping_of(config),
         fp8="none",

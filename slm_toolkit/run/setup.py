@@ -417,7 +417,6 @@ def _record_at_start(
         weights_fingerprint=fingerprint(params) if has_own_weights else None,
         first_step=job.checkpoint.manifest.step if job.checkpoint else 0,
         resumed_from=described(job.checkpoint, job.launch_description) if job.checkpoint else None,
-        timing_warmup_steps=job.config.timing_warmup_steps,
     )
 
 

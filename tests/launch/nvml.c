@@ -34,10 +34,7 @@ static int reasons(Device *device, u64 *mask) {
     *mask = answers[device->asked++ % 4];
     return SUCCESS;
 }
-int nvmlDeviceGetCurrentClocksThrottleReasons(Device *device, u64 *mask) { return reasons(device, mask); }
-#ifndef BEFORE_535
 int nvmlDeviceGetCurrentClocksEventReasons(Device *device, u64 *mask) { return reasons(device, mask); }
-#endif
 int nvmlDeviceGetMigMode(Device *device, unsigned *current, unsigned *pending) {
     if (!device->answers) return NOT_SUPPORTED;
     *current = *pending = device->split;

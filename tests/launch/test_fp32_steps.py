@@ -1,4 +1,4 @@
-"""--fp32_steps: each rank's first steps in fp32, in a process of its own, before the run itself."""
+"""--parity: each rank's first steps in fp32, in a process of its own, before the run itself."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ import pytest
 import yaml
 from conftest import ROOT, launch, own_strategy, record_under, run, slm
 
-FLAGS = ("--model", "slm-1m", "--seq_len", "32", "--max_steps", "6", "--parity_task")
+FLAGS = ("--model", "slm-1m", "--seq_len", "32", "--max_steps", "6")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ds_zero3"])
@@ -23,13 +23,15 @@ def test_the_fp32_steps_are_the_first_steps_of_an_fp32_run(
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
-    done = launch(*FLAGS, "--fp32_steps", "3", "--output_dir", str(tmp_path / "a"), config=config)
+    done = launch(*FLAGS, "--parity", "3", "--output_dir", str(tmp_path / "a"), config=config)
     assert done.code == 0, done.err
     assert list(temporary.glob("slm-fp32-*")) == []
-    fp32 = launch(*FLAGS, "--numerics", "fp32", "--output_dir", str(tmp_path / "b"), config=config)
+    alone = ("--numerics", "fp32", "--parity", "3", "--run_name", "parity-reference-fp32")
+    fp32 = launch(*FLAGS, *alone, "--output_dir", str(tmp_path / "b"), config=config)
     assert fp32.code == 0, fp32.err
     record, whole = record_under(tmp_path / "a"), record_under(tmp_path / "b")
     steps = record["fp32_pass"]
+    assert whole["fp32_pass"] is None
     assert (steps["status"], len(steps["losses"]), len(record["losses"])) == ("ok", 3, 6)
     assert steps["losses"] == pytest.approx(whole["losses"][:3], abs=2e-6)
     assert steps["grad_norms"] == pytest.approx(whole["grad_norms"][:3], rel=2e-6)
@@ -43,7 +45,7 @@ def test_the_fp32_steps_are_the_first_steps_of_an_fp32_run(
 def test_a_yaml_that_forbids_fp32_leaves_the_run_as_it_is_and_says_why(tmp_path: Path) -> None:
     config = yaml.safe_load((ROOT / "accel_configs" / "ddp.yaml").read_text()) | {"mixed_precision": "bf16"}
     mine = own_strategy(tmp_path, yaml.safe_dump(config))
-    done = launch(*FLAGS, "--fp32_steps", "2", "--output_dir", str(tmp_path / "runs"), config=mine)
+    done = launch(*FLAGS, "--parity", "2", "--output_dir", str(tmp_path / "runs"), config=mine)
     assert done.code == 0, done.err
     record = record_under(tmp_path / "runs")
     assert (record["status"], record["fp32_pass"]["status"]) == ("ok", "failed")
@@ -53,7 +55,7 @@ def test_a_yaml_that_forbids_fp32_leaves_the_run_as_it_is_and_says_why(tmp_path:
 
 def test_the_fp32_process_ends_with_its_rank(tmp_path: Path) -> None:
     words = ["python", "-m", "slm_toolkit.train", *FLAGS[:4], "--max_steps", "100000"]
-    words += ["--fp32_steps", "100000", "--output_dir", str(tmp_path)]
+    words += ["--parity", "100000", "--output_dir", str(tmp_path)]
     rank = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     until = time.monotonic() + 120
     while not (children := psutil.Process(rank.pid).children()):
@@ -81,13 +83,7 @@ os._exit(0)
     assert (done.code, done.out) == (0, ""), done.err
 
 
-def test_flags_that_make_no_sense_beside_it_are_refused(tmp_path: Path) -> None:
-    for words, said in (
-        (("--fp32_steps", "-1"), "--fp32_steps is -1: not below 0"),
-        (
-            ("--fp32_steps", "2", "--rehearse", "8"),
-            "--fp32_steps 2 with --rehearse 8: the losses of a rehearsal mean nothing",
-        ),
-    ):
-        done = slm("train", *FLAGS, *words, "--output_dir", str(tmp_path))
-        assert (done.code, said in done.err) == (2, True), done.err
+def test_weights_that_compute_in_bf16_have_no_parity(tmp_path: Path) -> None:
+    words = ("--model", "slm-1m", "--parity", "2", "--peft", "qlora", "--output_dir", str(tmp_path))
+    done = slm("compare", *words)
+    assert (done.code, "--parity 2 with --peft qlora: its weights compute in bf16" in done.err) == (2, True)

@@ -30,8 +30,8 @@ for uuid in sys.argv[1:]:
         answers[uuid] = None
         continue
     state, watch = gpu_state(handle), GpuWatch(handle)
-    watch.sample()  # to be forgotten, as a warm-up is; with it the stand-in has answered once
-    watch.start()
+    watch.sample()  # the stand-in has answered once
+    watch = GpuWatch(handle)
     for _ in range(4):
         watch.sample()
     if machine_load.SECONDS_BETWEEN_READINGS:
@@ -60,12 +60,12 @@ MIG = "MIG-dddddddd-0000-0000-0000-000000000000"
 SPLIT_BOARD = "GPU-cccccccc-0000-0000-0000-000000000000"
 
 
-def ask(folder: Path, *flags: str, uuids: list[str]) -> dict[str, dict | None]:
+def ask(folder: Path, *, uuids: list[str]) -> dict[str, dict | None]:
     """The answers of our module in a process whose NVML is the stand-in."""
     if (compiler := shutil.which("gcc") or shutil.which("cc")) is None:
         pytest.skip("no C compiler to build the stand-in for NVML with")
     library = folder / "libnvidia-ml.so.1"
-    command = (compiler, "-shared", "-fPIC", *flags, "-o", str(library), str(ROOT / "tests/launch/nvml.c"))
+    command = (compiler, "-shared", "-fPIC", "-o", str(library), str(ROOT / "tests/launch/nvml.c"))
     subprocess.run(command, check=True)
     env = {"LD_LIBRARY_PATH": str(folder), "CUDA_VISIBLE_DEVICES": ""}  # a real GPU stays out of it
     done = run(sys.executable, "-c", ASK, *uuids, env=env)
@@ -92,11 +92,6 @@ def test_short_steps_share_a_reading_and_the_sum_of_their_energy_is_whole(tmp_pa
     assert answer["energy_joules"] == [250.0, 0.0, 0.0, 250.0]  # the last step's energy is read again
     assert answer["clock_mhz"] == [1425] * 4
     assert answer["throttle_reasons"] == {"sw_power_cap": 4}
-
-
-def test_a_driver_before_535_is_asked_by_the_old_name(tmp_path: Path) -> None:
-    answers = ask(tmp_path, "-DBEFORE_535", uuids=[A])
-    assert answers[A] == FULL
 
 
 @pytest.mark.quick
@@ -149,7 +144,6 @@ def seconds():
 def cores_and_seconds(world_size):
     os.environ["WORLD_SIZE"] = world_size
     watch = HostWatch()
-    watch.start()
     before = seconds()
     while time.monotonic() - before[0] < 1.2:
         pass

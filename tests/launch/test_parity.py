@@ -216,7 +216,7 @@ def test_what_training_does_with_rounding_later_is_not_counted() -> None:
 
 def references(*, control_loss: float = 10.0, **changes: object) -> list[RunRecord]:
     """One process in fp32 and one in aligned numerics, on the batches of `made_record`."""
-    config = {**made_record().asked["config"], "parity_task": True, "gradient_accumulation_steps": 2}
+    config = {**made_record().asked["config"], "parity": 33, "gradient_accumulation_steps": 2}
     single = {"engine": "single", "strategy": "single", "world_size": 1, "run_name": "parity-reference-made"}
     made = []
     for name, loss in (("fp32", 10.0), ("aligned", control_loss)):
@@ -230,7 +230,7 @@ def references(*, control_loss: float = 10.0, **changes: object) -> list[RunReco
 def in_task(**changes: object) -> RunRecord:
     """A row of `slm compare --parity`."""
     made = made_record()
-    asked = {**made.asked, "config": {**made.asked["config"], "parity_task": True}}
+    asked = {**made.asked, "config": {**made.asked["config"], "parity": 33}}
     return dataclasses.replace(made, asked=asked, **changes)
 
 

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import made_record, record_under, run, slm
+from conftest import made_record, record_under, run, slm, slm_here
 from rich.console import Console
 
 from slm_toolkit.compare.grid import plan_runs
@@ -164,11 +164,6 @@ def test_a_rehearsal_is_one_process_that_is_asked_for_many_ranks() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"num_processes": 2}, "--num_processes with --rehearse"),
-        ({"parity_steps": 3}, "--parity with --rehearse"),
-        ({"repeats": 2}, "--repeats with --rehearse"),
-        ({"given": {"profile": "time"}}, "--profile with --rehearse"),
-        ({"given": {"kernels": ["plain", "compile"]}}, "--kernels compile with --rehearse"),
         ({"given": {"eval_steps": 5}, "rehearse": [8]}, "--eval_steps 5 with --rehearse 8"),
         ({"strategies": ("single",)}, "--rehearse 8 with single, which has only one rank"),
         ({"rehearse": [0]}, "--rehearse is 0: at least 1"),
@@ -179,6 +174,25 @@ def test_what_a_rehearsal_cannot_do_is_refused(options: dict, says: str) -> None
         plan(**options)
     assert len(str(error.value).splitlines()) == 2
     assert "\nhint: " in str(error.value)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("num_processes", "2"),
+        ("parity", "3"),
+        ("repeats", "2"),
+        ("profile",),
+        ("torch_compile", "false", "true"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_flags_that_a_rehearsal_excludes_are_refused(words: tuple[str, ...], tmp_path: Path) -> None:
+    flag, *values = words
+    rehearsal = ("--model", "slm-1m", "--rehearse", "8", "--output_dir", str(tmp_path))
+    done = slm_here("compare", *rehearsal, f"--{flag}", *values)
+    assert (done.code, f"--{flag} with --rehearse" in done.err) == (2, True), done.err
 
 
 def test_compare_refuses_before_it_launches(tmp_path: Path) -> None:

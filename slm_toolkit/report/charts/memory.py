@@ -35,7 +35,7 @@ _COLOURS = {name: colour(number) for number, name in enumerate((*TRACED_PARTS, "
     DEEPSPEED: "#b6a27c",
 }
 _CHANGES_NO_MEMORY = {  # flags that may differ between a rehearsal and the run that it stands for
-    *("rehearse", "profile", "max_steps", "timing_warmup_steps", "seed", "learning_rate"),
+    *("rehearse", "profile", "max_steps", "seed", "learning_rate"),
     *("save_steps", "eval_steps", "eval_batches", "dataset", "warmup_steps"),
     *("lr_scheduler_type", "max_tokens"),
 }

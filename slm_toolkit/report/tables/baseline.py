@@ -18,9 +18,8 @@ PROCESS_MEMORY_TOLERANCE = 0.05
 "of a CPU process's peak resident bytes, which depend on the rest of the system"
 STATE_TOLERANCE = 0.001
 "of the training state's bytes, which are exact except for the padding of a rank's shard"
-_NOT_PART_OF_THE_RUN = frozenset(  # flags that change neither the speed of a step nor its memory
-    ("max_steps", "profile", "timing_warmup_steps", "save_steps")
-)
+_NOT_PART_OF_THE_RUN = frozenset(("max_steps", "profile", "save_steps"))
+"flags that change neither the speed of a step nor its memory"
 
 
 @dataclass(frozen=True)

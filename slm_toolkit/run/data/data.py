@@ -76,10 +76,10 @@ def load_data(
     evaluate = config.eval_steps is not None
     if config.dataset == SYNTHETIC:
         common = {"vocab_size": spec.vocab_size, "seq_len": config.seq_len, "seed": config.seed}
-        tokens = CopiedPhrases if config.parity_task else MarkovTokens
+        tokens = CopiedPhrases if config.parity else MarkovTokens
         train = tokens(num_sequences=num_sequences, **common)
         held_out = {SYNTHETIC: tokens(num_sequences=4096, first=2**40, **common)} if evaluate else {}
-        return Data(train, held_out, None, (SYNTHETIC,), [], [], documents_apart=config.parity_task)
+        return Data(train, held_out, None, (SYNTHETIC,), [], [], documents_apart=config.parity is not None)
     tokenizer = load_tokenizer(config, spec)
     split_here = evaluate and not config.eval_sources
     most_held_out = config.eval_batches * config.per_device_train_batch_size

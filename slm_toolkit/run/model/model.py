@@ -124,7 +124,7 @@ def drawn_model(shape: PretrainedConfig, config: RunConfig, options: dict[str, A
     all ranks copy their shards of each tensor. A rehearsal has no losses, so it keeps the sharded weights.
     """
     model = AutoModelForCausalLM.from_config(shape, **options)
-    draw_again = partial(_draw_sensitive, seed=config.seed) if config.parity_task else nullcontext
+    draw_again = partial(_draw_sensitive, seed=config.seed) if config.parity else nullcontext
     if len(_whole_params(model)) == len(list(model.parameters())):
         draw_again(model)
         for param in model.parameters():
@@ -149,7 +149,7 @@ def drawn_model(shape: PretrainedConfig, config: RunConfig, options: dict[str, A
 
 @torch.no_grad()
 def _draw_sensitive(model: PreTrainedModel, *, seed: int) -> None:
-    """Draw weights with which an error in any part of the model changes the loss, for `--parity_task`.
+    """Draw weights with which an error in any part of the model changes the loss, for `--parity`.
 
     With transformers' weights (standard deviation 0.02), attention is nearly uniform and norms do nothing.
     Wrong positions, masks or scales would hardly change the loss. Here the attention logits have a standard

@@ -120,10 +120,6 @@ class GpuWatch:
 
     def __init__(self, handle: Any | None) -> None:
         self._handle = handle
-        self.start()
-
-    def start(self) -> None:
-        """Start counting energy from zero and forget earlier readings."""
         self._zero_millijoules = self._energy_counter()
         self._of_steps: list[_Reading] = []
         self._read_at = -math.inf
@@ -184,19 +180,13 @@ class GpuWatch:
         rates = self._query(pynvml.nvmlDeviceGetUtilizationRates)
         return _Reading(
             energy_millijoules=self._energy_counter(),
-            reasons=self._clocks_event_reasons(),
+            reasons=self._query(pynvml.nvmlDeviceGetCurrentClocksEventReasons),
             clock_mhz=self._query(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM),
             utilization=None if rates is None else rates.gpu,
         )
 
     def _energy_counter(self) -> int | None:
         return self._query(pynvml.nvmlDeviceGetTotalEnergyConsumption)
-
-    def _clocks_event_reasons(self) -> int | None:
-        reasons = self._query(pynvml.nvmlDeviceGetCurrentClocksEventReasons)
-        if reasons is None:  # drivers before 535 have only the old name
-            reasons = self._query(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons)
-        return reasons
 
     def _query(self, query: Callable[..., Any], *arguments: Any) -> Any | None:
         return None if self._handle is None else _query_nvml(query, self._handle, *arguments)
@@ -214,16 +204,13 @@ class _Reading:
 
 
 class HostWatch:
-    """The load of other programs on this machine, and its free memory, since `start`.
+    """The load of other programs on this machine, and its free memory, since it was made.
 
     One rank's watch covers its whole machine. All ranks of the launch on this machine, their data loader
     workers and the launcher count as the launch; all other processes count as others.
     """
 
     def __init__(self) -> None:
-        self.start()
-
-    def start(self) -> None:
         self._start_seconds = time.monotonic()
         self._busy_seconds = _system_busy_seconds()
         self._launch_seconds = _launch_busy_seconds()
@@ -235,7 +222,7 @@ class HostWatch:
         self._least_available_bytes = min(self._least_available_bytes, psutil.virtual_memory().available)
 
     def ram(self) -> dict[str, int]:
-        """Return the machine's total_bytes, and since `start` least_available_bytes and swapped_out_bytes."""
+        """Return the machine's total_bytes, and the watch's least_available_bytes and swapped_out_bytes."""
         return {
             "total_bytes": psutil.virtual_memory().total,
             "least_available_bytes": self._least_available_bytes,
@@ -243,7 +230,7 @@ class HostWatch:
         }
 
     def other_busy_cores(self) -> float:
-        """Return the mean number of cores that other programs kept busy since `start`.
+        """Return the mean number of cores that other programs kept busy since the watch began.
 
         A core is busy unless it is idle or waits for a disk. Stolen time counts as busy, because another
         guest of the host used the core. Interrupts belong to no process, so the launch's interrupts count as

@@ -377,7 +377,11 @@ def model_settings(module: torch.nn.Module) -> dict[str, str | None]:
     embedding = None if head is None else module.get_input_embeddings()
     return {
         "dropout": _several(f"{p:g}" for p in dropouts if p) or "none",
-        "rope": _several(map(_frequencies, _buffers(module, "inv_freq"))),
+        "rope": _several(
+            _frequencies(buffer)
+            for path, buffer in module.named_buffers()
+            if path.rpartition(".")[2] == "inv_freq"
+        ),
         "norm_eps": _several(f"{eps:g}" for part in module.modules() if (eps := _eps_of(part)) is not None),
         "tied": None if head is None else "tied" if head.weight is embedding.weight else "untied",
         "frozen": named(frozen),
@@ -440,10 +444,6 @@ def _group_sizes(optimizer: Any, engine: Any) -> list[int]:
         group_id = zero.sub_group_to_group_id[index]
         sizes[group_id] = sizes.get(group_id, 0) + sum(param.ds_numel for param in group)
     return [sizes[index] for index in sorted(sizes)]
-
-
-def _buffers(module: torch.nn.Module, name: str) -> list[torch.Tensor]:
-    return [buffer for path, buffer in module.named_buffers() if path.rpartition(".")[2] == name]
 
 
 def _frequencies(buffer: torch.Tensor) -> str:

@@ -114,20 +114,18 @@ class RunWatch:
         """Return this rank's drawn tokens, without padding. Waits for the device if there is padding."""
         return self.num_tokens_drawn - int(self.num_padding)
 
-    def steady_tokens_per_second(self, *, timing_warmup_steps: int | None) -> float | None:
+    def steady_tokens_per_second(self) -> float | None:
         """Return the rate that a report would show now, by this rank's clock; None while warming up.
 
         That is the median of blocks of ten steps after the warm-up, of all ranks, without padding.
         """
         seconds = self.clock.seconds
         first = max(0, len(seconds) - _MOST_STEADY_STEPS)
-        asked = None if timing_warmup_steps is None else max(0, timing_warmup_steps - first)
         seconds = seconds[first:]
         start = num_warmup_steps(
             seconds,
             num_probed_steps=max(0, self.num_probed_steps - first),
             num_graphs_compiled=self.num_graphs_compiled[first:],
-            timing_warmup_steps=asked,
         )
         if start >= len(seconds):
             return None

@@ -45,7 +45,6 @@ def test_a_choice_that_was_a_switch_once_is_still_understood_as_one() -> None:
 
 def test_the_default_length_is_thirty_steps_after_the_warm_up() -> None:
     assert RunConfig().steps_asked == 3 + 30
-    assert RunConfig(timing_warmup_steps=8).steps_asked == 8 + 30
     assert RunConfig(max_steps=7).steps_asked == 7
     assert RunConfig(num_train_epochs=1.0).steps_asked is None
 

@@ -186,26 +186,6 @@ def test_a_gpu_step_is_told_by_kernels_and_by_what_launched_them() -> None:
     }
 
 
-def test_a_gpu_that_runs_behind_the_cpu_has_its_own_windows() -> None:
-    anatomy = anatomy_of(
-        [
-            annotation("ProfilerStep#3", 0, 1000),
-            annotation("ProfilerStep#4", 1000, 2000),
-            event("ProfilerStep#3", 1000, 1900, cat="gpu_user_annotation", tid=7),  # ends 900 after the CPU's
-            event("ProfilerStep#3", 1500, 1950, cat="gpu_user_annotation", tid=20),
-            event("ProfilerStep#4", 2000, 3000, cat="gpu_user_annotation", tid=7),
-            kernel("sm90_xmma_gemm_bf16", 1000, 1900),
-            kernel("ncclDevKernel_AllReduce", 1500, 1950, stream=20),
-            kernel("sm90_xmma_gemm_bf16", 2000, 3000),
-        ]
-    )
-    # two steps of 1000: 1000..2000 and 2000..3000; 50 exposed and 50 idle in the first
-    assert anatomy.step_seconds == pytest.approx(1000e-6)
-    parts = microseconds(anatomy)
-    assert parts.pop("communication_overlapped") == 200  # 400 in the first
-    assert parts == {"matmul": 950, "communication_exposed": 25, "idle": 25}
-
-
 def test_a_trace_without_steps_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no ProfilerStep#N annotation\nhint: .*step\(\)"):
         anatomy_of([event("aten::mm", 0, 10)])

@@ -57,6 +57,18 @@ def test_a_record_just_made_is_as_the_schema_says() -> None:
     assert problems(dataclasses.asdict(made_record(losses=[1.0, None]))) == []
 
 
+def test_flags_of_older_versions_are_read_with_their_new_names(tmp_path: Path) -> None:
+    asked = made_record().asked
+    del asked["config"]["parity"]
+    old = {"parity_task": True, "fp32_steps": 5, "max_steps": 20, "timing_warmup_steps": 3}
+    path = written(tmp_path, asked={**asked, "config": {**asked["config"], **old}}, timing_warmup_steps=3)
+    record = read_record(path)
+    assert (record.config.parity, record.num_warmup_steps) == (20, 3)
+    assert "fp32_steps" not in record.asked["config"]  # a run and its references had other numbers
+    path = written(tmp_path, asked={**asked, "config": {**asked["config"], "parity_task": False}})
+    assert read_record(path).config.parity is None
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -26,7 +26,7 @@ def noisy(seed: int, *, slower: float = 1.0) -> RunRecord:
         0.5 * slower * launch * draw.uniform(0.95, 1.1) * (2 if draw.random() < 0.05 else 1)
         for _ in range(33)
     ]
-    return made_record(step_seconds=[steps, steps], timing_warmup_steps=None)
+    return made_record(step_seconds=[steps, steps])
 
 
 @pytest.mark.parametrize("seed", range(20))

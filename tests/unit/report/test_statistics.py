@@ -23,8 +23,7 @@ from slm_toolkit.report.stats import (
 def with_steps(*slowest: float, **changes: object) -> RunRecord:
     """A record whose first rank took these seconds, the second half as long; 8,192 tokens each."""
     ranks = [list(slowest), [seconds / 2 for seconds in slowest]]
-    found = {"timing_warmup_steps": None, "losses": [10.0] * len(slowest), **changes}
-    return made_record(step_seconds=ranks, **found)
+    return made_record(step_seconds=ranks, **{"losses": [10.0] * len(slowest), **changes})
 
 
 def row_from(*launches: RunRecord) -> Row:
@@ -38,7 +37,7 @@ def test_the_slowest_rank_sets_the_rate_and_warm_up_does_not_count() -> None:
 
 
 def test_the_median_of_blocks_is_the_rate_and_their_ends_are_the_interval() -> None:
-    rate = throughput([with_steps(*[9.0] * 3, *[1.0] * 10, *[2.0] * 10, *[4.0] * 10, timing_warmup_steps=3)])
+    rate = throughput([with_steps(*[9.0] * 3, *[1.0] * 10, *[2.0] * 10, *[4.0] * 10)])
     assert (rate.lowest, rate.tokens_per_second, rate.highest) == (8192 / 4, 8192 / 2, 8192 / 1)
 
 
@@ -66,13 +65,13 @@ def test_one_slow_launch_of_three_does_not_move_the_rate() -> None:
 def test_one_block_of_steps_is_taken_step_by_step() -> None:
     # ten timed steps are one block, which says nothing of how steps differ; two of them are half as fast.
     # Of ten values the second lowest and the second highest hold the median in 98 % of samples
-    rate = throughput([with_steps(1.0, *[1.0] * 8, *[2.0] * 2, timing_warmup_steps=1)])
+    rate = throughput([with_steps(1.0, *[1.0] * 8, *[2.0] * 2)])
     assert rate.tokens_per_second == pytest.approx(10 * 8192 / 12)
     assert (rate.lowest, rate.highest) == pytest.approx((8192 / 2, 8192))
 
 
 def test_fewer_than_ten_timed_steps_have_no_interval_and_no_rank() -> None:
-    nine, ten = (with_steps(*[1.0] * (1 + count), timing_warmup_steps=1) for count in (9, 10))
+    nine, ten = (with_steps(*[1.0] * (1 + count)) for count in (9, 10))
     assert (throughput([nine]).lowest, throughput([nine]).highest) == (None, None)
     assert throughput([ten]).lowest == pytest.approx(8192 * (1 - LAUNCH_NOISE))
     rows = [
@@ -98,12 +97,12 @@ def test_what_others_took_widens_the_interval(changes: dict, factor: float) -> N
 
 @pytest.mark.parametrize("num_timed", [1, 9, 19, 20, 35])
 def test_a_remainder_makes_blocks_longer_and_no_step_is_lost(num_timed: int) -> None:
-    rate = throughput([with_steps(*[1.0] * (3 + num_timed), timing_warmup_steps=3)])
+    rate = throughput([with_steps(*[1.0] * (3 + num_timed), num_probed_steps=3)])
     assert (rate.num_timed_steps, rate.tokens_per_second) == (num_timed, 8192)
 
 
 def test_a_run_shorter_than_its_warm_up_has_no_rate() -> None:
-    assert throughput([with_steps(1.0, 1.0, 1.0, timing_warmup_steps=3)]) is None
+    assert throughput([with_steps(1.0, 1.0, 1.0, num_probed_steps=3)]) is None
     assert throughput([with_steps(1.0)]) is None  # one step, which was probed
     assert throughput([with_steps()]) is None
 

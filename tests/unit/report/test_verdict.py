@@ -102,11 +102,11 @@ def test_rows_that_dropped_out_are_named_with_the_reason() -> None:
 
 
 def test_one_row_and_too_few_steps_are_no_comparison() -> None:
-    # three of twelve steps are warm-up, so nine are timed
+    # one of ten steps is warm-up, so nine are timed
     assert verdict(rows(record("ddp")))[0] == (
         "ddp runs at 16,384 tokens/s; there is no other row to compare it with."
     )
-    short = {"step_seconds": [[0.5] * 12] * 2, "losses": [10.0] * 12}
+    short = {"step_seconds": [[0.5] * 10] * 2, "losses": [10.0] * 10}
     assert verdict(rows(record("ddp", **short), record("ds_zero2", **short)))[0] == (
         "Too few steps to rank: 9 were timed, 10 are needed (--max_steps)."
     )

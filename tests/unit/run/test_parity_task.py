@@ -1,4 +1,4 @@
-"""--parity_task: tokens in which phrases come again, and weights of which each matters for the loss."""
+"""The task of --parity: tokens in which phrases come again, and weights that each matter for the loss."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_a_sequence_depends_on_seed_and_index_only() -> None:
 
 @pytest.mark.parametrize("in_task", [True, False])
 def test_each_part_of_the_model_moves_the_loss_where_small_random_weights_hardly_do(in_task: bool) -> None:
-    config = RunConfig(model="slm-1m", seq_len=64, numerics="fp32", parity_task=in_task)
+    config = RunConfig(model="slm-1m", seq_len=64, numerics="fp32", parity=20 if in_task else None)
     model = build_model(PRESETS["slm-1m"], config)
     tokens = torch.stack([TOKENS[index]["input_ids"] for index in range(10)])
 
