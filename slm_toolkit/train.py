@@ -210,6 +210,8 @@ def train(
     around = around_steps(job, prepared, record)
     watch, progress, evaluations = around.watch, around.progress, around.evaluations
     batches = training_batches(job, prepared, first_step=record.first_step)
+    if record.first_step < num_steps:
+        batches = prepared.forward.after_plain(batches)
 
     last_step = num_steps if end_after is None else min(num_steps, end_after)
     for step in range(record.first_step, last_step):
@@ -230,6 +232,8 @@ def train(
         watchdog.beat(f"after step {done} of {num_steps}")
         if around.after_step.run(step, step_loss, norm):
             watch.clock.pause()
+        if step == record.first_step and prepared.forward.replaced:
+            progress.say(f"WARNING: {prepared.forward.replaced}")
 
     around.after_step.end(last_step)
     watchdog.beat("after the last step")
@@ -327,6 +331,7 @@ def finish(
         **around.after_step.observed(),
         **around.evaluations.observed(),
         "datasets": job.data.facts,
+        "plain_kernels": prepared.forward.replaced,
     }
     model_dir = None
     if config.save_final_model:
@@ -421,7 +426,7 @@ def train_step(
             torch.compiler.cudagraph_mark_step_begin()  # the last pass's outputs may be overwritten
         with accelerator.accumulate(model):
             with watch.phase("forward"):
-                loss = model(**model_inputs(batch, job.config)).loss
+                loss = prepared.forward(model_inputs(batch, job.config))
             with watch.phase("backward"):
                 accelerator.backward(loss)
             if accelerator.sync_gradients:

@@ -38,6 +38,8 @@ def warnings_of(record: RunRecord) -> list[str]:
         warnings.append(f"{share:.0%} of the tokens were padding{'' if record.is_of_script else helps}")
     if (record.fp32_pass or {}).get("status") == "failed":
         warnings.append(f"the fp32 steps failed: {record.fp32_pass['reason']}")
+    if record.plain_kernels:
+        warnings.append(record.plain_kernels)
     warnings += _ram_warnings(record.host_ram or {})
     compiled = [
         step + 1 for step, graphs in enumerate(record.num_graphs_compiled) if graphs and step >= start

@@ -235,6 +235,8 @@ class RunRecord:
     fp32_pass: Fp32Pass | None = None
     """with `slm compare --parity`: status, reason, losses, grad_norms, parameter_grad_norms, weights_of_ranks
     and numerics of the first steps in fp32"""
+    plain_kernels: str | None = None
+    "why plain kernels replaced those asked for; None if they did not"
     weights_of_ranks: list[WeightsCheck] = field(default_factory=list)
     """comparison of all ranks' weights at each checkpoint and at the end: step, num_compared tensors,
     num_different, and the names of some different tensors"""

@@ -76,6 +76,7 @@ from slm_toolkit.run.engine.engine import (
     without_unused_imports,
 )
 from slm_toolkit.run.faults.restarts import name_groups_anew, noted_checkpoint
+from slm_toolkit.run.kernels.first_loss import CheckedForward
 from slm_toolkit.run.kernels.layer_kernels import check_optional
 from slm_toolkit.run.model.adapters import check_adapters
 from slm_toolkit.run.model.loss_recorder import RecordedLoss
@@ -166,6 +167,7 @@ class Prepared:
     "per optimizer step, as the engine counts them: in `stock`, a DeepSpeed JSON's value overrides the flag"
     checkpoint_writer: CheckpointWriter | None
     "None without --save_steps"
+    forward: CheckedForward
     trace: AllocationTrace | None
     "only if allocations are traced; already includes the engine's allocations in `accelerate.prepare`"
 
@@ -528,6 +530,7 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
         num_steps=num_steps,
         num_micro_steps=num_micro_steps,
         checkpoint_writer=writer,
+        forward=CheckedForward(config, accelerator, model, loss_recorder, job.sequence_group),
         trace=trace,
     )
     return prepared, record

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from slm_toolkit.config.loss_chunks import tokens_of_chunk, tokens_of_probabilities
 
@@ -71,6 +72,8 @@ class LossHead(torch.nn.Linear):
     "what computes the loss between the matrix products"
     has_chunks_of_cpu: bool = False
     "whether the chunks are as small as a CPU's caches"
+    is_plain = False
+    "whether PyTorch's own operations compute the loss after all"
     vocab_size: int | None = None
     "tokens, if the columns after them are padding (`run/model/padding.py`), which get the logit -inf"
 
@@ -78,7 +81,8 @@ class LossHead(torch.nn.Linear):
         labels, self.labels = self.labels, None
         shift_labels, self.shift_labels = self.shift_labels, None
         losses, self.token_losses = self.token_losses, None
-        if labels is None:
+        if labels is None or (self.is_plain and torch.is_grad_enabled()):
+            self.last_loss = None
             return super().forward(hidden)
         weight, device_type = self.weight, hidden.device.type
         if torch.is_autocast_enabled(device_type):
@@ -87,6 +91,9 @@ class LossHead(torch.nn.Linear):
         with torch.autocast(device_type, enabled=False):
             targets = _next_tokens(labels, shift_labels).to(hidden.device)
             num_items = _num_valid(targets) if self.num_items is None else self.num_items
+            if self.is_plain:
+                self.last_loss = _plain_sum(hidden, weight[: self.vocab_size], targets) / num_items
+                return self.last_loss
             with_gradient = torch.is_grad_enabled()
             sums = (
                 targets,
@@ -168,9 +175,13 @@ def loss_of_head(
     shift_labels: torch.Tensor | None = None,
     num_items_in_batch: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return `logits`, which is the loss that LossHead computed; replaces transformers' loss function."""
-    assert logits.dim() == 0, logits.shape
-    return logits
+    """Return `logits`, which is the loss that LossHead computed; replaces transformers' loss function.
+
+    If plain operations are to compute it, they are logits, and transformers' function gets them.
+    """
+    if logits.dim() == 0:
+        return logits
+    return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, shift_labels=shift_labels)
 
 
 def _next_tokens(labels: torch.Tensor, shift_labels: torch.Tensor | None = None) -> torch.Tensor:
@@ -185,6 +196,16 @@ def _next_tokens(labels: torch.Tensor, shift_labels: torch.Tensor | None = None)
 
 def _num_valid(targets: torch.Tensor) -> torch.Tensor:
     return (targets != IGNORE_INDEX).sum().clamp(min=1)
+
+
+def _plain_sum(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the fp32 cross-entropy summed over the tokens with a label, a few tokens at a time."""
+    rows = tokens_of_probabilities(len(targets), vocab_size=len(weight))
+    total = torch.zeros((), device=hidden.device)
+    for part, target in zip(hidden.flatten(0, -2).split(rows), targets.split(rows), strict=True):
+        logits = functional.linear(part, weight).float()
+        total += functional.cross_entropy(logits, target, ignore_index=IGNORE_INDEX, reduction="sum")
+    return total
 
 
 def _sum_of_losses_(

@@ -54,7 +54,7 @@ class RecordedLoss:
         self, logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **arguments: Any
     ) -> torch.Tensor:
         """Return the loss; Gemma passes these three by position, other models by name."""
-        in_head = isinstance(self.head, LossHead)
+        in_head = logits.dim() == 0  # computed by LossHead
         if self.of_tokens and not in_head and torch.is_grad_enabled():
             # before the loss, because a fused loss overwrites logits with their gradient
             self.last_of_tokens = token_losses(logits, labels, shift_labels=arguments.get("shift_labels"))
