@@ -168,6 +168,7 @@ def _plan(request: Request, machine: Machine, names: Collection[str]) -> tuple[l
         num_gpus=num_gpus,
         gpus_per_node=num_gpus // (request.nodes.num_nodes if request.nodes else 1),
         is_comparison=True,
+        runs_here=request.nodes is None,
     )
     _print_notes(notes)
     given = given_with(chosen, given)

@@ -7,7 +7,7 @@ litgpt, nanoGPT, axolotl and LLaMA-Factory.
 import argparse
 import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
@@ -47,8 +47,7 @@ HINTS = {  # a name that is refused: the hint, which says what to write instead
     **dict.fromkeys(
         ("batch_size", "bs", "train_batch_size", "global_batch_size", "total_batch_size"), _BATCH
     ),
-    **dict.fromkeys(("bf16", "amp", "mixed_precision", "precision", "dtype", "torch_dtype"), _PRECISION),
-    "fp16": "--numerics fp16",
+    **dict.fromkeys(("amp", "mixed_precision", "precision", "dtype", "torch_dtype"), _PRECISION),
     "warmup_ratio": "--warmup_steps N: a number of steps",
     "min_lr": _SCHEDULE,
     "lr_scheduler_kwargs": _SCHEDULE,
@@ -122,13 +121,35 @@ _LAUNCHERS_OWN = ("strategy", "config_file", "num_processes", "num_machines", "m
 _OUR_NAME = {f"--{other}": f"--{ours}" for ours, others in SAME_MEANING.items() for other in others}
 
 
+_SWITCHES = {
+    "--bf16": ("--numerics", "aligned"),
+    "--fp16": ("--numerics", "fp16"),
+    "--torch_compile": ("--kernels", "compiled"),
+}
+"switches of Trainer: our flag and its value; without --bf16 and with its false, our default stays"
+
+
+_BOOLEANS = ("true", "false")
+
+
 def in_our_names(words: list[str], known: Collection[str]) -> list[str]:
     """Return the words with other trainers' names replaced by ours: `--lr 1e-3` is `--learning_rate 1e-3`.
 
     A name that is itself among the parser's flags, `known`, stays, and so do all words after `--`.
     """
     ours = words.index("--") if "--" in words else len(words)
-    return [*(_in_our_name(word, known) for word in words[:ours]), *words[ours:]]
+    named, left = [], words[:ours]
+    while left:
+        word = left.pop(0)
+        name, equals, value = word.partition("=")
+        flag, of_flag = _SWITCHES.get(name, ("", ""))
+        if flag not in known or (equals and value.lower() not in _BOOLEANS):
+            named.append(_in_our_name(word, known))
+            continue
+        if not equals and left and left[0].lower() in _BOOLEANS:
+            value = left.pop(0)
+        named += [] if value.lower() == "false" else [flag, of_flag]
+    return [*named, *words[ours:]]
 
 
 def _in_our_name(word: str, known: Collection[str]) -> str:
@@ -208,6 +229,7 @@ def words_of(
 
     Raises ValueError, which begins with `where`, for an unknown name and a value that its flag can't take.
     """
+    settings = list(_without_switches(settings, actions))
     flags = in_our_names([f"--{name.replace('-', '_')}" for name, _ in settings], actions)
     if unknown := [flag for flag in flags if flag not in actions or flag in ("--help", "--config")]:
         hint = "; ".join(filter(None, (_hint(flag, actions) for flag in unknown))) or hint
@@ -220,6 +242,17 @@ def words_of(
         for flag, (_, value) in zip(flags, settings, strict=True)
         for word in _words_of_setting(flag, value, actions[flag], where)
     ]
+
+
+def _without_switches(settings: list[tuple[str, Any]], known: Collection[str]) -> Iterator[tuple[str, Any]]:
+    for name, value in settings:
+        ours, of_ours = _SWITCHES.get(f"--{name}", ("", ""))
+        if ours not in known:
+            yield name, value
+        elif value not in (True, False, None):
+            raise ValueError(f"{name} is {value!r}\nhint: it takes true or false")
+        elif value:
+            yield ours.removeprefix("--"), of_ours
 
 
 def _words_of_setting(flag: str, value: Any, action: argparse.Action, where: str) -> list[str]:

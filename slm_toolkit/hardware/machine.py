@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,11 @@ def use_huge_pages() -> None:
     if allocator() == "malloc" and not gpus_here():
         os.environ.setdefault(HUGE_PAGES, "1")
         allocator.cache_clear()
+
+
+def has_compiler() -> bool:
+    """Return whether a C++ compiler is installed, which torch.compile and Triton need."""
+    return any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++", "c++")))
 
 
 @cache

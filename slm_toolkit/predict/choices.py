@@ -9,9 +9,10 @@ from typing import Any
 
 from slm_toolkit.config.flag_metadata import strategy_problems
 from slm_toolkit.config.run_config import DEFAULT_BATCH, FLAGS, KERNEL_SETS, RunConfig
-from slm_toolkit.hardware.gpus import Gpu, find_gpu, gpus_here
+from slm_toolkit.hardware.gpus import Gpu, find_gpu, gpus_here, num_cores
+from slm_toolkit.hardware.machine import has_compiler
 from slm_toolkit.model.families import kernel_problems
-from slm_toolkit.model.model_spec import ModelSpec
+from slm_toolkit.model.model_spec import ModelSpec, flops_per_token
 from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.estimate import estimate
 from slm_toolkit.predict.setup.other_trainers import OtherTrainer
@@ -20,6 +21,11 @@ from slm_toolkit.strategy.strategy import Strategy
 
 _COMPILE_SECONDS = 10
 "of the first step on an H100: 9.3, 9.3 and 17.6 s for three models (results/h100-80gb, 2026-11-27)"
+_COMPILE_SECONDS_ON_CPU = 40
+"of the first step of two ranks on two cores"
+_CPU_FLOPS, _CPU_GAIN = 1.4e11, 1.3
+"""FLOPs per second of one core (AMD EPYC) in bf16 with compiled kernels, and how much faster they are than
+fused ones"""
 _LEAST_GAIN = 1.03
 "times the tokens per second; a batch twice as large that gains less is not worth its memory"
 _LARGEST_BATCH = 4096
@@ -37,12 +43,14 @@ def choices(
     num_gpus: int,
     gpus_per_node: int = 8,
     is_comparison: bool = False,
+    runs_here: bool = False,
     like: OtherTrainer | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Return --kernels and the batch, if a config leaves them to us, and a line for each: what and why.
 
     `configs`: as the flags gave them. `gpu`: None if there is none, or if nothing is known of it. The values
-    are the same for all rows; a comparison counts as a long run. Raises ValueError for an unknown model.
+    are the same for all rows; on a GPU, a comparison counts as a long run. `runs_here`: on this machine,
+    which must then have a compiler. Raises ValueError for an unknown model.
     """
     free = [name for name in ("kernels", _BATCH) if any(map(_leaves(name), configs))]
     if not free:
@@ -71,7 +79,14 @@ def choices(
         )
 
     fused, compiled = (_allowed(name, filled(), specs, strategies) for name in ("fused", "compiled"))
-    chosen["kernels"] = compiled if has_gpu else fused
+    if runs_here and not has_compiler():
+        compiled = fused
+    chosen["kernels"] = compiled
+    if not has_gpu and "kernels" in free:
+        saved = _saved_on_cpu(filled()[0], specs[0], num_gpus)
+        chosen["kernels"] = compiled if saved > _COMPILE_SECONDS_ON_CPU else fused
+        why = f"compiling takes about {_COMPILE_SECONDS_ON_CPU} s and saves about {saved:.0f} s in such a run"
+        notes.append(f"kernels: {chosen['kernels']}, because {why}")
     with suppress(ValueError):  # no closed form for one of the rows
         if _BATCH in free and gpu is not None:
             chosen[_BATCH], why = _batch(lambda size: seconds(**{_BATCH: size}))
@@ -98,6 +113,7 @@ def completed(
         has_gpu=has_gpu or config.rehearse is not None,
         num_gpus=config.rehearse or num_ranks,
         gpus_per_node=max(1, len(names)),
+        runs_here=True,
     )
     return with_choices(config, chosen).with_defaults(has_gpu=has_gpu or config.rehearse is not None), notes
 
@@ -142,6 +158,14 @@ def _allowed(
         )
 
     return FLAGS["kernels"].joined([part for part in KERNEL_SETS[name] if is_allowed(part)])
+
+
+def _saved_on_cpu(config: RunConfig, spec: ModelSpec, num_ranks: int) -> float:
+    """Return the seconds that compiled kernels save over fused ones in a run on this machine's CPU."""
+    sequences = config.per_device_train_batch_size * config.gradient_accumulation_steps * num_ranks
+    steps = config.with_steps(sequences).steps_asked or 0  # epochs of unknown length count as short
+    flops = steps * sequences * config.seq_len * flops_per_token(spec, seq_len=config.seq_len)
+    return (_CPU_GAIN - 1) * flops / (_CPU_FLOPS * num_cores())
 
 
 def _batch(seconds: Callable[[int], tuple[float, bool]]) -> tuple[int, str]:

@@ -22,7 +22,6 @@ from slm_toolkit.record.memory_timeline import MemoryTimeline
 from slm_toolkit.run.observe.allocations import AllocationTrace, following_modules, timeline_of
 from slm_toolkit.run.observe.measure import deepspeed_engine, live_gradients, training_state
 from slm_toolkit.run.peers.launch_info import Launch
-from slm_toolkit.strategy.strategy import Strategy
 
 NUM_TRACED_STEPS = 2
 "the first step creates the optimizer's state (and DTensor's caches); the second is like all later steps"
@@ -87,24 +86,6 @@ def check_stepped(accelerator: Accelerator, model: torch.nn.Module, optimizer: t
 def is_fake(config: RunConfig) -> bool:
     """Return True if this run uses fake tensors: a rehearsal without a GPU."""
     return config.rehearse is not None and not torch.cuda.is_available()
-
-
-def check_fake(config: RunConfig, strategy: Strategy) -> None:
-    """Raise ValueError for flags that fake tensors don't support, or would measure wrongly."""
-    on_gpu = "leave it out, or rehearse on a GPU"
-    by_estimate = "use `slm estimate`, or rehearse on a GPU"
-    packs = config.packing not in ("auto", "concat")
-    name = strategy.path or strategy.name
-    on_host = "fake tensors are all on the CPU"
-    cases = (
-        (config.compiles, f"with --kernels {config.kernels}", "fake tensors can't be compiled", by_estimate),
-        (packs, f"with --packing {config.packing}", "fake tokens have no documents", on_gpu),
-        (config.peft == "qlora", "with --peft qlora", "fake tensors can't be quantized", by_estimate),
-        (strategy.offloads, f"with {name}, which offloads", on_host, by_estimate),
-    )
-    for applies, setting, reason, hint in cases:
-        if applies:
-            raise ValueError(f"--rehearse {config.rehearse} {setting} and no GPU: {reason}\nhint: {hint}")
 
 
 def tensors_of(config: RunConfig) -> AbstractContextManager[None]:

@@ -98,7 +98,6 @@ from slm_toolkit.run.peers.machines import Machines, let_collectives_wait, num_m
 from slm_toolkit.run.peers.step_exchange import control_group, rank_0_first
 from slm_toolkit.run.rehearse import (
     NUM_TRACED_STEPS,
-    check_fake,
     is_fake,
     pretend_ranks,
     stay_in_place,
@@ -214,8 +213,6 @@ def _check_request(config: RunConfig) -> _Request:
     config.check()
     spec, launch = find_model(config.model), find_launch()
     check_trainable(spec, config)
-    if is_fake(config):
-        check_fake(config, launch.strategy)
     if config.rehearse is not None:
         launch = pretend_ranks(launch, config.rehearse)
     absolute_deepspeed_config(launch.strategy)

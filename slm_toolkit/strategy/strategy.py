@@ -522,7 +522,21 @@ def contradictions(
     problems += [*part_problems(deepspeed), *optimizer_problems(deepspeed, config)]
     problems += [] if num_processes is None else group_problems(config, num_processes)
     problems += strategy_problems(config, strategy)
-    return [f"{strategy.path or strategy.name}: {problem}" for problem in problems]
+    fake = _fake_problems(strategy, config) if config.rehearse is not None and not has_gpu else []
+    return [*(f"{strategy.path or strategy.name}: {problem}" for problem in problems), *fake]
+
+
+def _fake_problems(strategy: Strategy, config: RunConfig) -> list[str]:
+    """Return a sentence for each setting that tensors without memory don't have, or would measure wrongly."""
+    packs = config.packing not in ("auto", "concat")
+    cases = (
+        (config.compiles, f"--kernels {config.kernels}: fake tensors can't be compiled"),
+        (packs, f"--packing {config.packing}: fake tokens have no documents"),
+        (config.peft == "qlora", "--peft qlora: fake tensors can't be quantized"),
+        (strategy.offloads, f"{strategy.name}: fake tensors are all on the CPU"),
+    )
+    helps = "use `slm estimate`, or rehearse on a GPU"
+    return [f"--rehearse without a GPU with {sentence}; {helps}" for applies, sentence in cases if applies]
 
 
 def json_contradictions(

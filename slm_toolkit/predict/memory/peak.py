@@ -100,7 +100,7 @@ def peak(setup: Setup) -> MemoryEstimate:
     if step.at_gather is not None:
         consider("forward: gathering the head", step.at_gather, saved + fixed + loss.final_norm, 0)
     consider("backward: the loss", step.at_loss, saved + fixed, loss.backward)
-    if not config.fuses_loss:  # fused_linear computes the head's gradient in forward
+    if not config.fuses_loss:  # the fused loss computes the head's gradient in forward
         consider("backward: lm_head", step.at_head, saved + fixed, loss.head)
     elif compute == AUTOCAST:  # that gradient is bf16: the parameter's fp32 gradient comes on top
         consider("backward: lm_head", step.at_norm, saved + fixed, loss.head)

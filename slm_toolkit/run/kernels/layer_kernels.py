@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from slm_toolkit.base.errors import pip_install
 from slm_toolkit.config.run_config import FP8_MULTIPLE, RunConfig, fits_float8
+from slm_toolkit.hardware.machine import has_compiler
 from slm_toolkit.run.kernels.loss_kernels import (
     Arithmetic,
     LossHead,
@@ -154,6 +155,11 @@ def check_optional(config: RunConfig) -> None:
         raise ValueError(
             f"--kernels {config.kernels} needs Triton, which comes with PyTorch's builds for a GPU on Linux\n"
             f"hint: --kernels {config.without_kernels('triton').kernels}"
+        )
+    if config.compiles and not has_compiler():
+        raise ValueError(
+            f"--kernels {config.kernels} needs a C++ compiler, and there is no g++ or clang++\n"
+            f"hint: install one, or --kernels {config.without_kernels('compile', 'graphs').kernels}"
         )
     if config.fp8 != "none" and find_spec("torchao") is None:
         raise ValueError(f"--fp8 {config.fp8} needs torchao\nhint: {pip_install('fp8')}")
