@@ -274,8 +274,8 @@ def _report_of(done: Done, args: argparse.Namespace) -> Report:
 
 
 def _prepared(request: Request, args: argparse.Namespace, console: Console) -> Prepared:
-    if request.nodes is None:
-        use_huge_pages()
+    if request.nodes is None or not request.nodes.gpus_per_node:
+        use_huge_pages()  # as the ranks do: a record has their allocator
     if (script := _script(args)) is not None:
         return prepare_script(request, script, console=console)
     return prepare(request, names=flags_given(args), check_launches=check_launches, console=console)
