@@ -126,7 +126,7 @@ class Flag:
             if left.intersection(of_word) and set(of_word) <= set(parts):
                 words.append(word)
                 left -= set(of_word)
-        return "+".join(words) or "plain"
+        return "+".join(sorted(words, key=list(self.sets).index)) or "plain"
 
     def has_closed_form(self, value: Any) -> bool:
         known = self.closed_form_for or (self.default,)
