@@ -197,7 +197,7 @@ OF_FLAGS = (
         *("communication-dtype-differs", ZERO2),
         json={"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}},
     ),
-    Planted("flag-contradiction", ZERO2, flags={"kernels": "triton"}),
+    Planted("flag-contradiction", ZERO3, flags={"kernels": "loss+graphs"}, tag="graphs"),
 )
 OF_MACHINES = (
     Planted("nvme-path", NVME, json={f"{_Z}offload_param.nvme_path": REMOVE}, tag="absent"),
@@ -229,7 +229,7 @@ OF_SHELLS = (
     Planted("cuda-launch-blocking", DDP, host=_shell(CUDA_LAUNCH_BLOCKING="1")),
     Planted("distributed-debug", DDP, host=_shell(TORCH_DISTRIBUTED_DEBUG="DETAIL")),
     Planted("no-memory-caching", DDP, host=_shell(PYTORCH_NO_CUDA_MEMORY_CACHING="1")),
-    Planted("dynamo-disabled", DDP, flags={"kernels": "compile"}, host=_shell(TORCHDYNAMO_DISABLE="1")),
+    Planted("dynamo-disabled", DDP, flags={"kernels": "loss+compile"}, host=_shell(TORCHDYNAMO_DISABLE="1")),
     Planted("launcher-variables", DDP, host=_shell(ACCELERATE_USE_FSDP="true")),
     Planted("one-thread-per-rank", DDP, host={**_HERE, "num_cores": 8, **_shell()}),
 )

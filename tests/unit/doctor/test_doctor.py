@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import FSDP2, own_strategy, slm_here
+from conftest import own_strategy, slm_here
 
 from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.predict.bottleneck import misaligned_widths
 
-WRAPPED = f"num_processes: 8\n{FSDP2}  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
+PLAIN = ("--kernels", "plain")
 
 
 def doctored(*arguments: str, code: int) -> list[dict]:
@@ -19,7 +19,7 @@ def doctored(*arguments: str, code: int) -> list[dict]:
 
 
 def test_it_names_the_gain_of_aligned_widths_for_each_gpu_type() -> None:
-    found = doctored("--model", "slm-500m", "--per_device_train_batch_size", "16", code=1)
+    found = doctored("--model", "slm-500m", "--per_device_train_batch_size", "16", *PLAIN, code=1)
     gains = {finding["gpu"]: finding for finding in found if finding["topic"] == "alignment"}
     assert set(gains) == {"a100-40gb", "a100-80gb", "h100-80gb"}
     assert all("with --pad_widths it should train" in finding["sentence"] for finding in gains.values())
@@ -59,7 +59,8 @@ def test_a_network_too_slow_to_hide_communication_is_named() -> None:
 
 
 def test_kernels_that_would_be_faster_are_named_with_what_they_give() -> None:
-    found = doctored("--model", "slm-1b", "--gpu", "a100-80gb", "--attn_implementation", "eager", code=0)
+    asked = ("--model", "slm-1b", "--gpu", "a100-80gb", "--attn_implementation", "eager", *PLAIN)
+    found = doctored(*asked, code=0)
     (sdpa,) = [f for f in found if "--attn_implementation sdpa should give" in f["sentence"]]
     assert sdpa["sentence"].startswith("bound by attention on a100-80gb")
     assert sdpa["speedup"] > 1.2
@@ -68,8 +69,7 @@ def test_kernels_that_would_be_faster_are_named_with_what_they_give() -> None:
 def test_it_says_so_where_there_is_nothing_to_say() -> None:
     done = slm_here(
         *("doctor", "--model", "slm-2b-hw", "--gpu", "h200", "--num_gpus", "1", "--strategy", "single"),
-        *("--kernels", "loss+compile", "--per_device_train_batch_size", "32"),
-        *("--kernels", "triton"),
+        *("--kernels", "compiled", "--per_device_train_batch_size", "32"),
     )
     assert done.code == 0
     assert done.out == "slm-2b-hw: no findings\n"
@@ -103,10 +103,11 @@ def test_a_finding_that_several_files_share_is_printed_once_with_the_files(tmp_p
 
 
 def test_a_finding_on_several_gpus_is_printed_once_with_the_gpus() -> None:
-    printed = slm_here("doctor", "--model", "slm-500m", "--strategy", "ddp", env={"COLUMNS": "200"}).out
+    asked = ("doctor", "--model", "slm-500m", "--strategy", "ddp", *PLAIN)
+    printed = slm_here(*asked, env={"COLUMNS": "200"}).out
     assert printed.count("[widths-off-tensor-cores]") == printed.count("change: --pad_widths") == 1
     assert "    also: a100-80gb, a100-40gb\n" in printed  # after the largest speedup, on the h100-80gb
-    assert printed.count("change: --kernels compile") == 1
+    assert printed.count("change: --kernels compiled") == 1
     assert "1 wrong," in printed
 
 

@@ -23,7 +23,7 @@ fsdp_config: # how it shards
 num_processes: 8 # all of the node
 gpu_ids: 0
 """
-ASKED = ("--model", "slm-1b-hw", "--gpu", "h100-80gb", "--kernels", "loss")
+ASKED = ("--model", "slm-1b-hw", "--gpu", "h100-80gb")
 H100S = (*ASKED, "--num_gpus", "8")
 
 

@@ -128,7 +128,6 @@ def test_rows_say_what_is_trained_and_deepspeeds_estimator_is_not_asked() -> Non
     [
         ({"packing": "multipack", "dataset": "chats.jsonl"}, "--packing multipack: no closed form"),
         ({"packing": "none", "dataset": "chats.jsonl"}, "--packing none"),
-        ({"peft": "qlora", "kernels": "compile"}, "--kernels compile with --peft qlora"),
         ({"peft": "lora", "lora_target_modules": "q_proj,lm_head"}, "--lora_target_modules lm_head"),
     ],
 )

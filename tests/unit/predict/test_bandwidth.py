@@ -203,7 +203,7 @@ def test_at_the_network_that_is_needed_nothing_is_longer_than_the_compute_beside
     for strategy in ("ddp", "fsdp_full_shard", "ds_zero3"):
         for micro_steps in (1, 4, 16):
             given = {
-                "model": "slm-2b",
+                **{"model": "slm-2b", "kernels": "plain", "per_device_train_batch_size": 4},
                 "gradient_accumulation_steps": micro_steps,
                 "gradient_checkpointing": "full",
             }

@@ -73,9 +73,10 @@ def test_flags_of_the_user_win_over_the_preset() -> None:
     given, trainer = as_liked(trainer_named("torchtitan"), {"optim": ["adamw_torch"]})
     assert given["optim"] == ["adamw_torch"]
     assert trainer.compiled_loss is not None
-    # another loss replaces the trainer's own
-    _, trainer = as_liked(trainer_named("nanotron"), {"kernels": ["plain"]})
-    assert trainer.loss is None
+    # a fused loss replaces the trainer's own. Per token: the final norm's 4 x 8 + 4, bf16 logits and fp32
+    # probabilities, and the gradient of the head's input; besides the head's gradient
+    fused = estimate("ddp", like="nanotron", kernels="loss+norm")
+    assert fused.parts["logits_and_loss"] == 4000 * (36 + 6 * 40 + 2 * 8) + 2 * 40 * 8
 
 
 def test_notes_name_the_preset_what_it_set_and_what_is_not_followed() -> None:
@@ -116,7 +117,7 @@ def test_recommend_ranks_what_the_trainer_would_do() -> None:
     found = api.recommend(gpu="h100-80gb:8", model="slm-1b", tokens=1e9, like="torchtitan")
     assert {plan.estimate.like for plan in found} == {"torchtitan"}
     assert {plan.config.numerics for plan in found} == {"stock"}
-    assert {plan.config.kernels for plan in found} == {"plain"}  # no other kernel of ours is tried
+    assert {plan.config.kernels for plan in found} == {"norm"}  # no other kernel of ours is tried
     assert "estimated as torchtitan trains; the command starts slm_toolkit's own trainer" in str(found)
     with pytest.raises(ValueError, match="--like torchtitan with --records"):
         api.recommend(gpu="h100-80gb:8", like="torchtitan", records="runs")

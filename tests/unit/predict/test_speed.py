@@ -59,7 +59,7 @@ def rows_of(
 ) -> list[Estimate]:
     """On nodes of eight with 400 Gbit/s between them."""
     return estimates(
-        {"model": "slm-100m", **given},
+        {"model": "slm-100m", "kernels": "plain", "per_device_train_batch_size": 4, **given},
         [find_strategy(name) for name in strategies],
         gpus=list(on),
         num_gpus=list(num_gpus),
@@ -230,17 +230,16 @@ def test_a_bucket_that_is_auto_is_the_square_of_the_width(tmp_path: Path) -> Non
 
 
 def test_tritons_loss_moves_6_bytes_per_logit_and_a_compiled_one_8() -> None:
-    flags = {"model": "slm-100m", "per_device_train_batch_size": 8, "seq_len": 1024}
-    flags |= {"kernels": "loss", "numerics": "aligned"}
-
-    def traffic(**more: bool) -> float:
-        (row,) = rows_of("single", num_gpus=(1,), **flags, **more)
+    def traffic(kernels: str) -> float:
+        (row,) = rows_of(
+            "single", num_gpus=(1,), seq_len=1024, per_device_train_batch_size=8, kernels=kernels
+        )
         return row.parts_seconds["memory_traffic"]
 
     logits, memory = 8 * 1024 * 32_000, gpu_of_name("h100-80gb").memory_bytes_per_second
-    saved = traffic() - traffic(kernels="triton")  # 26 bytes by PyTorch's operations, at 0.43 of the rate
+    saved = traffic("loss") - traffic("loss+triton")  # 26 bytes by PyTorch's operations, at 0.43 of the rate
     assert saved == pytest.approx(logits / memory * (26 / 0.43 - 6 / 0.85))
-    saved = traffic(kernels="triton+compile") - traffic()
+    saved = traffic("loss+compile") - traffic("loss+triton+compile")
     assert saved == pytest.approx(logits / memory * 2 / 0.85)
 
 
@@ -394,7 +393,7 @@ def step_of(*transfers: Transfer, contention: float, micro_steps: int = 1) -> St
     setup = Setup(
         PRESETS["slm-500m"],
         find_strategy("ddp"),
-        RunConfig(seq_len=1024, gradient_accumulation_steps=micro_steps),
+        RunConfig(seq_len=1024, gradient_accumulation_steps=micro_steps, per_device_train_batch_size=4),
         num_gpus=8,
         gpu=gpu_of_name("h100-80gb"),
         deployment=Deployment(Cluster(1e9, None)),
@@ -465,12 +464,8 @@ def test_a_gpu_run_is_reported_beside_its_estimated_rate(monkeypatch: pytest.Mon
     monkeypatch.delenv("SLM_CALIBRATION")  # a report may know this run's estimate already
     record = made_record()  # slm-100m, 2 H100s, DDP, batch 4
     row = row_of([(Path("r"), record)])
-    (expected,) = estimates(
-        {"model": "slm-100m", "per_device_train_batch_size": 4},
-        [find_strategy("ddp")],
-        gpus=["h100-80gb"],
-        num_gpus=[2],
-    )
+    asked = {"model": "slm-100m", "kernels": "plain", "per_device_train_batch_size": 4}
+    (expected,) = estimates(asked, [find_strategy("ddp")], gpus=["h100-80gb"], num_gpus=[2])
     assert row.estimated_tokens_per_second == pytest.approx(expected.tokens_per_second)
     assert row_of([(Path("r"), dataclasses.replace(record, gpu=None))]).estimated_tokens_per_second is None
 

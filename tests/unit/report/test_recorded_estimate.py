@@ -50,7 +50,7 @@ def record_of(strategy: Strategy, config: RunConfig, *, num_ranks: int, **change
 
 
 def config_of(**flags: object) -> RunConfig:
-    return RunConfig(model="slm-1m", **flags).with_defaults(has_gpu=True)
+    return RunConfig(model="slm-1m", kernels="plain", **flags).with_defaults(has_gpu=True)
 
 
 def test_a_gpus_libraries_stand_in_the_estimate_for_that_gpu() -> None:
@@ -68,8 +68,7 @@ def test_a_gpus_libraries_stand_in_the_estimate_for_that_gpu() -> None:
 def test_an_old_records_true_means_full_checkpointing() -> None:
     full = record_of(find_strategy("ddp"), config_of(gradient_checkpointing="full"), num_ranks=2)
     config = {**full.asked["config"], "gradient_checkpointing": True}
-    for name in ("kernels", "rehearse"):  # came later
-        del config[name]
+    del config["rehearse"]  # came later
     old = dataclasses.replace(full, asked={**full.asked, "config": config})
     assert estimate_of(old) == estimate_of(full)
     without = record_of(find_strategy("ddp"), config_of(), num_ranks=2)
@@ -90,9 +89,8 @@ def test_what_a_users_own_yaml_decides_is_as_in_slm_estimate(version: int, tmp_p
     path.write_text(own)
     strategy = find_strategy(str(path))
     record = record_of(strategy, config_of(gradient_accumulation_steps=2), num_ranks=8, gpu=None)
-    (expected,) = estimates(
-        {"model": "slm-1m", "gradient_accumulation_steps": 2}, [strategy], gpus=[None], num_gpus=[8]
-    )
+    asked = {"model": "slm-1m", "kernels": "plain", "gradient_accumulation_steps": 2}
+    (expected,) = estimates(asked, [strategy], gpus=[None], num_gpus=[8])
     assert estimate_of(record).parts == expected.parts
 
 

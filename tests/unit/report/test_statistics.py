@@ -268,7 +268,7 @@ def test_what_bound_a_run_is_said_with_what_helps() -> None:
         "host RAM was short: only 3.0 of 100 GiB were free; use --streaming true, fewer "
         "--dataloader_num_workers or less offload",
         "the machine swapped 1.0 GiB out while the steps ran",
-        "rank 0: the GPU was busy only 60% of the time; larger batches or --kernels compile use it better",
+        "rank 0: the GPU was busy only 60% of the time; larger batches or --kernels compiled use it better",
     ]
     whole = row_from(dataclasses.replace(record, num_padding_tokens=0))
     assert row.tokens_per_second == pytest.approx(0.75 * whole.tokens_per_second)  # of tokens that are some
