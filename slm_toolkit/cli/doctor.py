@@ -5,6 +5,8 @@ import json
 import sys
 import textwrap
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -20,7 +22,7 @@ from slm_toolkit.doctor.case import Case, Files, Host, is_count, is_of_cpus, loo
 from slm_toolkit.doctor.examine import Examined, examine_all
 from slm_toolkit.doctor.finding import SEVERITIES, Finding, as_json
 from slm_toolkit.doctor.fix import write_mended
-from slm_toolkit.hardware.gpus import find_gpu, gpus_here
+from slm_toolkit.hardware.gpus import find_gpu, gpu_of_name, gpus_here
 from slm_toolkit.hardware.machine import look_at_host_ram
 from slm_toolkit.model.families import kernel_problems
 from slm_toolkit.model.from_config import position_problem
@@ -35,6 +37,7 @@ from slm_toolkit.predict.flag_checks import (
 from slm_toolkit.strategy.groups import ranks_of_each_node
 from slm_toolkit.strategy.strategy import (
     STUDIED_STRATEGIES,
+    find_strategy,
     is_shipped,
     notes_on,
     strategy_name,
@@ -142,7 +145,7 @@ def _doctor(args: argparse.Namespace) -> int:
         console = Console(markup=False, emoji=False)
         console.print(finding_text(found, width=console.width), soft_wrap=True)
     else:
-        print(f"{config.model}: no findings")
+        print(f"{cases[0].flags.model}: no findings")
     for line in fixed:
         print(line, file=sys.stderr)
     left = [finding for finding in found if args.fix is None or not finding.is_fixed_in_files]
@@ -157,9 +160,7 @@ def _doctor(args: argparse.Namespace) -> int:
 def _checked_config(args: argparse.Namespace) -> RunConfig:
     """Return the flags of the run. Raises ValueError for invalid flags."""
     config = config_from_args(args)
-    chosen, _ = choices([config], [], gpu=None, has_gpu=True, num_gpus=1)
-    config = with_choices(config, chosen).with_defaults(has_gpu=True)
-    problems = config.problems()
+    problems = config.with_defaults(has_gpu=True).problems()
     no_fix = Pair("overwrite", "fix", ": only --fix writes files", is_needed=True)
     problems += pair_problems(flags_given(args), [no_fix])
     if problems:
@@ -168,8 +169,9 @@ def _checked_config(args: argparse.Namespace) -> RunConfig:
 
 
 def _cases(args: argparse.Namespace, config: RunConfig) -> list[Case]:
-    spec, host = model_to_estimate(config.model), _host(args)
-    problems = [position_problem(spec, config.seq_len), *kernel_problems(spec, config)]
+    complete = config.with_defaults(has_gpu=True)
+    spec, host = model_to_estimate(complete.model), _host(args)
+    problems = [position_problem(spec, complete.seq_len), *kernel_problems(spec, complete)]
     if any(problems):
         raise all_of(list(filter(None, problems)), verb="doctor")
     if args.gpu is not None:
@@ -187,12 +189,26 @@ def _cases(args: argparse.Namespace, config: RunConfig) -> list[Case]:
         files = read_files(path)
         gpus = () if is_assumed and is_of_cpus(files.config) else names
         counts = _gpus_of(args, files, host)
-        cases.append(Case(strategy_name(path), files, spec, config, host, *counts, gpus, gpus_given=given))
+        flags = _chosen(config, path, gpus, counts)
+        cases.append(Case(strategy_name(path), files, spec, flags, host, *counts, gpus, gpus_given=given))
     defaults = [] if "model" in flags_given(args) else [f"--model {spec.name}"]
     defaults += [f"--gpu {' '.join(names)}"] if is_assumed else []
     if defaults and any(case.gpu_names and not is_shipped(case.files.yaml_path) for case in cases):
         print(f"note: checked with {' '.join(defaults)}, the defaults; give your own", file=sys.stderr)
     return cases
+
+
+def _chosen(config: RunConfig, path: Path, gpus: Sequence[str], counts: tuple[int, int]) -> RunConfig:
+    """Return the flags of a run under a strategy on the first of these GPUs."""
+    strategies = []
+    with suppress(ValueError):  # found to be wrong later
+        strategies.append(find_strategy(str(path)))
+    num_gpus, per_node = counts
+    gpu = gpu_of_name(gpus[0]) if gpus and strategies else None
+    chosen, _ = choices(
+        [config], strategies, gpu=gpu, has_gpu=True, num_gpus=num_gpus, gpus_per_node=per_node
+    )
+    return with_choices(config, chosen).with_defaults(has_gpu=True)
 
 
 def _host(args: argparse.Namespace) -> Host:

@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slm_toolkit.config.run_config import KERNEL_SETS
+from slm_toolkit.config.run_config import FLAGS
 from slm_toolkit.model.families import kernel_problems
 from slm_toolkit.model.model_spec import ALIGNED_TO, PRESETS, ModelSpec, padded_spec
+from slm_toolkit.predict.choices import allowed_kernels
 from slm_toolkit.predict.estimate import estimate
 from slm_toolkit.predict.setup.setup import Setup, with_flags
 from slm_toolkit.predict.speed.matmul import ALIGNMENT, is_aligned
@@ -64,9 +65,11 @@ def _changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
         yield words, dataclasses.replace(setup, spec=aligned)
     if config.attn_implementation == "eager":
         yield changed(attn_implementation="sdpa")
-    for name in ("fused", "compiled"):
-        if not set(KERNEL_SETS[name]) <= set(config.kernel_parts) and (trains_all or name == "fused"):
-            yield changed(kernels=config.with_kernels(*KERNEL_SETS[name]).kernels)
+    for name in ("fused", "compiled") if trains_all else ("fused",):
+        allowed = allowed_kernels(name, [config], [spec], [setup.strategy])
+        kernels = config.with_kernels(*FLAGS["kernels"].parts_of(allowed)).kernels
+        if kernels != config.kernels:
+            yield changed(kernels=kernels)
     if config.optim == "adamw_torch":
         yield changed(optim="adamw_torch_fused")
     if config.gradient_checkpointing != "none":

@@ -96,6 +96,7 @@ def _has_estimate(setup: Setup) -> bool:
         *group_problems(setup.config, setup.num_gpus),
         *(setup.like.problems([strategy]) if setup.like else []),
         *setup.config.problems(),
+        *kernel_problems(setup.spec, setup.config),
         *unknown_to_estimates(setup.config, gpu=setup.gpu, spec=setup.spec),
     ]
     return not problems
@@ -158,7 +159,8 @@ def _shared_sequences(setup: Setup) -> Iterator[_Option]:
     for factor in range(2, setup.ranks_per_node // config.sp_size + 1):
         size = factor * config.sp_size
         if setup.ranks_per_node % size == 0:
-            yield _with_flags(sp_size=size, gradient_accumulation_steps=factor * steps)
+            flags = {"sp_size": size, "gradient_accumulation_steps": factor * steps}
+            yield _with_flags(**flags, kernels=config.without_kernels("compile", "graphs").kernels)
 
 
 def _strategies(setup: Setup) -> Iterator[_Option]:

@@ -16,7 +16,7 @@ from slm_toolkit.model.model_spec import ModelSpec, flops_per_token
 from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.estimate import estimate
 from slm_toolkit.predict.setup.other_trainers import OtherTrainer
-from slm_toolkit.predict.setup.setup import Setup
+from slm_toolkit.predict.setup.setup import Deployment, Setup
 from slm_toolkit.strategy.strategy import Strategy
 
 _COMPILE_SECONDS = 10
@@ -45,6 +45,7 @@ def choices(
     is_comparison: bool = False,
     runs_here: bool = False,
     like: OtherTrainer | None = None,
+    deployment: Deployment | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Return --kernels and the batch, if a config leaves them to us, and a line for each: what and why.
 
@@ -70,15 +71,15 @@ def choices(
         rows = []
         for (config, spec), strategy in product(zip(filled(**flags), specs, strict=True), strategies):
             count = 1 if strategy.is_single else num_gpus
-            setup = Setup(
-                spec, strategy, config, num_gpus=count, gpus_per_node=gpus_per_node, gpu=gpu, like=like
-            )
+            sizes = {"num_gpus": count, "gpus_per_node": gpus_per_node, "gpu": gpu}
+            network = deployment or Deployment()
+            setup = Setup(spec, strategy, config, **sizes, like=like, deployment=network)
             rows.append(estimate(setup.launched))
         return sum(inf if row.step_seconds is None else row.step_seconds for row in rows), all(
             row.verdict == "fits" for row in rows
         )
 
-    fused, compiled = (_allowed(name, filled(), specs, strategies) for name in ("fused", "compiled"))
+    fused, compiled = (allowed_kernels(name, filled(), specs, strategies) for name in ("fused", "compiled"))
     if runs_here and not has_compiler():
         compiled = fused
     chosen["kernels"] = compiled
@@ -140,7 +141,7 @@ def _leaves(name: str) -> Callable[[RunConfig], bool]:
     return lambda config: getattr(config, name) == FLAGS[name].default
 
 
-def _allowed(
+def allowed_kernels(
     name: str, configs: Sequence[RunConfig], specs: Sequence[ModelSpec], strategies: Sequence[Strategy]
 ) -> str:
     """Return the value of --kernels with those of its parts that all models, flags and strategies allow."""

@@ -284,7 +284,7 @@ def test_the_gpus_seen_are_those_that_cuda_would_see() -> None:
 def test_gpus_are_counted_in_the_file_or_given(tmp_path: Path) -> None:
     text = "  fsdp_version: 2\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\nnum_processes: 6\n"
     own = own_strategy(tmp_path, f"distributed_type: FSDP\nfsdp_config:\n{text}")
-    words = ("doctor", "--model", "slm-100m-hw", "--strategy", own)
+    words = ("doctor", "--model", "slm-100m-hw", "--per_device_train_batch_size", "4", "--strategy", own)
     assert "fits on each of 6 x" in slm_here(*words, env={"COLUMNS": "300"}).out
     done = slm_here(*words, "--num_gpus", "7", "--gpus_per_node", "4")
     assert done.code == 2
