@@ -12,7 +12,7 @@ from slm_toolkit.predict.estimate import estimate
 from slm_toolkit.predict.setup.setup import Setup, with_flags
 from slm_toolkit.predict.speed.matmul import ALIGNMENT, is_aligned
 
-WORTH_SAYING = 1.01
+WORTH_SAYING = 1.03
 "smallest speedup that is reported: predictions are not more precise"
 
 

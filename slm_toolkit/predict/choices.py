@@ -86,7 +86,8 @@ def choices(
     if not has_gpu and "kernels" in free:
         saved = _saved_on_cpu(filled()[0], specs[0], num_gpus)
         chosen["kernels"] = compiled if saved > _COMPILE_SECONDS_ON_CPU else fused
-        why = f"compiling takes about {_COMPILE_SECONDS_ON_CPU} s and saves about {saved:.0f} s in such a run"
+        saves = f"about {saved:.0f} s" if saved >= 1 else "less than a second"
+        why = f"compiling takes about {_COMPILE_SECONDS_ON_CPU} s and saves {saves} in such a run"
         notes.append(f"kernels: {chosen['kernels']}, because {why}")
     with suppress(ValueError):  # no closed form for one of the rows
         if _BATCH in free and gpu is not None:
