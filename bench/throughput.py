@@ -43,32 +43,28 @@ FOR_CPU = {  # the shape of a slm-10m with the vocabulary of Llama, whose head i
     "tie_word_embeddings": False,
 }
 BEST = {
-    "ours": ("--kernels", "loss+norm"),
-    "ours_compile": ("--kernels", "loss+compile"),
+    "ours": ("--kernels", "fused"),
+    "ours_compile": ("--kernels", "compiled"),
 }
-ON_GPU = {"ours_triton": (*BEST["ours_compile"], "--kernels", "triton")}
 FEATURES = {  # ours, one thing at a time
-    "plain": (),
-    "eager_attention": ("--attn_implementation", "eager"),
+    "plain": ("--kernels", "plain"),
+    "eager_attention": ("--kernels", "plain", "--attn_implementation", "eager"),
     "fused_norm": ("--kernels", "norm"),
     "fused_loss": ("--kernels", "loss"),
     "all_fused": ("--kernels", "loss+norm"),
-    "compile": (
-        "--kernels",
-        "compile",
-    ),
-    "unfused_adamw": ("--optim", "adamw_torch"),
-    "pure_bf16": ("--numerics", "pure_bf16"),
+    "compile": ("--kernels", "compile"),
+    "unfused_adamw": ("--kernels", "plain", "--optim", "adamw_torch"),
+    "pure_bf16": ("--kernels", "plain", "--numerics", "pure_bf16"),
 }
-OURS = {**BEST, **ON_GPU, **FEATURES}
+OURS = {**BEST, **FEATURES}
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {  # the trainer of rivals/training.py, and its options
     "trainer": ("trainer", {}),
-    "trainer_compile": ("trainer", {"kernels": "compile"}),
+    "trainer_compile": ("trainer", {"torch_compile": True}),
     "bare": ("bare", {}),
-    "bare_compile": ("bare", {"kernels": "compile"}),
-    "litgpt_compile": ("litgpt", {"kernels": "compile"}),
+    "bare_compile": ("bare", {"torch_compile": True}),
+    "litgpt_compile": ("litgpt", {"torch_compile": True}),
     "torchtitan": ("torchtitan", {}),
-    "torchtitan_compile": ("torchtitan", {"kernels": "compile"}),
+    "torchtitan_compile": ("torchtitan", {"torch_compile": True}),
 }
 ALLOCATORS = {  # for every arm alike
     "glibc": {},

@@ -51,8 +51,8 @@ MODELS = {"slm-100m": 64, "slm-500m": 32, "slm-1b": 32, "slm-2b": 16}
 RUNG_BATCHES = {"slm-100m": 32, "slm-500m": 16, "slm-1b": 8, "slm-2b": 8}
 "of all rungs: the lowest is eager attention, which keeps scores of 1024 x 1024 per head and layer"
 LADDER = {  # each includes all above it, except the first
-    "eager": ("--attn_implementation", "eager"),
-    "sdpa": ("--attn_implementation", "sdpa"),
+    "eager": ("--kernels", "plain", "--attn_implementation", "eager"),
+    "sdpa": ("--kernels", "plain", "--attn_implementation", "sdpa"),
     "fused loss": ("--kernels", "loss"),
     "fused norm": ("--kernels", "loss+norm"),
     "compiled": ("--kernels", "loss+norm+compile"),
@@ -129,7 +129,7 @@ def plan() -> Iterator[Arm]:
         for ranks in ("1", "8"):
             for strategy in STRATEGIES:
                 rehearsed = ("--rehearse", ranks) if ranks != "1" else ()
-                words = (*size(model, RUNG_BATCHES[model]), *rehearsed)
+                words = (*size(model, RUNG_BATCHES[model]), "--kernels", "plain", *rehearsed)
                 yield Arm("memory", f"{model} {strategy} {ranks}", words, strategy, seconds=2.0)
     for model in ("slm-100m", "slm-1b"):
         shape = ("--models", model, "--batch_size", str(MODELS[model]), "--steps", "24", "--warmup", "8")
