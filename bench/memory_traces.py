@@ -1,7 +1,7 @@
 """Rehearse the configurations of a table on fake tensors again; `bench/memory_accuracy.py` reads the traces.
 
     python bench/memory_traces.py --half development    # some 10 minutes on two cores
-    python bench/memory_traces.py --half adapters --again kernels=loss    # these rows only
+    python bench/memory_traces.py --half adapters --again peft=qlora    # these rows only
 
 A new table is a CSV in results/memory: the columns of one that is there, up to the flags. Seeds drew the
 shipped ones (`git show 99ffb6c:bench/memory_traces.py`). Each configuration is a real run of
@@ -25,6 +25,7 @@ from typing import Any
 
 from memory_accuracy import FOLDER, FOUND, model_named
 
+from slm_toolkit.config.run_config import in_todays_names
 from slm_toolkit.record.run_record import RECORD_FILE, installed_versions
 from slm_toolkit.strategy.strategy import find_strategy
 
@@ -81,12 +82,9 @@ def trace(configuration: dict[str, Any]) -> dict[str, Any]:
     keep = ("ACCELERATE_", "FSDP_")
     os.environ.update({name: value for name, value in variables.items() if name.startswith(keep)})
     os.environ["OMP_NUM_THREADS"] = "1"
-    flags = {
-        name: value
-        for name, value in configuration.items()
-        if name not in ("strategy", "num_gpus") and value != ""
-    }
-    flags["model"] = model_named(configuration["model"])
+    of_launch = ("strategy", "num_gpus")
+    given = {name: value for name, value in configuration.items() if name not in of_launch and value != ""}
+    flags = {**in_todays_names(given), "model": model_named(configuration["model"])}
     with tempfile.TemporaryDirectory() as folder:
         argv = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
         argv += ["--rehearse", str(configuration["num_gpus"]), "--output_dir", folder, "--run_name", "r"]

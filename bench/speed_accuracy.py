@@ -179,7 +179,7 @@ def _others(*, show_rows: bool) -> None:
     num_asked = sum(asked(row, "hf") is not row for row in rows)
     print(f"  {num_asked} of them have a loss kernel that no flag asks for; instead, all rows:")
     _print_errors("with --kernels loss", errors)
-    _print_errors("with --kernels plain, the default", errors_of([asked(row, "hf") for row in rows]))
+    _print_errors("with --kernels plain", errors_of([asked(row, "hf") for row in rows]))
     _print_errors("with their own kernel", errors_of(rows))
     print("  with --kernels loss:")
     band = [(TODAY.low <= 1 / (1 + error) <= TODAY.high) for error in errors]

@@ -71,8 +71,8 @@ def in_todays_names(flags: dict[str, Any]) -> dict[str, Any]:
     named = {
         "loss": flags.get("loss_kernel") == "fused_linear",
         "norm": flags.get("norm_kernel") == "fused",
-        "triton": flags.get("triton_loss") or flags.get("optim") == "adamw_triton",
-        "compile": flags.get("torch_compile"),
+        "triton": flags.get("triton_loss") in _TRUE or flags.get("optim") == "adamw_triton",
+        "compile": flags.get("torch_compile") in _TRUE,
         "graphs": flags.get("torch_compile_mode") in ("reduce-overhead", "max-autotune"),
     }
     if "kernels" in flags:
@@ -83,6 +83,7 @@ def in_todays_names(flags: dict[str, Any]) -> dict[str, Any]:
     return {"kernels": FLAGS["kernels"].joined([part for part in named if named[part]]), **left}
 
 
+_TRUE = (True, "true")  # of a record, of a table
 _BEFORE_KERNELS = ("loss_kernel", "norm_kernel", "triton_loss", "torch_compile", "torch_compile_mode")
 
 
