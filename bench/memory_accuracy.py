@@ -29,15 +29,15 @@ HALVES = (
     *("development", "held_out", "fresh", "adapters", "adapters_held_out"),
     *("adapters_today", "adapters_today_held_out"),
     *("today", "today_held_out"),
-    *("sequences", "sequences_held_out", "optimizers", "optimizers_held_out"),
+    *("optimizers", "optimizers_held_out"),
 )
 "those that docs/accuracy.md shows"
 READ = (
-    *("development", "adapters", "adapters_today", "small_zero", "today", "sequences"),
+    *("development", "adapters", "adapters_today", "small_zero", "today"),
     "optimizers",
 )
 "those whose worst rows may be looked at"
-_NUMBERS = ("per_device_train_batch_size", "seq_len", "gradient_accumulation_steps", "lora_r", "sp_size")
+_NUMBERS = ("per_device_train_batch_size", "seq_len", "gradient_accumulation_steps", "lora_r")
 _FRACTIONS = ("lora_dropout",)
 FOUND = ("status", "reason", "peak_bytes", "reserved_bytes", "peak_phase", "peak_module", "parts")
 _NOT_FLAGS = ("strategy", "num_gpus", *FOUND)

@@ -288,8 +288,7 @@ def around_steps(job: Job, prepared: Prepared, record: RunRecord) -> AroundSteps
         accelerator, model, optimizer, loss_recorder, gpu=job.gpu_before, dataset_names=job.data.names
     )
     evaluations = Evaluations(
-        *(config, accelerator, model, loss_recorder, prepared.eval_loaders, progress, tracker, num_steps),
-        sequence_group=job.sequence_group,
+        config, accelerator, model, loss_recorder, prepared.eval_loaders, progress, tracker, num_steps
     )
     max_loss = 2 * math.log(job.spec.vocab_size)  # twice the loss of guessing
     if config.on_bad_step == "skip":
@@ -304,8 +303,7 @@ def around_steps(job: Job, prepared: Prepared, record: RunRecord) -> AroundSteps
         max_loss=max_loss,
         exchange=StepExchange(accelerator, job.control_group),
         bad_steps=BadStepFiles(
-            *(accelerator, job.run_dir, prepared.loader, prepared.num_micro_steps, job.data.tokenizer),
-            group_size=config.sp_size,
+            accelerator, job.run_dir, prepared.loader, prepared.num_micro_steps, job.data.tokenizer
         ),
         writer=prepared.checkpoint_writer,
         resumed_from=job.checkpoint.path if job.checkpoint else None,
@@ -366,8 +364,7 @@ def training_batches(job: Job, prepared: Prepared, *, first_step: int) -> Iterat
     """
     accelerator, num_micro_steps = job.accelerator, prepared.num_micro_steps
     batches = endless(accelerator, prepared.loader, first_step=first_step, num_micro_steps=num_micro_steps)
-    batches = map(job.sequence_group.stretch_of, batches)
-    if job.data.has_labels or job.config.sp_size > 1:  # the last stretch of a sequence has one label less
+    if job.data.has_labels:
         batches = steps_by_labels(accelerator, batches, prepared.loss_recorder, num_micro_steps)
     if job.checkpoint is not None:
         in_epoch = place_in_data(prepared.loader, first_step, num_micro_steps)[1]
@@ -381,8 +378,7 @@ def training_batches(job: Job, prepared: Prepared, *, first_step: int) -> Iterat
 
 def rehearse(job: Job, prepared: Prepared) -> dict[str, Any]:
     """Run steps on fake tensors and trace every allocation. Return the record's fields."""
-    batches = map(job.sequence_group.stretch_of, fake_batches(job.config))
-    steps = functools.partial(train_step, job, prepared, batches)
+    steps = functools.partial(train_step, job, prepared, fake_batches(job.config))
     timeline = follow_memory(job, prepared, steps)
     peak = timeline.peak
     print(

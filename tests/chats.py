@@ -43,4 +43,5 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def config_of(dataset: object, **options: Any) -> RunConfig:
-    return RunConfig(model="slm-1m", dataset=str(dataset), **{"seq_len": 128, **options})
+    config = RunConfig(model="slm-1m", dataset=str(dataset), **options)
+    return config.with_defaults(has_gpu=False)  # 128 tokens

@@ -391,7 +391,7 @@ def fp32(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
 @pytest.fixture(scope="session")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     """What accelerate does by itself, one strategy of each engine: as the README's command has it."""
-    words = ("--numerics", "stock", "--strategy", "ddp", "fsdp_full_shard", "ds_zero2")
+    words = ("--numerics", "stock", "--kernels", "plain", "--strategy", "ddp", "fsdp_full_shard", "ds_zero2")
     words += ("--max_steps", "20")  # at least ten are timed: fewer have no rank
     return compare(*words, folder=tmp_path_factory.mktemp("stock"))
 

@@ -30,7 +30,6 @@ from slm_toolkit.strategy.strategy import (
     Strategy,
     contradictions,
     find_strategy,
-    group_problems,
 )
 
 PAIRS = (
@@ -119,7 +118,6 @@ def plan_runs(
             problems += contradictions(strategy, config, has_gpu=has_gpu)
             num_ranks = config.rehearse or processes
             problems += parallel_problems(strategy, num_ranks=num_ranks)
-            problems += [] if strategy.is_single else group_problems(config, num_ranks)
     if problems:
         raise ValueError(
             "\n".join(dict.fromkeys(problems)) + "\nhint: `slm compare --help all` explains each flag"
@@ -182,14 +180,13 @@ def _parity_reference(config: RunConfig, *, numerics: str, num_processes: int) -
     """Return a single-process run that sees in each step the sequences that all ranks of `config` see.
 
     Rank r's batch number i is the data's batch i * num_processes + r, so a single process with num_processes
-    times as many micro-steps sees the same batches. With --sp_size the same holds for groups of ranks.
+    times as many micro-steps sees the same batches.
     """
     has_fp32 = config.attn_implementation in ("eager", "sdpa")  # flash-attn has not
     return dataclasses.replace(
         config,
         numerics=numerics,
-        gradient_accumulation_steps=config.gradient_accumulation_steps * num_processes // config.sp_size,
-        sp_size=1,
+        gradient_accumulation_steps=config.gradient_accumulation_steps * num_processes,
         attn_implementation=config.attn_implementation if has_fp32 else "sdpa",
         **PLAIN,
         profile="none",

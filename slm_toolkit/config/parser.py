@@ -27,7 +27,7 @@ SAME_MEANING = {name: flag.other_names for name, flag in FLAGS.items() if flag.o
 
 _BATCH = (
     "--per_device_train_batch_size N: sequences of one process and micro-step. A step has N x "
-    "--gradient_accumulation_steps x the number of processes (divided by --sp_size)"
+    "--gradient_accumulation_steps x the number of processes"
 )
 _PRECISION = (
     "--numerics: aligned (the default) computes in bf16 with fp32 master weights; stock uses accelerate's "
@@ -109,6 +109,7 @@ REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
     "paper": "in a checkout, python studies/ashkboos/compare.py prints the paper's figures next to ours",
     "timing_warmup_steps": "leave it out: first steps that are slow or compile are not timed",
     **dict.fromkeys(("parity_task", "fp32_steps"), "`slm compare --parity K` sets it for its runs"),
+    "sp_size": "--gradient_checkpointing full, and ZeRO-3 or FSDP with offload, hold the longest sequences",
     "adam_dtype": "--optim muon takes 4 bytes less per parameter; ds_zero2_offload takes none on the GPU",
     "mlp_kernel": "--kernels compiled fuses the MLP",
     "use_liger_kernel": "--kernels fused",

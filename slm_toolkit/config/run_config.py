@@ -345,7 +345,7 @@ class RunConfig:
     )
     per_device_train_batch_size: int | None = Flag(
         None,
-        "sequences per process and micro-step (with --sp_size, per group of processes). auto, the default: "
+        "sequences per process and micro-step . auto, the default: "
         "on a GPU the largest power of two that fits under every compared strategy and gains at least 3 % "
         "over half of it; 4 on CPU and on an unknown GPU",
         group="batch",
@@ -366,7 +366,6 @@ class RunConfig:
         1,
         "micro-steps per optimizer step",
         group="batch",
-        basic=True,
         other_names=(
             *("grad_accum", "grad_accum_steps", "grad_acc", "grad_acc_steps", "gradient_accumulation"),
             *("gradient_accumulation_iters", "accumulation_steps", "accumulate_grad_batches"),
@@ -378,32 +377,6 @@ class RunConfig:
         column="accum.",
         label="accum",
         heading="{} micro-steps",
-    )
-    sp_size: int = Flag(
-        1,
-        "ranks that share each sequence, for sequences too long for one GPU: each computes a part of the "
-        "tokens, and attention exchanges heads between them (Ulysses). Works under every strategy",
-        group="batch",
-        other_names=(
-            *("sequence_parallel_size", "ulysses_sequence_parallel_size", "ulysses_size"),
-            *("context_parallel_size", "cp_size"),
-        ),
-        grid=True,
-        least=1,
-        excludes=(
-            Excludes(
-                "attn_implementation",
-                "attention between ranks needs sdpa",
-                values=("eager", "flex_attention", *(f"flash_attention_{version}" for version in (2, 3, 4))),
-            ),
-            Excludes("kernels", "its exchanges between ranks are not compiled", values=("compile",)),
-        ),
-        excludes_strategies=(ExcludesStrategy("is_single", "{flag}: {strategy} is one process"),),
-        losses="same",
-        estimate="counts",
-        column="SP",
-        label="sp",
-        heading="{} ranks per sequence",
     )
     dataset: str = Flag(
         SYNTHETIC,
@@ -997,12 +970,8 @@ def fits_float8(*widths: int) -> bool:
 
 
 def _size_problems(config: RunConfig) -> list[str]:
-    if config.seq_len is not None and config.seq_len % config.sp_size:
-        return [
-            f"--sp_size {config.sp_size} with --seq_len {config.seq_len}: use a multiple of {config.sp_size}"
-        ]
     batch = config.per_device_train_batch_size or FP8_MULTIPLE
-    num_tokens = batch * (config.seq_len or FP8_MULTIPLE) // config.sp_size
+    num_tokens = batch * (config.seq_len or FP8_MULTIPLE)
     if config.fp8 == "none" or num_tokens % FP8_MULTIPLE == 0:
         return []
     return [

@@ -171,9 +171,6 @@ def _replaced_kernels(spec: ModelSpec, config: RunConfig) -> list[tuple[str, dic
             "--attn_implementation eager (on a GPU, also flash_attention_2 or flex_attention)"
         )
         found.append((sentence, {"attn_implementation": "eager"}))
-    if config.sp_size > 1 and spec.sliding_window is not None:
-        sentence = f"--sp_size {config.sp_size}: {spec.name} has sliding windows, which it does not know"
-        found.append((f"{sentence}; leave it out", {"sp_size": 1}))
     if spec.after_head != "nothing" and config.fuses_loss:
         sentence = (
             f"--kernels {config.kernels}: {spec.name} changes the head's logits before the loss "

@@ -14,7 +14,6 @@ from slm_toolkit.strategy.strategy import (
     Strategy,
     contradictions,
     find_strategy,
-    group_problems,
 )
 
 MOST_CHANGES = 3
@@ -36,7 +35,7 @@ def changes_that_fit(setup: Setup, before: Estimate) -> list[Change]:
     no single one is enough, three only if no two are. Empty if three are not enough.
     """
     flags_only = [_kernels, _checkpointing, _smaller_batches]
-    found = _fewest(setup, before, [], [*flags_only, _shared_sequences, _strategies])[:4]
+    found = _fewest(setup, before, [], [*flags_only, _strategies])[:4]
     found += _fewest(setup, before, [], flags_only)[:1]
     found += _fewest(setup, before, [_more_gpus], flags_only)[:1]
     return list(dict.fromkeys(found))
@@ -93,7 +92,6 @@ def _has_estimate(setup: Setup) -> bool:
     problems = [
         *sharding.problems(num_gpus=setup.num_gpus, gpus_per_node=setup.ranks_per_node),
         *contradictions(strategy, setup.config),
-        *group_problems(setup.config, setup.num_gpus),
         *(setup.like.problems([strategy]) if setup.like else []),
         *setup.config.problems(),
         *kernel_problems(setup.spec, setup.config),
@@ -104,10 +102,7 @@ def _has_estimate(setup: Setup) -> bool:
 
 def _described(before: Setup, after: Setup) -> str:
     """Return what differs: `batch 4 instead of 8 with --gradient_accumulation_steps 2`."""
-    names = (
-        *("gradient_accumulation_steps", "kernels"),
-        *("gradient_checkpointing", "sp_size"),
-    )
+    names = ("gradient_accumulation_steps", "kernels", "gradient_checkpointing")
     flags = [
         f"--{name} {value}"
         for name in names
@@ -146,21 +141,6 @@ def _smaller_batches(setup: Setup) -> Iterator[_Option]:
             yield _with_flags(
                 per_device_train_batch_size=batch // factor, gradient_accumulation_steps=factor * steps
             )
-
-
-def _shared_sequences(setup: Setup) -> Iterator[_Option]:
-    """Yield groups that share sequences, with as many more micro-steps, if a GPU has only one sequence."""
-    config = setup.config
-    if config.per_device_train_batch_size > 1 or kernel_problems(
-        setup.spec, with_flags(setup, sp_size=2).config
-    ):
-        return
-    steps = config.gradient_accumulation_steps
-    for factor in range(2, setup.ranks_per_node // config.sp_size + 1):
-        size = factor * config.sp_size
-        if setup.ranks_per_node % size == 0:
-            flags = {"sp_size": size, "gradient_accumulation_steps": factor * steps}
-            yield _with_flags(**flags, kernels=config.without_kernels("compile", "graphs").kernels)
 
 
 def _strategies(setup: Setup) -> Iterator[_Option]:

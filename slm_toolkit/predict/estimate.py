@@ -61,7 +61,6 @@ class Estimate:
     per_device_train_batch_size: int
     "with --largest_batch, the largest that fits; 0 if not even 1 fits (the bytes are then those of 1)"
     seq_len: int
-    sp_size: int
     attn_implementation: str
     numerics: str
     like: str | None
@@ -148,7 +147,7 @@ class Estimate:
 
 
 _OF_FLAGS = (
-    *("per_device_train_batch_size", "seq_len", "sp_size", "gradient_accumulation_steps", "numerics"),
+    *("per_device_train_batch_size", "seq_len", "gradient_accumulation_steps", "numerics"),
     *("gradient_checkpointing", "attn_implementation", "kernels", "fp8", "pad_widths", "optim", "peft"),
 )
 "fields of an Estimate that are flags"

@@ -18,7 +18,7 @@ from slm_toolkit.predict.flag_checks import (
     placement_problems,
 )
 from slm_toolkit.predict.setup.setup import unlike_the_model
-from slm_toolkit.strategy.strategy import Strategy, contradictions, group_problems
+from slm_toolkit.strategy.strategy import Strategy, contradictions
 
 if TYPE_CHECKING:
     from slm_toolkit.hardware.gpus import Gpu
@@ -93,9 +93,6 @@ def estimates(
     ]
     problems += like.problems(strategies) if like else []
     problems += placement_problems(strategies, num_gpus=num_gpus, gpus_per_node=gpus_per_node)
-    problems += [
-        problem for config in configs for count in num_gpus for problem in group_problems(config, count)
-    ]
     positions = [position_problem(specs[config.model], config.seq_len) for config in configs]
     problems += [problem for problem in positions if problem is not None]
     problems += [problem for config in configs for problem in kernel_problems(specs[config.model], config)]

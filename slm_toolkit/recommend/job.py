@@ -127,7 +127,7 @@ def workloads_of(given: dict[str, Any], length: Length) -> tuple[list[Workload],
     return found, [*notes, *(f"left out: {problem.splitlines()[0]}" for problem in unreached)]
 
 
-_KERNELS = ("attn_implementation", "kernels", "sp_size")
+_KERNELS = ("attn_implementation", "kernels")
 
 
 def _num_tokens(

@@ -23,7 +23,7 @@ from slm_toolkit.record.files import find_records
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.report.recorded_estimate import config_that_ran, strategy_that_ran
 from slm_toolkit.report.rows import row_of
-from slm_toolkit.strategy.strategy import Strategy, contradictions, group_problems
+from slm_toolkit.strategy.strategy import Strategy, contradictions
 
 _ENOUGH_BATCHES = 2
 "batches of one set of flags that fit and are estimated, the largest first: a smaller one is no faster"
@@ -231,7 +231,7 @@ def candidates_of(workload: Workload, configs: list[RunConfig], num_gpus: int) -
 
 
 def _tokens_per_micro_step(config: RunConfig, num_gpus: int) -> int:
-    return max(1, num_gpus // config.sp_size) * config.per_device_train_batch_size * config.seq_len
+    return num_gpus * config.per_device_train_batch_size * config.seq_len
 
 
 def _search_strategy(
@@ -260,7 +260,6 @@ def _search_strategy(
         fits = observed is None and (enough_fit or candidate.with_any_saving in fit_unsaved)
         if not fits:
             if problems := [
-                *group_problems(config, setup.num_gpus),
                 *contradictions(strategy, config),
                 *config.problems(),
                 *unknown_to_estimates(config, gpu=gpu, spec=workload.spec),

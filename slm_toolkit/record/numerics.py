@@ -81,7 +81,7 @@ def precision_of(config: Mapping[str, Any]) -> str:
 
 
 _SEQUENCES_OF_A_STEP = (
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "seq_len", "sp_size", "world_size"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "seq_len", "world_size"),
 )
 _OF_OPTIMIZER = (
     *(

@@ -628,4 +628,4 @@ def _task_of(record: RunRecord) -> bytes:
 def _sequences_per_step(record: RunRecord) -> int:
     config = record.config
     sequences_per_rank = config.per_device_train_batch_size * config.gradient_accumulation_steps
-    return sequences_per_rank * record.asked["num_processes"] // config.sp_size
+    return sequences_per_rank * record.asked["num_processes"]

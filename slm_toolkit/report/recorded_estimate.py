@@ -144,7 +144,7 @@ def config_that_ran(record: RunRecord) -> RunConfig:
     """Return the run's flags with the values of the user's files and the counted accumulation steps."""
     config, changes = config_as_launched(record.config, strategy_that_ran(record)), {}
     if record.tokens_per_step is not None:
-        num_sequences = record.world_size // config.sp_size * config.per_device_train_batch_size
+        num_sequences = record.world_size * config.per_device_train_batch_size
         micro_step_tokens = num_sequences * config.seq_len
         changes["gradient_accumulation_steps"] = max(1, record.tokens_per_step // micro_step_tokens)
         if changes["gradient_accumulation_steps"] == config.gradient_accumulation_steps:

@@ -233,14 +233,8 @@ class BadStepFiles:
         loader: DataLoader,
         num_micro_steps: int,
         tokenizer: Any,
-        *,
-        group_size: int = 1,
     ) -> None:
-        """`tokenizer`: None for synthetic tokens, which are written as numbers.
-
-        group_size: ranks that share their sequences.
-        """
-        self._group_size = group_size
+        """`tokenizer`: None for synthetic tokens, which are written as numbers."""
         self._accelerator, self._run_dir, self._loader = accelerator, run_dir, loader
         self._num_micro_steps, self._tokenizer = num_micro_steps, tokenizer
 
@@ -271,12 +265,9 @@ class BadStepFiles:
         loader, num_micro_steps = self._loader, self._num_micro_steps
         epoch, skip = place_in_data(loader, step, num_micro_steps)
         if isinstance(loader.dataset, IterableDataset):
-            num_groups = self._accelerator.num_processes // self._group_size
-            group = self._accelerator.process_index // self._group_size
-            size = loader.batch_size  # of one group
             for batch in range(skip, skip + num_micro_steps):
-                first = (batch * num_groups + group) * size
-                yield from range(first, first + size)
+                before = batch * self._accelerator.num_processes + self._accelerator.process_index
+                yield from range(before * loader.batch_size, (before + 1) * loader.batch_size)
             return
         epoch_before = loader.iteration
         loader.set_epoch(epoch)

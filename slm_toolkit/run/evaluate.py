@@ -11,7 +11,6 @@ from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.record.run_record import finite
 from slm_toolkit.run.data.batches import labels_by_sequence, model_inputs
 from slm_toolkit.run.model.loss_recorder import RecordedLoss
-from slm_toolkit.run.model.sequence_parallel import SequenceGroup
 from slm_toolkit.run.observe.progress import NoProgress, Tracker, TrainingProgress
 
 
@@ -28,13 +27,10 @@ class Evaluations:
         progress: TrainingProgress | NoProgress,
         tracker: Tracker,
         num_steps: int,
-        *,
-        sequence_group: SequenceGroup,
     ) -> None:
         """`loaders`: one per held-out set, empty without --eval_steps. `num_steps`: the run's last step."""
         self._config, self._accelerator, self._num_steps = config, accelerator, num_steps
         self._model, self._loss_recorder, self._loaders = model, loss_recorder, loaders
-        self._sequence_group = sequence_group
         self._progress, self._tracker = progress, tracker
         self._losses: list[dict[str, float]] = []
         "one entry per evaluation: its step, and the mean loss over the tokens of all sets"
@@ -74,8 +70,7 @@ class Evaluations:
         by_set = {}
         for name, loader in self._loaders.items():
             total = torch.zeros(2, device=accelerator.device, dtype=torch.float64)
-            batches = map(self._sequence_group.stretch_of, loader)
-            for _, batch in zip(range(config.eval_batches), batches, strict=False):
+            for _, batch in zip(range(config.eval_batches), loader, strict=False):
                 if config.records_graphs:
                     torch.compiler.cudagraph_mark_step_begin()
                 self._model(**model_inputs(batch, config))

@@ -76,13 +76,12 @@ from slm_toolkit.run.engine.engine import (
     without_unused_imports,
 )
 from slm_toolkit.run.faults.restarts import name_groups_anew, noted_checkpoint
-from slm_toolkit.run.kernels.first_loss import CheckedForward
+from slm_toolkit.run.first_loss import CheckedForward
 from slm_toolkit.run.kernels.layer_kernels import check_optional
 from slm_toolkit.run.model.adapters import check_adapters
 from slm_toolkit.run.model.loss_recorder import RecordedLoss
 from slm_toolkit.run.model.model import build_model
 from slm_toolkit.run.model.padding import without_padding
-from slm_toolkit.run.model.sequence_parallel import SequenceGroup, join_sequence_group
 from slm_toolkit.run.observe.allocations import AllocationTrace
 from slm_toolkit.run.observe.machine_load import GpuBefore, driver_version, look_at_gpu
 from slm_toolkit.run.observe.measure import num_trainable
@@ -147,7 +146,6 @@ class Job:
     batch_described: str
     "one line: the sequences per step, and the learning rate if it was scaled"
     control_group: ProcessGroup | None
-    sequence_group: SequenceGroup
 
 
 @dataclass(frozen=True)
@@ -194,7 +192,6 @@ def set_up(
         gpu_before=folder.gpu_before,
         batch_described=start.batch_described,
         control_group=start.control_group,
-        sequence_group=start.sequence_group,
     )
     return job, _record_at_start(job, folder, built, arguments, started)
 
@@ -302,7 +299,6 @@ class _Start:
     "with this attempt's batch size and learning rate"
     accelerator: Accelerator
     control_group: ProcessGroup | None
-    sequence_group: SequenceGroup
     checkpoint: Checkpoint | None
     description: dict[str, Any]
     "like Job.description, but without the data"
@@ -329,13 +325,12 @@ def _choose_start(request: _Request, folder: _ClaimedFolder) -> _Start:
     name_groups_anew()
     with folder.machines.connecting():
         accelerator = start_accelerator(launch, config, project_dir=str(run_dir))
-        group, sequence_group = control_group(accelerator), join_sequence_group(config.sp_size)
+        group = control_group(accelerator)
     checkpoint = choose(candidates, accelerator)
     return _Start(
         config=config,
         accelerator=accelerator,
         control_group=group,
-        sequence_group=sequence_group,
         checkpoint=checkpoint,
         description=description,
         launch_description=launch_description(config, launch.strategy, launch.num_processes),
@@ -376,11 +371,8 @@ def _build(request: _Request, start: _Start, run_dir: Path) -> _Built:
         description = {**description, DATA: data.contents}
     stage = f"{'loading' if has_weights(spec) else 'building'} {spec.name}"
     with starting(run_dir, stage, is_main=is_main), tensors_of(config):
-        model = build_model(
-            *(spec, config),
-            documents_apart=data is not None and data.documents_apart,
-            sequence_group=start.sequence_group,
-        )
+        apart = data is not None and data.documents_apart
+        model = build_model(spec, config, documents_apart=apart)
     if is_fake(config):
         start.accelerator.device_placement = False
         stay_in_place(model)
@@ -456,26 +448,24 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
     if config.profile == "memory" or is_fake(config):
         trace = AllocationTrace(fake=is_fake(config), device_type=accelerator.device.type)
         trace.adopt(job.model.parameters(), "parameters")
-    loss_recorder = RecordedLoss(
-        job.model,
-        of_tokens=job.data is not None and len(job.data.names) > 1,
-        sequence_group=job.sequence_group,
-    )
+    loss_recorder = RecordedLoss(job.model, of_tokens=job.data is not None and len(job.data.names) > 1)
     optimizer = build_optimizer(job.model, config, job.launch.strategy)
     set_seed(config.seed)
-    loader, loader_of = None, job.sequence_group.loader_of
+    loader = None
     with trace or nullcontext(), without_unused_imports(job.launch.strategy):
         if job.data is not None:
-            loader = loader_of(make_loader(job.data.train, config, train=True), accelerator)
+            loader = accelerator.prepare_data_loader(make_loader(job.data.train, config, train=True))
         model, optimizer = accelerator.prepare(job.model, optimizer)
     let_collectives_wait()
     if config.numerics == "fp16":
         scale_losses(accelerator, model, optimizer)
     set_reduction(model, config)
     held_out = job.data.held_out if job.data is not None else {}
-    num_groups = accelerator.num_processes // config.sp_size
+    num_ranks = accelerator.num_processes
     eval_loaders = {
-        name: loader_of(make_loader(sequences, config, train=False, num_ranks=num_groups), accelerator)
+        name: accelerator.prepare_data_loader(
+            make_loader(sequences, config, train=False, num_ranks=num_ranks)
+        )
         for name, sequences in held_out.items()
     }
     with user_errors():
@@ -527,7 +517,7 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
         num_steps=num_steps,
         num_micro_steps=num_micro_steps,
         checkpoint_writer=writer,
-        forward=CheckedForward(config, accelerator, model, loss_recorder, job.sequence_group),
+        forward=CheckedForward(config, accelerator, model, loss_recorder),
         trace=trace,
     )
     return prepared, record

@@ -14,7 +14,7 @@ _PARTS = {
     "compile.deepcompile": "DeepCompile begins when a script calls engine.compile(), and slm_toolkit does "
     "not call it, so nothing would be compiled: remove it; --kernels compiled compiles the layers",
     "tensor_parallel.autotp_size": "slm_toolkit does not run tensor parallelism, and would count the tokens "
-    "of a group once per rank: remove it; --sp_size shares sequences",
+    "of a group once per rank: remove it",
     "zero_optimization.zenflow": "ZenFlow applies most gradients some steps later, so its losses are not "
     "those of other strategies: remove it; without it, this is ZeRO-Offload",
     "zero_optimization.offload_optimizer.super_offload": "SuperOffload has an AdamW of its own on the host "

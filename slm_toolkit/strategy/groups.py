@@ -23,10 +23,9 @@ from slm_toolkit.strategy.strategy import (
 
 _COPIES, _SHARD = f"{PREFIX}dp_replicate_size", f"{PREFIX}dp_shard_size"
 _NOT_RUN = {
-    "tp_size": "slm_toolkit does not run tensor parallelism: FSDP and ZeRO shard the weights, "
-    "--sp_size {size} shares sequences (docs/memory.md has the reasons)",
-    "cp_size": "slm_toolkit does not run context parallelism; --sp_size {size} shares sequences, too",
-    "sp_size": "leave it out, and give --sp_size {size}, which shares sequences under every strategy",
+    "tp_size": "slm_toolkit does not run tensor parallelism: FSDP and ZeRO shard the weights",
+    "cp_size": "slm_toolkit does not run context parallelism",
+    "sp_size": "slm_toolkit does not run sequence parallelism",
 }
 
 
@@ -56,11 +55,7 @@ def check_groups(strategy: Strategy, *, num_ranks: int | None = None) -> None:
 
 def not_run_yet(sizes: Mapping[str, int]) -> list[str]:
     """Return a sentence for each kind of parallelism that slm_toolkit does not read from a YAML."""
-    return [
-        f"{name} {sizes[name]}: {why.format(size=sizes[name])}"
-        for name, why in _NOT_RUN.items()
-        if sizes.get(name, 1) > 1
-    ]
+    return [f"{name} {sizes[name]}: {why}" for name, why in _NOT_RUN.items() if sizes.get(name, 1) > 1]
 
 
 def ranks_of_each_node(num_ranks: int, most: int) -> int:

@@ -493,8 +493,7 @@ def micro_steps(strategy: Strategy, config: RunConfig) -> int:
 
 def sequences_per_step(config: RunConfig, strategy: Strategy, num_processes: int) -> int:
     """Return the effective batch size, over all ranks and micro-steps."""
-    num_groups = num_processes // config.sp_size
-    return config.per_device_train_batch_size * micro_steps(strategy, config) * num_groups
+    return config.per_device_train_batch_size * micro_steps(strategy, config) * num_processes
 
 
 def contradictions(
@@ -520,7 +519,6 @@ def contradictions(
         problems.append(source + problem)
     problems += [f'{sentence}: write "auto", so that the flags decide' for sentence in in_json.values()]
     problems += [*part_problems(deepspeed), *optimizer_problems(deepspeed, config)]
-    problems += [] if num_processes is None else group_problems(config, num_processes)
     problems += strategy_problems(config, strategy)
     fake = _fake_problems(strategy, config) if config.rehearse is not None and not has_gpu else []
     return [*(f"{strategy.path or strategy.name}: {problem}" for problem in problems), *fake]
@@ -570,13 +568,6 @@ def json_contradictions(
         for key, (source, right) in expected.items()
         if values[key] not in (None, "auto", right)
     }
-
-
-def group_problems(config: RunConfig, num_ranks: int) -> list[str]:
-    """Return a sentence if the ranks can't form groups that share sequences."""
-    if num_ranks % config.sp_size == 0:
-        return []
-    return [f"--sp_size {config.sp_size}: it must divide the number of ranks, which is {num_ranks}"]
 
 
 def _no_accelerate_config(settings: dict[str, Any], path: Path) -> str:

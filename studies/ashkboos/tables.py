@@ -147,7 +147,7 @@ def _limit(best: Estimate, rows: list[Estimate]) -> str:
 
 def _tokens_per_step(row: Estimate) -> int:
     of_rank = row.per_device_train_batch_size * row.gradient_accumulation_steps * row.seq_len
-    return row.num_gpus // row.sp_size * of_rank
+    return row.num_gpus * of_rank
 
 
 _FIGURES = {

@@ -9,7 +9,7 @@ import torch
 from conftest import ROOT, run, slm
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-TINY = ("--model", "slm-1m", "--seq_len", "32", "--max_steps", "3", "--per_device_train_batch_size", "2")
+TINY = ("--model", "slm-1m", "--seq_len", "32", "--max_steps", "3", "--kernels", "plain")
 SLOW = pytest.mark.slow
 
 

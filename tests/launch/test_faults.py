@@ -75,7 +75,8 @@ def test_a_rank_that_hangs_is_named_with_its_line_and_the_next_run_goes_on(tmp_p
 
 
 def test_a_run_over_its_time_is_a_row_and_leaves_no_process(tmp_path: Path) -> None:
-    comparison = compare(*("--strategy", "ddp", "--max_steps", "100000", "--timeout", "5"), folder=tmp_path)
+    words = ("--strategy", "ddp", "--kernels", "fused", "--max_steps", "100000", "--timeout", "5")
+    comparison = compare(*words, folder=tmp_path)
     row = comparison.rows["ddp"]
     assert (row["status"], comparison.finished.code) == ("timeout", 1)
     assert "stopped after 5 s" in row["reason"]
@@ -116,7 +117,7 @@ def test_a_terminated_comparison_takes_its_ranks_along_and_shows_what_is_done(tm
         "slm-1m",
     ]
     process = subprocess.Popen(
-        [*command, "--max_steps", "100000", "--output_dir", str(tmp_path)],
+        [*command, "--kernels", "fused", "--max_steps", "100000", "--output_dir", str(tmp_path)],
         cwd=ROOT,
         env=WARM.env(),
         stderr=subprocess.PIPE,

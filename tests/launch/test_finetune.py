@@ -90,8 +90,8 @@ def test_the_losses_of_mixed_datasets_make_up_the_whole(tmp_path: Path) -> None:
         assert "eval loss" in done.err
         assert "perplexity" in done.err
     for name in ("chat", "text"):
-        assert losses["hf"][name] == pytest.approx(losses["fused_linear"][name], abs=5e-3)
-    shown = run("slm", "report", str(tmp_path / "hf")).out
+        assert losses["plain"][name] == pytest.approx(losses["loss"][name], abs=5e-3)
+    shown = run("slm", "report", str(tmp_path / "plain")).out
     assert "losses by dataset" in shown
     assert "perplexity" in shown
 

@@ -54,8 +54,8 @@ def test_a_yaml_that_forbids_fp32_leaves_the_run_as_it_is_and_says_why(tmp_path:
 
 
 def test_the_fp32_process_ends_with_its_rank(tmp_path: Path) -> None:
-    words = ["python", "-m", "slm_toolkit.train", *FLAGS[:4], "--max_steps", "100000"]
-    words += ["--parity", "100000", "--output_dir", str(tmp_path)]
+    words = ["python", "-m", "slm_toolkit.train", *FLAGS[:4], "--kernels", "fused"]
+    words += ["--max_steps", "100000", "--parity", "100000", "--output_dir", str(tmp_path)]
     rank = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     until = time.monotonic() + 120
     while not (children := psutil.Process(rank.pid).children()):

@@ -36,8 +36,7 @@ def test_a_compiled_loss_is_the_loss(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("checkpointing", ["none", "selective_op"])
 def test_compiled_layer_kernels_have_the_gradients_of_plain_layers(checkpointing: str) -> None:
     """The MLP's were all zero under torch 2.11; transformers 5.17 broke off with selective_op."""
-    flags = {**ALL, "kernels": "plain", "gradient_checkpointing": checkpointing}
-    plain, model = made(), made(**flags, kernels="compile")
+    plain, model = made(), made(kernels="norm+compile", gradient_checkpointing=checkpointing)
     for each in (plain, model):
         each.model.layers = each.model.layers[:1]
     model.load_state_dict(plain.state_dict())

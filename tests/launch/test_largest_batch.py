@@ -168,7 +168,7 @@ def test_a_search_on_cpu_finds_where_memory_ends(tmp_path: Path) -> None:
     (model / "config.json").write_text(
         json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes})
     )
-    same = ("--model", str(model), "--seq_len", "128", "--max_steps", "3")
+    same = ("--model", str(model), "--kernels", "plain", "--seq_len", "128", "--max_steps", "3")
     same += ("--output_dir", str(tmp_path / "runs"))
     program = (
         "import sys; from slm_toolkit.train import main; main(sys.argv[1:]); "

@@ -17,9 +17,9 @@ ALIGNED = {
     "autocast": False,
     "compute_dtype": "bfloat16",
     "residual_dtype": "bfloat16",
-    "logits_dtype": "bfloat16",
+    "logits_dtype": None,  # the head returns the loss
     "cross_entropy_dtype": "float32",
-    "kernels": "plain",
+    "loss_kernel": "fused_linear",
     "loss_dtype": "float32",
     "gradient_dtype": "bfloat16",
     "reduction_dtype": "bfloat16",

@@ -37,13 +37,7 @@ def train(folder: Path, *more: str, strategy: str = "single") -> dict:
                 ("ds_zero3_offload", ()),
                 ("ds_zeropp", ()),
                 ("fsdp_full_shard_offload", ()),
-                (
-                    "fsdp_hybrid_shard",
-                    (
-                        "--kernels",
-                        "compile",
-                    ),
-                ),
+                ("fsdp_hybrid_shard", ("--kernels", "compile")),
                 ("fsdp_shard_grad_op", ()),
                 ("single", ("--optim", "adamw_torch")),
             )

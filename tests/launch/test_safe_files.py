@@ -57,7 +57,8 @@ def test_a_linked_lock_is_refused(command: str, tmp_path: Path) -> None:
 
 def test_a_second_training_in_a_folder_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
     """As of a job that is queued again while the old one still lives."""
-    long = (*TRAIN, "--max_steps", "100000", "--save_steps", "10", "--resume_from_checkpoint", "auto")
+    long = (*TRAIN, "--kernels", "fused", "--max_steps", "100000")
+    long += ("--save_steps", "10", "--resume_from_checkpoint", "auto")
     first = subprocess.Popen(long, cwd=tmp_path, env={**ENV, **PATH}, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while not (tmp_path / "runs/run/checkpoints/step_10").exists():

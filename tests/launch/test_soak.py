@@ -156,26 +156,9 @@ def test_events_of_steps_that_a_gpu_has_done_are_let_go() -> None:
 @pytest.mark.slow
 def test_the_resident_memory_of_a_run_does_not_grow(tmp_path: Path) -> None:
     """From the second to the last tenth of half a minute; the first tenth has imports and first steps."""
-    words = (
-        "--model",
-        "slm-1m",
-        "--seq_len",
-        "32",
-        "--per_device_train_batch_size",
-        "1",
-        "--max_steps",
-        "10000000",
-    )
-    words += (
-        "--save_steps",
-        "50",
-        "--eval_steps",
-        "50",
-        "--eval_batches",
-        "1",
-        "--output_dir",
-        str(tmp_path),
-    )
+    words = ("--model", "slm-1m", "--seq_len", "32", "--per_device_train_batch_size", "1")
+    words += ("--kernels", "fused", "--max_steps", "10000000", "--save_steps", "50")
+    words += ("--eval_steps", "50", "--eval_batches", "1", "--output_dir", str(tmp_path))
     command = (sys.executable, "-m", "slm_toolkit.train", *words, "--run_name", "run")
     with subprocess.Popen(command, cwd=ROOT, env=ENV, stderr=subprocess.DEVNULL) as process:
         while not (tmp_path / "run" / "progress.json").exists():

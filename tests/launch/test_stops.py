@@ -22,7 +22,8 @@ from slm_toolkit.compare.local import last_step_of
 
 
 def words(folder: Path, *more: str) -> tuple[str, ...]:
-    return ("--model", "slm-1m", "--seq_len", "32", "--run_name", "run", "--output_dir", str(folder), *more)
+    flags = ("--model", "slm-1m", "--seq_len", "32", "--kernels", "fused", "--run_name", "run")
+    return (*flags, "--output_dir", str(folder), *more)
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.quick), "ds_zero3"])

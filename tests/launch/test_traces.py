@@ -106,8 +106,8 @@ def test_the_peak_under_loss_chunks_is_that_of_a_trace(triton: bool, tmp_path: P
         **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu"},
     }
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    flags = {"model": str(tmp_path), "seq_len": 1024, "kernels": "loss"}
-    flags |= {"per_device_train_batch_size": 16, "kernels": "loss+triton" if triton else "loss"}
+    flags = {"model": str(tmp_path), "seq_len": 1024, "per_device_train_batch_size": 16}
+    flags |= {"kernels": "loss+triton" if triton else "loss"}
     found = traced({"strategy": "ddp", "num_gpus": 2, **flags})
     assert found["status"] == "ok", found["reason"]
     config = RunConfig(**flags).with_defaults(has_gpu=True)

@@ -177,7 +177,7 @@ def test_a_host_that_takes_itself_for_the_first_is_told_at_once(hosts: Hosts, tm
 
 def in_training(hosts: Hosts, folder: Path, **env: str) -> list[subprocess.Popen]:
     """Both hosts in the middle of a run that would take long."""
-    words = (SHIPPED.format("ddp"), "2", "--max_steps", "100000", "--run_name", "long")
+    words = (SHIPPED.format("ddp"), "2", "--kernels", "fused", "--max_steps", "100000", "--run_name", "long")
     processes = started(hosts, folder, *words, envs=(env, env))
     deadline = time.monotonic() + 120
     while not last_step_of(folder / "runs" / "long"):

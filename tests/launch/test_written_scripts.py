@@ -26,7 +26,7 @@ def test_the_script_written_trains_on_a_dataset(strategy: str, num_gpus: int, tm
     assert done.returncode == 0, done.stderr
     record = record_under(tmp_path / "runs")
     assert record["world_size"] == num_gpus
-    assert record["asked"]["config"]["kernels"] == "fused"
+    assert record["asked"]["config"]["kernels"] == "norm"
     assert record["asked"]["config"]["per_device_train_batch_size"] == 8
     assert [path.name for path in tmp_path.glob("runs/*/checkpoints/*")] == ["step_1"]
     assert record["eval_losses"]

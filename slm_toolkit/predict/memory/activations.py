@@ -72,7 +72,6 @@ def layer_memory(
     checkpointing: str,
     compiled: bool,
     float8: bool = False,
-    sp_size: int = 1,
 ) -> LayerMemory:
     """Return the memory of a layer whose weights are all trained.
 
@@ -83,7 +82,7 @@ def layer_memory(
     (`bench/published_memory.py`).
     """
     fused = fused_norm or compiled
-    kernels = _LayerKernels(seq_len, compute, eager, fused, compiled, float8, sp_size)
+    kernels = _LayerKernels(seq_len, compute, eager, fused, compiled, float8)
     saved = _saved_by_layer(spec, kernels)
     moments = _moments(spec, kernels, saved)
     h, residual = spec.hidden_size, 2 if compute == BF16 else 4
@@ -117,8 +116,6 @@ class _LayerKernels:
     compiled: bool
     float8: bool
     "torchao's matrix products, where widths fit them"
-    sp_size: int
-    "ranks that share a sequence; bytes are per token of one rank"
 
     @property
     def element_bytes(self) -> int:
@@ -194,8 +191,6 @@ def _saved_by_attention(spec: ModelSpec, kernels: _LayerKernels) -> float:
     if spec.attention_softcap:  # tanh saves its output
         scores += e * a * seq_len
     attention = 4 * e * q + scores if kernels.eager else _saved_by_flash(spec, e)
-    if kernels.sp_size > 1:  # heads of zeros, too; and o_proj's input is no longer attention's output
-        attention = attention * heads_per_head(spec, kernels.sp_size) + e * q
     if not kernels.eager and spec.sliding_window is not None and spec.sliding_window < seq_len:
         # SDPA saves the mask in the compute dtype; here every layer has an equal part of those masks
         attention += e * seq_len * spec.num_window_layers / spec.num_layers
@@ -204,14 +199,6 @@ def _saved_by_attention(spec: ModelSpec, kernels: _LayerKernels) -> float:
         # query, is copied for the output projection
         attention += e * (q + v) + e * q
     return attention
-
-
-def heads_per_head(spec: ModelSpec, sp_size: int) -> float:
-    """Return how many heads attention computes for each of the model's, if ranks share sequences.
-
-    `run/model/sequence_parallel.py` adds heads of zeros until the ranks have the same number.
-    """
-    return sp_size * -(-spec.num_kv_heads // sp_size) / spec.num_kv_heads
 
 
 HEAD_MULTIPLE = 8
@@ -255,11 +242,9 @@ def _moments(spec: ModelSpec, kernels: _LayerKernels, saved: _SavedByLayer) -> l
         softmax = (12 * a * seq_len + 3 * e * q + waiting, 8 * a * seq_len + 5 * e * q + waiting)
     else:
         in_kernel = 4 * e * sum(_widths_in_flash(spec, e)) + 4 * a
-        softmax = (in_kernel * heads_per_head(spec, kernels.sp_size) + saved.norms_of_queries,)
+        softmax = (in_kernel + saved.norms_of_queries,)
         if kernels.compute == AUTOCAST:  # RoPE's backward is in fp32
-            # behind an exchange, the gradients of query, key and value are parts of one tensor
-            joined = e * (q + 2 * v) * heads_per_head(spec, kernels.sp_size) * (kernels.sp_size > 1)
-            softmax += (12 * q + 4 * v + joined,)
+            softmax += (12 * q + 4 * v,)
     at_product = 2 * e * i  # the product's gradient and that of one factor
     projections = e * (3 * h + q) if kernels.compute != AUTOCAST else 8 * h + 2 * q
     above = saved.norm + saved.attention_inputs  # saved by the first norm
@@ -283,7 +268,6 @@ def _outputs_kept(spec: ModelSpec, kernels: _LayerKernels) -> float:
     """Return the outputs that selective_op saves: of query, value, gate, down and attention."""
     h, i, a, q, v, e = _sizes(spec, kernels)
     kept_by_attention = 0 if kernels.eager else e * _widths_in_flash(spec, e)[0] + 4 * a
-    kept_by_attention *= heads_per_head(spec, kernels.sp_size)
     if spec.fused_projections:
         return e * (q + 2 * v + 2 * i) + kept_by_attention
     return e * (q + v + i + (0 if kernels.compiled else h)) + kept_by_attention
@@ -600,11 +584,7 @@ def layers_of(setup: Setup) -> list[LayerMemory]:
         "fused_norm": config.fuses_norm,
     }
     if adapters is None:
-        rest = {
-            "compiled": config.compiles,
-            "float8": config.fp8 != "none",
-            "sp_size": config.sp_size,
-        }
+        rest = {"compiled": config.compiles, "float8": config.fp8 != "none"}
         pair = [layer_memory(spec, **shape, **rest, checkpointing=mode) for mode in modes]
         return [pair[number % 2] for number in range(spec.num_layers)]
     if config.compiles:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from slm_toolkit.predict.memory.activations import (
     LayerMemory,
     gradients_made,
-    heads_per_head,
     layers_of,
 )
 from slm_toolkit.predict.memory.engine_bytes import (
@@ -27,7 +26,7 @@ from slm_toolkit.predict.memory.engine_bytes import (
 )
 from slm_toolkit.predict.memory.loss import loss_memory
 from slm_toolkit.predict.memory.zero_gradients import zero_1_or_2
-from slm_toolkit.predict.setup.setup import AUTOCAST, BF16, FP32, Setup, unknown_to_estimates
+from slm_toolkit.predict.setup.setup import AUTOCAST, BF16, Setup, unknown_to_estimates
 from slm_toolkit.record.memory_timeline import PARTS
 
 _CHANGING = (
@@ -169,20 +168,14 @@ def _not_saved(setup: Setup) -> float:
 
     In the FFN these are the residual stream, the FFN's input, and three tensors of the FFN's width: the
     activation of the gate, up, and their product. LoRA needs four: the activation, up, and the adapter's
-    output twice. With shared sequences more may be needed in attention: its input, query, key and value, and
-    these as one tensor before and after the exchange.
+    output twice.
     """
     if not setup.recomputed[-1]:
         return 0
     adapters, spec = setup.adapters, setup.spec
     is_adapted = adapters is not None and {"up_proj", "gate_up_proj"} & {*adapters.targets}
     widths = 2 * spec.hidden_size + (4 if is_adapted else 3) * spec.ffn_size
-    in_ffn, in_attention = widths * (2 if setup.compute == BF16 else 4), 0.0
-    if setup.config.sp_size > 1:
-        of_heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-        e, exchanged = 4 if setup.compute == FP32 else 2, heads_per_head(spec, setup.config.sp_size)
-        in_attention = e * (spec.hidden_size + of_heads * (1 + 2 * exchanged))
-    return max(in_ffn, in_attention) * setup.num_tokens
+    return widths * (2 if setup.compute == BF16 else 4) * setup.num_tokens
 
 
 def _saved_below(layers: list[LayerMemory]) -> list[float]:
@@ -202,7 +195,7 @@ def _shared(setup: Setup) -> float:
     """
     config = setup.config
     e = 2 if setup.compute == BF16 else 4
-    rope = 2 * config.seq_len // config.sp_size * setup.spec.head_dim * e
+    rope = 2 * config.seq_len * setup.spec.head_dim * e
     recomputes = config.gradient_checkpointing != "none" or config.peft != "none"
     if not recomputes:
         return rope

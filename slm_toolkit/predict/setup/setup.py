@@ -219,7 +219,7 @@ class Setup:
     @property
     def num_tokens(self) -> int:
         """Tokens in one micro-step on one rank."""
-        return self.config.per_device_train_batch_size * self.config.seq_len // self.config.sp_size
+        return self.config.per_device_train_batch_size * self.config.seq_len
 
     @cached_property
     def calibration(self) -> Calibration:
@@ -287,8 +287,6 @@ def unknown_to_estimates(
         value = getattr(config, name)
         typed = f"--{name}" if value is True else f"--{name} {value}"
         problems.append(f"{typed}: no closed form for it; {FLAGS[name].no_closed_form}")
-    if config.sp_size > 1 and config.peft != "none":
-        problems.append(f"--sp_size {config.sp_size} with --peft {config.peft}: no closed form for it")
     problems += [_float8_problem(config, gpu, spec), unknown_targets(config)]
     return list(filter(None, problems))
 

@@ -15,12 +15,11 @@ import math
 from dataclasses import dataclass
 
 from slm_toolkit.config.loss_chunks import tokens_of_chunk
-from slm_toolkit.config.run_config import RunConfig, fits_float8
+from slm_toolkit.config.run_config import fits_float8
 from slm_toolkit.hardware.calibration import NOT_CALIBRATED
 from slm_toolkit.hardware.gpus import Gpu
 from slm_toolkit.hardware.network import Cluster
 from slm_toolkit.model.model_spec import ModelSpec, hidden_matrices
-from slm_toolkit.predict.memory.activations import heads_per_head
 from slm_toolkit.predict.setup.adapters import NF4_BLOCK, Adapters, matrices_of
 from slm_toolkit.predict.setup.setup import AUTOCAST, FP32, Setup
 from slm_toolkit.predict.speed.attention import attention_seconds
@@ -192,7 +191,6 @@ _COMPILED_CAST_BYTES = 4
 # absolute value 4, maximum 2, to fp32 6, scale 8, clamp 8, to float8 5
 _EAGER_CAST_BYTES, _EAGER_CAST_KERNELS = 33, 6
 _SCORE_KERNELS = 6  # eager attention's, besides the fused one's: two products, scale, mask, softmax
-_HEAD_COPIES = 8  # bytes per element that an exchange takes: read 2 and write 2, in forward and in backward
 _HEAD_KERNELS = 40  # embedding, final norm, head and loss, forward and backward
 
 
@@ -262,7 +260,7 @@ def micro_step_work(setup: Setup, rates: Rates, software: Software, loss_kernel:
     )
     slowdown = software.compiled_slowdown if traffic.is_compiled else software.eager_slowdown
     slowdown *= _slowdown_of(compute, compiled)
-    per_token = traffic.bytes_per_token + of_adapters.bytes_per_token + _exchange_copies(spec, config)
+    per_token = traffic.bytes_per_token + of_adapters.bytes_per_token
     elementwise = spec.num_layers * (slowdown * per_token * tokens + float8_casts) / rates.memory_bytes
     arithmetic = loss_kernel
     if loss_kernel == "fused_linear":  # ours
@@ -294,18 +292,6 @@ def micro_step_work(setup: Setup, rates: Rates, software: Software, loss_kernel:
         misaligned=misaligned,
         num_kernels=kernels + round(_LAYERS_AGAIN[config.gradient_checkpointing] * forward_kernels),
     )
-
-
-def _exchange_copies(spec: ModelSpec, config: RunConfig) -> float:
-    """Return the bytes per token that copies around a layer's exchanges move, from the code, never timed.
-
-    Forward joins query, key and value, and copies the output before and after its exchange. Backward does the
-    same with their gradients.
-    """
-    if config.sp_size == 1:
-        return 0.0
-    copies = _HEAD_COPIES * (3 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    return copies * heads_per_head(spec, config.sp_size)
 
 
 def _slowdown_of(compute: str, compiled: bool) -> float:
@@ -387,9 +373,7 @@ def _attention(setup: Setup, rates: Rates, software: Software) -> tuple[float, f
     width = spec.num_heads * spec.head_dim
     if config.attn_implementation != "eager":
         fp32_flops = rates.matmul_flops if setup.compute == FP32 else None
-        seconds = attention_seconds(spec, config, setup.gpu, software, tokens=tokens, fp32_flops=fp32_flops)
-        forward, backward = (heads_per_head(spec, config.sp_size) * of_pass for of_pass in seconds)
-        return forward, backward
+        return attention_seconds(spec, config, setup.gpu, software, tokens=tokens, fp32_flops=fp32_flops)
     scores = tokens * config.seq_len * spec.num_heads
     per_score = software.compiled_score_bytes if config.compiles else software.score_bytes
     moved = scores * per_score / rates.memory_bytes

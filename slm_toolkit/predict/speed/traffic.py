@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from math import ceil, gcd
 
 from slm_toolkit.model.model_spec import hidden_matrices
-from slm_toolkit.predict.memory.activations import heads_per_head
-from slm_toolkit.predict.setup.setup import FP32, Setup
+from slm_toolkit.predict.setup.setup import Setup
 from slm_toolkit.strategy.settings import ZeroSettings
 
 INT8_SCALES = 1.0  # qwZ: one byte per parameter; scales (one per a few thousand parameters) are not counted
@@ -80,32 +79,7 @@ def transfers(setup: Setup, *, reduces_each_micro_step: bool = False) -> tuple[T
     if setup.num_gpus == 1 or setup.strategy.is_single:
         return ()
     sent = _of_engine(setup, reduces_each_micro_step=reduces_each_micro_step)
-    if setup.config.optim == "muon":
-        sent = (*sent, _of_muon(setup))
-    return sent if setup.config.sp_size == 1 else (*sent, _of_heads(setup))
-
-
-def _of_heads(setup: Setup) -> Transfer:
-    """Return the all-to-alls around attention: heads of query, key and value, and of the output.
-
-    Backward exchanges their gradients, and a recomputed layer exchanges again.
-    """
-    spec, config = setup.spec, setup.config
-    ranks, num_passes = config.sp_size, 2 * spec.num_layers + sum(setup.recomputed)
-    heads = 2 * (spec.num_heads + spec.num_kv_heads) * heads_per_head(spec, ranks)
-    per_pass = heads * spec.head_dim * setup.num_tokens * (4 if setup.compute == FP32 else 2)
-    per_node = gcd(ranks, setup.ranks_per_node)
-    times = config.gradient_accumulation_steps * num_passes
-    return Transfer(
-        "exchange_heads",
-        "all_to_all",
-        num_bytes=times * per_pass,
-        ranks=ranks,
-        ranks_per_node=per_node,
-        groups_per_node=max(1, setup.ranks_per_node // per_node),
-        num_calls=2 * times,
-        overlaps=False,
-    )
+    return (*sent, _of_muon(setup)) if setup.config.optim == "muon" else sent
 
 
 def _of_muon(setup: Setup) -> Transfer:

@@ -333,7 +333,7 @@ def _check_settings(checkpoint: Path, manifest: Manifest, run: dict[str, Any]) -
         raise ValueError(
             f"{checkpoint}: a step had {had!r} sequences, but now has {run['sequences_per_step']}\nhint: "
             f"--per_device_train_batch_size x --gradient_accumulation_steps x processes must be {had!r}, so "
-            f"the number of processes (divided by --sp_size) divides {had!r}"
+            f"the number of processes divides {had!r}"
         )
 
 

@@ -15,7 +15,7 @@ from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
 from slm_toolkit.run.kernels.loss_kernels import IGNORE_INDEX
 from slm_toolkit.run.model.loss_recorder import RecordedLoss
 
-_OF_THE_COUNT = ("dataset", "padding", "padding_of_group")
+_OF_THE_COUNT = ("dataset", "padding")
 "values of a batch that only the counting of tokens needs"
 
 
@@ -92,8 +92,7 @@ def model_inputs(batch: dict[str, torch.Tensor], config: RunConfig) -> dict[str,
     """
     inputs = {"labels": batch["input_ids"]}
     inputs |= {name: value for name, value in batch.items() if name not in _OF_THE_COUNT}
-    is_one_row = config.sp_size == 1 and config.attn_implementation.startswith("flash_attention")
-    if is_one_row and "position_ids" in batch:
+    if config.attn_implementation.startswith("flash_attention") and "position_ids" in batch:
         inputs["labels"] = inputs["labels"].clone()
         inputs["labels"][:, 0] = IGNORE_INDEX  # otherwise the sequence before would predict it
         return {name: value.reshape(1, -1) for name, value in inputs.items()}
@@ -101,11 +100,8 @@ def model_inputs(batch: dict[str, torch.Tensor], config: RunConfig) -> dict[str,
 
 
 def labels_by_sequence(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the number of tokens with a loss in each sequence of a batch, or in this rank's part of it."""
-    next_tokens = batch.get("shift_labels")
-    if next_tokens is None:
-        next_tokens = batch.get("labels", batch["input_ids"])[:, 1:]
-    return (next_tokens != IGNORE_INDEX).sum(dim=1)
+    """Return the number of tokens with a loss in each sequence of a batch."""
+    return (batch.get("labels", batch["input_ids"])[:, 1:] != IGNORE_INDEX).sum(dim=1)
 
 
 def steps_by_labels(

@@ -374,10 +374,7 @@ def check_engine(running: RunningEngine, launch: Launch) -> None:
 
 def describe_batch(config: RunConfig, per_step: int, launch: Launch) -> str:
     """Return one line: the effective batch size."""
-    ranks = f"{launch.num_processes} processes"
-    if config.sp_size > 1:
-        ranks += f" / {config.sp_size} that share each sequence"
     return (
         f"a step is {per_step} sequences of {config.seq_len} tokens: {config.per_device_train_batch_size} x "
-        f"{micro_steps(launch.strategy, config)} micro-steps x {ranks}"
+        f"{micro_steps(launch.strategy, config)} micro-steps x {launch.num_processes} processes"
     )

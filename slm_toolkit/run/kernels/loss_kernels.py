@@ -23,14 +23,12 @@ nothing: on fake tensors, in the place of a kernel that allocates nothing"""
 
 
 @torch.no_grad()
-def token_losses(
-    logits: torch.Tensor, labels: torch.Tensor, *, shift_labels: torch.Tensor | None = None
-) -> torch.Tensor:
+def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return each token's fp32 loss in the shape of `labels`, 0 without a label; reads the logits once.
 
     By PyTorch's operations, with an fp32 copy of a chunk: only several datasets without LossHead need it.
     """
-    targets, flat = _next_tokens(labels, shift_labels).to(logits.device), logits.flatten(0, -2)
+    targets, flat = _next_tokens(labels).to(logits.device), logits.flatten(0, -2)
     rows = tokens_of_probabilities(len(flat), vocab_size=flat.shape[1])
     losses = [
         _chunk_losses_(part, target, None, torch.empty_like(part, dtype=torch.float32), with_gradient=False)
@@ -60,8 +58,6 @@ class LossHead(torch.nn.Linear):
 
     labels: torch.Tensor | None = None
     "labels of the current forward pass"
-    shift_labels: torch.Tensor | None = None
-    "of the current forward pass, if its labels are shifted already: those that the tokens predict"
     last_loss: torch.Tensor | None = None
     "the loss in fp32, before an engine's output cast rounds it"
     num_items: torch.Tensor | None = None
@@ -79,7 +75,6 @@ class LossHead(torch.nn.Linear):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         labels, self.labels = self.labels, None
-        shift_labels, self.shift_labels = self.shift_labels, None
         losses, self.token_losses = self.token_losses, None
         if labels is None or (self.is_plain and torch.is_grad_enabled()):
             self.last_loss = None
@@ -89,7 +84,7 @@ class LossHead(torch.nn.Linear):
             dtype = torch.get_autocast_dtype(device_type)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
         with torch.autocast(device_type, enabled=False):
-            targets = _next_tokens(labels, shift_labels).to(hidden.device)
+            targets = _next_tokens(labels).to(hidden.device)
             num_items = _num_valid(targets) if self.num_items is None else self.num_items
             if self.is_plain:
                 self.last_loss = _plain_sum(hidden, weight[: self.vocab_size], targets) / num_items
@@ -164,15 +159,13 @@ class _FusedLinearLoss(torch.autograd.Function):
 
 def give_labels_to_head(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A forward pre-hook that passes the labels to the head, because transformers' forward does not."""
-    head = model.get_output_embeddings()
-    head.labels, head.shift_labels = kwargs.get("labels"), kwargs.get("shift_labels")
+    model.get_output_embeddings().labels = kwargs.get("labels")
 
 
 def loss_of_head(
     logits: torch.Tensor,
     labels: torch.Tensor,
     vocab_size: int,
-    shift_labels: torch.Tensor | None = None,
     num_items_in_batch: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return `logits`, which is the loss that LossHead computed; replaces transformers' loss function.
@@ -181,16 +174,11 @@ def loss_of_head(
     """
     if logits.dim() == 0:
         return logits
-    return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, shift_labels=shift_labels)
+    return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch)
 
 
-def _next_tokens(labels: torch.Tensor, shift_labels: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the label that each token predicts, as one dimension; a sequence's last token has none.
-
-    `shift_labels`: these labels, if the caller has them already.
-    """
-    if shift_labels is not None:
-        return shift_labels.reshape(-1)
+def _next_tokens(labels: torch.Tensor) -> torch.Tensor:
+    """Return the label that each token predicts, as one dimension; a sequence's last token has none."""
     return functional.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:].reshape(-1)
 
 

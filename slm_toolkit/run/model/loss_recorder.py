@@ -6,21 +6,17 @@ import torch
 from transformers import PreTrainedModel
 
 from slm_toolkit.run.kernels.loss_kernels import IGNORE_INDEX, LossHead, token_losses
-from slm_toolkit.run.model.sequence_parallel import WHOLE, SequenceGroup
 
 
 class RecordedLoss:
-    """The model's loss function, which also keeps its last value (of the group, if ranks share sequences).
+    """The model's loss function, which also keeps its last value.
 
     FSDP2's mixed precision casts all outputs of the model to bf16, including the loss. The reported loss is
     therefore kept where it is computed.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, *, of_tokens: bool = False, sequence_group: SequenceGroup = WHOLE
-    ) -> None:
-        """`of_tokens`: also keep each token's loss. `sequence_group`: the ranks that share sequences."""
-        self._group = sequence_group
+    def __init__(self, model: PreTrainedModel, *, of_tokens: bool = False) -> None:
+        """`of_tokens`: also keep each token's loss."""
         self.function = model.loss_function
         self.head = model.get_output_embeddings()
         self.of_tokens = of_tokens
@@ -57,7 +53,7 @@ class RecordedLoss:
         in_head = logits.dim() == 0  # computed by LossHead
         if self.of_tokens and not in_head and torch.is_grad_enabled():
             # before the loss, because a fused loss overwrites logits with their gradient
-            self.last_of_tokens = token_losses(logits, labels, shift_labels=arguments.get("shift_labels"))
+            self.last_of_tokens = token_losses(logits, labels)
         num_items = {} if self._num_items is None else {"num_items_in_batch": self._num_items}
         loss = self.function(logits=logits, labels=labels, vocab_size=vocab_size, **arguments, **num_items)
         if torch.is_grad_enabled():
@@ -65,14 +61,9 @@ class RecordedLoss:
         self.last = self.head.last_loss if in_head else loss.detach()
         if not torch.is_grad_enabled():
             return loss
-        if self._group.size > 1:  # parts of a sequence have different losses and numbers of labels
-            self.last = self._group.mean(self.last.clone())
         if self.limit is not None:
             mean = self.last
             if self._num_items is not None:
-                next_tokens = arguments.get("shift_labels")
-                next_tokens = labels[:, 1:] if next_tokens is None else next_tokens
-                num_labels = self._group.mean((next_tokens != IGNORE_INDEX).sum().float()).clamp(min=1)
-                mean = mean * self._num_items / num_labels
+                mean = mean * self._num_items / (labels[:, 1:] != IGNORE_INDEX).sum().clamp(min=1)
             loss = loss * torch.where(mean > self.limit, torch.nan, 1.0)
         return loss

@@ -31,7 +31,6 @@ from slm_toolkit.model.names import has_weights
 from slm_toolkit.run.kernels.layer_kernels import decoder_layers, use_fp8, use_kernels
 from slm_toolkit.run.model.adapters import add_adapter, quantize
 from slm_toolkit.run.model.padding import pad_widths
-from slm_toolkit.run.model.sequence_parallel import WHOLE, SequenceGroup
 from slm_toolkit.run.peers.step_exchange import gather_to_all
 
 
@@ -66,7 +65,6 @@ def build_model(
     config: RunConfig,
     *,
     documents_apart: bool = False,
-    sequence_group: SequenceGroup = WHOLE,
 ) -> PreTrainedModel:
     """Return the model in training mode on CPU, with the same weights on every rank and under every strategy.
 
@@ -81,9 +79,7 @@ def build_model(
     set_seed(config.seed)
     check_attention(spec, config)
     shape = hf_config(spec, seq_len=config.seq_len)
-    attention = transformers_name(
-        config.attn_implementation, shape, documents_apart=documents_apart, sequence_group=sequence_group
-    )
+    attention = transformers_name(config.attn_implementation, shape, documents_apart=documents_apart)
     options = {"attn_implementation": attention, "dtype": torch.float32}
     if has_weights(spec) and config.rehearse is None:
         model = _with_weights(spec.path, options)
@@ -238,7 +234,6 @@ def transformers_name(
     config: PretrainedConfig,
     *,
     documents_apart: bool = False,
-    sequence_group: SequenceGroup = WHOLE,
 ) -> str:
     """Register SDPA or its backend with transformers. Return the name of the attention there.
 
@@ -266,7 +261,7 @@ def transformers_name(
     if documents_apart or _has_windows(config):
         name = f"masked_{name}"
         AttentionMaskInterface.register(name, sdpa_mask)
-    AttentionInterface.register(name, partial(_attention, backend, sequence_group))
+    AttentionInterface.register(name, partial(_attention, backend))
     return name
 
 
@@ -278,7 +273,6 @@ def _has_windows(config: PretrainedConfig) -> bool:
 
 def _attention(
     backend: SDPBackend | None,
-    group: SequenceGroup,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -286,13 +280,9 @@ def _attention(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    num_heads = query.shape[1]
-    if group.size > 1:
-        query, key, value = group.heads_for_tokens(query, key, value)
     backend_context: AbstractContextManager = nullcontext() if backend is None else sdpa_kernel(backend)
     with backend_context:
-        output, _ = sdpa_attention_forward(module, query, key, value, *args, **kwargs)
-    return (output if group.size == 1 else group.tokens_for_heads(output, num_heads)), None
+        return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
 
 
 # Activation checkpointing: backward recomputes some decoder layers, or some of their operators.

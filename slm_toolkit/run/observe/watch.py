@@ -58,8 +58,6 @@ class RunWatch:
         self._probe_next = True
         self.num_tokens_drawn = 0
         self.num_padding: torch.Tensor | int = 0
-        self._padding_of_group: torch.Tensor | float = 0.0
-        "the same as a mean of the ranks that share this rank's sequences; padding is all at their ends"
         self._before_step: tuple[int, torch.Tensor | int] = (0, 0)
         "num_tokens_drawn and num_padding before the current step"
         several = len(dataset_names) > 1
@@ -107,8 +105,6 @@ class RunWatch:
         self.num_tokens_drawn += batch["input_ids"].numel()
         if "padding" in batch:
             self.num_padding = self.num_padding + batch["padding"].sum()
-            of_group = batch.get("padding_of_group", batch["padding"])
-            self._padding_of_group = self._padding_of_group + of_group.sum()
 
     def num_tokens(self) -> int:
         """Return this rank's drawn tokens, without padding. Waits for the device if there is padding."""
@@ -129,8 +125,7 @@ class RunWatch:
         )
         if start >= len(seconds):
             return None
-        num_tokens = self.num_tokens_drawn - float(self._padding_of_group)
-        tokens_per_step = num_tokens * self.accelerator.num_processes / len(self.num_graphs_compiled)
+        tokens_per_step = self.num_tokens() * self.accelerator.num_processes / len(self.num_graphs_compiled)
         return median(block_rates(seconds[start:], tokens_per_step))
 
     def last_tokens_per_second(self) -> float:

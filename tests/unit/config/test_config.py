@@ -27,8 +27,26 @@ def test_flags_of_a_config_parse_back_to_it() -> None:
 
 
 def test_a_bare_switch_is_true_and_a_named_one_what_it_says() -> None:
-    assert parse("--kernels", "compile").compiles
-    assert not parse("--kernels", "plain").compiles
+    assert parse("--pad_widths").pad_widths is True
+    assert parse("--pad_widths", "false").pad_widths is False
+
+
+@pytest.mark.parametrize(
+    ("given", "kernels"),
+    [
+        ("norm+loss", "loss+norm"),
+        ("loss+norm+triton", "fused"),
+        ("fused+compile", "compiled"),
+        ("fused+graphs", "compiled+graphs"),
+    ],
+)
+def test_kernels_are_words_joined_in_any_order(given: str, kernels: str) -> None:
+    config = parse("--kernels", given)
+    assert config.kernels == kernels
+    assert config.without_kernels(*config.kernel_parts).kernels == "plain"
+    assert config.with_kernels("compile").compiles
+    with pytest.raises(ValueError, match="auto, plain, fused, compiled, .*, or several joined by"):
+        RunConfig(kernels=f"plain+{given}").check()
 
 
 def test_a_choice_that_was_a_switch_once_is_still_understood_as_one() -> None:

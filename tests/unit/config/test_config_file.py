@@ -24,7 +24,7 @@ def write(folder: Path, text: str) -> str:
 
 def test_a_flag_of_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
     path = write(tmp_path, "learning_rate: 1e-3\nmax_steps: 7\nmodel: slm-1m\npad_widths: true\n")
-    expected = RunConfig(learning_rate=1e-3, max_steps=7, model="slm-1m", kernels="compile")
+    expected = RunConfig(learning_rate=1e-3, max_steps=7, model="slm-1m", pad_widths=True)
     assert training_config(["--config", path]) == expected
     for words in (["--max_steps", "9", "--config", path], [f"--config={path}", "--max_steps", "9"]):
         assert training_config(words).max_steps == 9
@@ -60,14 +60,16 @@ def test_times_are_taken_as_they_are_written(tmp_path: Path) -> None:
 
 
 def test_names_of_other_trainers_work_in_the_file(tmp_path: Path) -> None:
-    assert training_config(["--config", write(tmp_path, "lr: 1e-3\nepochs: 2\n")]).num_train_epochs == 2.0
+    config = training_config(["--config", write(tmp_path, "lr: 1e-3\nepochs: 2\nfp16: true\nbf16: false\n")])
+    assert (config.num_train_epochs, config.numerics) == (2.0, "fp16")
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("lerning_rate: 1\nseed: 1\nmax_step: 2\n", "unknown lerning_rate, max_step\nhint: did you mean "),
-        ("bf16: true\n", "unknown bf16\nhint: --numerics: aligned (the default)"),
+        ("precision: bf16\n", "unknown precision\nhint: --numerics: aligned (the default)"),
+        ("fp16: 3\n", "fp16 is 3\nhint: it takes true or false"),
         ("seed: 1\nseed: 2\n", "seed given twice\nhint: keep one value"),
         ("lr: 1\nlearning_rate: 2\n", "learning_rate given twice"),
         ("seed: [1, 2]\n", "seed is [1, 2]\nhint: it takes one value"),

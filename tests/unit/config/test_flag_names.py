@@ -48,6 +48,19 @@ def test_a_name_with_the_same_meaning_is_taken_by_verbs_and_by_the_script(
     assert found in (value, [value])
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--bf16", {}),
+        ("--bf16 true --fp16=false", {}),
+        ("--fp16", {"numerics": "fp16"}),
+        ("--torch_compile True --seed 1", {"kernels": "compiled", "seed": 1}),
+    ],
+)
+def test_a_switch_of_trainer_is_a_value_of_our_flag(typed: str, meant: dict[str, object]) -> None:
+    assert training_config(typed.split()) == RunConfig(**meant)
+
+
 def test_the_tables_name_flags_that_exist_and_no_name_twice(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         _parser().parse_args(["train", "--help", "all"])
@@ -66,9 +79,7 @@ def test_the_tables_name_flags_that_exist_and_no_name_twice(capsys: pytest.Captu
     ("words", "hint"),
     [
         ("--batch_size 4", "hint: --per_device_train_batch_size N: sequences of one process"),
-        ("--bf16", "hint: --numerics: aligned (the default) computes in bf16"),
-        ("--bf16 true", "hint: --numerics: aligned (the default) computes in bf16"),
-        ("--fp16", "hint: --numerics fp16"),
+        ("--precision bf16", "hint: --numerics: aligned (the default) computes in bf16"),
         ("--warmup_ratio 0.1", "hint: --warmup_steps N"),
         ("--use_lora", "hint: --peft lora"),
         ("--deepspeed ds.json", "hint: --strategy NAME or FILE"),
@@ -94,13 +105,12 @@ def test_a_removed_verb_is_answered_with_what_to_do_instead() -> None:
     assert done.err.startswith("error: slm completion was removed\nhint: type flags in full")
 
 
-def test_a_file_with_fp16_runs_where_the_hint_of_fp16_says(tmp_path: Path) -> None:
-    """With --numerics fp16 anywhere; accelerate's own fp16, of --numerics stock, needs a GPU."""
-    assert HINTS["fp16"] == "--numerics fp16"
+def test_a_file_with_fp16_runs_with_the_switch_of_trainer(tmp_path: Path) -> None:
+    """It is --numerics fp16, which runs anywhere; accelerate's own fp16, of --numerics stock, needs a GPU."""
     path = tmp_path / "half.yaml"
     path.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: fp16\n")
     asked = find_strategy(str(path)).mixed_precision
-    assert precision_problem(asked, RunConfig(numerics="fp16"), has_gpu=False) is None
+    assert precision_problem(asked, training_config(["--fp16"]), has_gpu=False) is None
     assert precision_problem("bf16", RunConfig(numerics="fp16"), has_gpu=False) is not None
     assert precision_problem(asked, RunConfig(numerics="stock"), has_gpu=True) is None
     assert precision_problem(asked, RunConfig(numerics="stock"), has_gpu=False) is not None

@@ -48,10 +48,10 @@ def test_a_verb_with_few_flags_has_one_help(verb: str) -> None:
 
 
 @pytest.mark.parametrize("verb", sorted({*_VERBS} - {"launch"}))
-def test_the_three_examples_of_every_help_parse(verb: str) -> None:
+def test_the_examples_of_every_help_parse(verb: str) -> None:
     text = slm_here(verb, "--help").out.partition("\nexamples:\n")[2].partition("\n\n")[0]
     examples = text.splitlines()
-    assert len(examples) == 3
+    assert 2 <= len(examples) <= 3
     for example in examples:
         assert len(example) <= 110
         command = re.split(r"\s{3,}", example.strip())[0]  # a remark follows

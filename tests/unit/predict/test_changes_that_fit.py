@@ -118,15 +118,3 @@ def test_largest_batch_of_recommend_and_estimate_agree_and_name_their_flags() ->
     said = " ".join(slm_here("estimate", *asked, "--gpu", "a100-40gb:8", "--largest_batch").out.split())
     assert "the batches are for --seq_len 1024 --gradient_checkpointing none " in said
     assert "--kernels compiled" in said
-
-
-def test_shared_sequences_are_the_first_change_where_one_sequence_does_not_fit() -> None:
-    shape = {"model": "slm-1b-hw", "seq_len": 131_072, "per_device_train_batch_size": 1}
-    kernels = {"kernels": "loss+norm"}
-    asked = {**shape, "gpu": "a100-40gb", "num_gpus": 8, "strategy": "fsdp_full_shard", **kernels}
-    first = row_of(**asked).changes_that_fit[0].change
-    assert first == "--gradient_accumulation_steps 8 --sp_size 8"
-    assert changed(asked, first).fits
-    short = row_of(**{**asked, "seq_len": 8192, "per_device_train_batch_size": 16})
-    assert not short.fits
-    assert not any("sp_size" in change.change for change in short.changes_that_fit)

@@ -34,7 +34,7 @@ TINY_STEPS = ("--strategy", "ddp", "--gpu", "a100-40gb", "--seq_len", "64")
 "one more sequence of 64 tokens takes a small part of the allocator's slack"
 KEYS = {
     *("model", "strategy", "evidence", "gpu", "num_gpus", "gpus_per_node", "per_device_train_batch_size"),
-    *("seq_len", "sp_size", "attn_implementation", "numerics", "like", "gradient_checkpointing"),
+    *("seq_len", "attn_implementation", "numerics", "like", "gradient_checkpointing"),
     *("gradient_accumulation_steps", "kernels", "pad_widths", "optim", "calibration", "peft", "lora_r"),
     *("lora_dropout", "fp8"),
     *("adapted_modules", "num_trainable_params", "changes_that_fit"),

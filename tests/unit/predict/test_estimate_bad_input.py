@@ -89,10 +89,6 @@ MODELS = {
         (["--seq_len", "100000000"], "--seq_len is 100000000: 2 to 16777216"),
         (["--per_device_train_batch_size", "1" + "0" * 30], "at most 1,000,000,000,000"),
         (["--attn_implementation", "magic"], "--attn_implementation magic: no closed form"),
-        (
-            ["--attn_implementation", "sdpa", "eager", "--sp_size", "2"],
-            "--sp_size 2 with --attn_implementation eager",
-        ),
         (["--largest_batch"], "--largest_batch needs --gpu"),
         (
             ["--largest_batch", "--gpu", "l4", "--per_device_train_batch_size", "4"],

@@ -45,8 +45,8 @@ def out(tmp_path: Path) -> Path:
         (
             ("--resume_from_checkpoint", "latest", "--num_processes", "3"),
             "step_4: a step had 8 sequences, but now has 12\nhint: --per_device_train_batch_size x "
-            "--gradient_accumulation_steps x processes must be 8, so the number of processes (divided by "
-            "--sp_size) divides 8\n",
+            "--gradient_accumulation_steps x processes must be 8, so the number of processes divides "
+            "8\n",
         ),
         (("--resume_from_checkpoint", "latest", "--seed", "1"), "belongs to another run: seed 0 in the "),
         (("--run_name", "new", "--dataset", "org/none"), "no cached copy of the dataset 'org/none'\n"),

@@ -22,7 +22,7 @@ SPEC = PRESETS["slm-1m"]
 def load(dataset: object, **options: object) -> tuple:
     """The training sequences, held-out ones (None without --eval_steps) and the tokenizer."""
     config = RunConfig(model="slm-1m", seq_len=16, dataset=str(dataset), **options)
-    data = load_data(config, SPEC, num_sequences=8)
+    data = load_data(config.with_defaults(has_gpu=False), SPEC, num_sequences=8)
     return data.train, next(iter(data.held_out.values()), None), data.tokenizer
 
 

@@ -162,7 +162,7 @@ def test_an_engines_hooks_of_a_layer_run_once_though_it_is_computed_again(mode: 
 def test_a_head_that_is_no_plain_matrix_is_refused() -> None:
     model = made()
     model.lm_head = torch.nn.Linear(128, 384, bias=True)
-    with pytest.raises(ValueError, match="not a plain matrix\nhint: --kernels plain"):
+    with pytest.raises(ValueError, match="not a plain matrix\nhint: --kernels norm"):
         use_kernels(model, RunConfig(kernels="loss"))
 
 
@@ -198,10 +198,10 @@ def test_a_saved_result_that_changes_in_place_is_saved_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("has_gpu", "flags", "arithmetic"),
     [
-        (True, {"kernels": "triton+compile"}, "triton"),
-        (True, {"kernels": "compile"}, "compiled"),
-        (False, {"kernels": "triton"}, "pytorch"),
-        (False, {"kernels": "triton", "rehearse": 2}, "nothing"),  # as on the GPU that it stands for
+        (True, {"kernels": "loss+triton+compile"}, "triton"),
+        (True, {"kernels": "loss+compile"}, "compiled"),
+        (False, {"kernels": "loss+triton"}, "pytorch"),
+        (False, {"kernels": "loss+triton", "rehearse": 2}, "nothing"),  # as on the GPU that it stands for
     ],
 )
 def test_what_computes_a_fused_loss_between_its_products(
@@ -209,16 +209,12 @@ def test_what_computes_a_fused_loss_between_its_products(
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
     model = LlamaForCausalLM(LlamaConfig(**SMALLEST))
-    use_kernels(model, RunConfig(kernels="loss", **flags))
+    use_kernels(model, RunConfig(**flags))
     assert model.lm_head.arithmetic == arithmetic
 
 
-@pytest.mark.parametrize("flags", [{"kernels": "triton"}, {}], ids=str)
-def test_on_a_gpu_without_triton_its_kernels_are_refused(
-    flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_gpu_without_triton_its_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("slm_toolkit.run.kernels.layer_kernels.find_spec", lambda name: None)
-    (name,) = flags
-    with pytest.raises(ValueError, match=f"--{name}.* needs Triton, .*\nhint: leave --{name} out"):
-        check_optional(RunConfig(**flags))
+    with pytest.raises(ValueError, match="--kernels triton needs Triton, .*\nhint: --kernels plain"):
+        check_optional(RunConfig(kernels="triton"))

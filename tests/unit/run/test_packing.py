@@ -31,7 +31,7 @@ def pack(packing: str, seq_len: int, kind: str = "text") -> Pack:
 
 def load(file: Path, packing: str, **options: object) -> Data:
     config = RunConfig(model="slm-1m", seq_len=SEQ_LEN, dataset=str(file), packing=packing, **options)
-    return load_data(config, SPEC, num_sequences=0)
+    return load_data(config.with_defaults(has_gpu=False), SPEC, num_sequences=0)
 
 
 def losses_by_document(data: Data, attention: str = "sdpa") -> dict[tuple[int, ...], torch.Tensor]:

@@ -15,7 +15,6 @@ from slm_toolkit.run.data.batches import model_inputs
 from slm_toolkit.run.kernels.layer_kernels import FusedRMSNorm
 from slm_toolkit.run.kernels.loss_kernels import LossHead
 from slm_toolkit.run.model.loss_recorder import RecordedLoss
-from slm_toolkit.run.model.sequence_parallel import SequenceGroup
 
 _ENOUGH_TOKENS = 1024
 "of the runs that the limits of parity are for; the loss of fewer tokens has more noise"
@@ -34,10 +33,9 @@ class CheckedForward:
         accelerator: Accelerator,
         model: torch.nn.Module,
         loss_recorder: RecordedLoss,
-        sequence_group: SequenceGroup,
     ) -> None:
         self._config, self._accelerator, self._model = config, accelerator, model
-        self._loss_recorder, self._sequence_group = loss_recorder, sequence_group
+        self._loss_recorder = loss_recorder
         self._plain_loss: torch.Tensor | None = None
         "of the first micro-step, until that has been computed"
         self.replaced: str | None = None
@@ -57,7 +55,7 @@ class CheckedForward:
             self._model(**model_inputs(batch, config))
         self._model.train()
         self._use_plain(False)
-        self._plain_loss = self._sequence_group.mean(self._loss_recorder.last.clone())
+        self._plain_loss = self._loss_recorder.last.clone()
         return chain([batch], batches)
 
     def __call__(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
