@@ -51,7 +51,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
         type=positive_number,
         metavar="E",
         help="passes over --dataset, which is tokenized to count its tokens",
-    ).basic = True
+    )
     job.add_argument(
         "--global_batch_tokens",
         type=_tokens,

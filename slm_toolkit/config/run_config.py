@@ -518,7 +518,6 @@ class RunConfig:
         None,
         "passes over the dataset, instead of --max_steps",
         group="length",
-        basic=True,
         other_names=("epochs", "num_epochs", "max_epochs"),
         above=0,
         excludes=(
