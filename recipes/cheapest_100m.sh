@@ -4,11 +4,11 @@
 # memory: 19.0 of 23.5 GiB per GPU, 1 GiB of host RAM per node
 # time: 6.3 h
 # cost: $4.64
-# estimated on 2026-11-26 by the first command below
+# estimated on 2026-11-28 by the first command below
 set -euo pipefail
 
 # 1. Which GPU to rent. This only estimates, on any computer. (-hw: widths that are fast on tensor cores.)
-slm recommend --model slm-100m-hw --tokens 3B --kernels loss+compile --top 5 \
+slm recommend --model slm-100m-hw --tokens 3B --kernels compiled --top 5 \
   --gpu rtx-4090:1 l4:1 l40s:1 a100-40gb:1 h100-80gb:1
 
 if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with a GPU: the real thing
@@ -16,16 +16,16 @@ if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with a GPU: the real t
   : "${MODEL:=slm-100m-hw}" "${SEQ_LEN:=1024}" "${BATCH:=64}" "${ACCUMULATE:=8}" "${STEPS:=5723}"
   data=(--dataset HuggingFaceFW/fineweb-edu --dataset_config_name sample-10BT
     --tokenizer_name TinyLlama/TinyLlama_v1.1)
-  compile=(--kernels compile)
+  : "${KERNELS:=compiled}"
 else # without a GPU, or with TRY=1: two steps of a tiny model
   : "${MODEL:=slm-1m}" "${SEQ_LEN:=64}" "${BATCH:=2}" "${ACCUMULATE:=2}" "${STEPS:=2}"
   data=(--dataset synthetic)
-  compile=()
+  : "${KERNELS:=fused}"
 fi
 # Defaults: bf16 with fp32 master weights, and PyTorch's FlashAttention (for the original: `pip install
 # flash-attn`, --attn_implementation flash_attention_2).
 flags=(--model "$MODEL" --seq_len "$SEQ_LEN" --per_device_train_batch_size "$BATCH"
-  --gradient_accumulation_steps "$ACCUMULATE" --kernels loss+norm "${compile[@]}")
+  --gradient_accumulation_steps "$ACCUMULATE" --kernels "$KERNELS")
 
 # 2. Run a few steps on the rented GPU. Is it as fast as estimated? The table shows dollars per 1M tokens.
 slm compare --strategy single "${flags[@]}" --max_steps $((STEPS < 12 ? STEPS : 12)) --output_dir runs/check

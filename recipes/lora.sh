@@ -3,15 +3,15 @@
 # hardware: 1 x rtx-4090
 # memory: 7.0 of 23.5 GiB per GPU, 7 GiB of host RAM per node
 # time: 2.5 h
-# cost: $1.88
-# estimated on 2026-11-26 by the first command below
+# cost: $1.85
+# estimated on 2026-11-28 by the first command below
 set -euo pipefail
 
 # 1. LoRA freezes the weights and trains small added matrices: only these have an optimizer state.
 #    The estimate is for padded batches: it leaves out what --packing multipack (below) saves, and its mask.
 slm estimate --model smollm2-1.7b --peft lora --gpu rtx-4090 --num_gpus 1 --strategy single --seq_len 2048 \
   --per_device_train_batch_size 8 --gradient_accumulation_steps 4 --gradient_checkpointing full \
-  --kernels loss+norm --max_steps 1000
+  --kernels fused --max_steps 1000
 
 if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with a GPU: the real thing
   : "${MODEL:=HuggingFaceTB/SmolLM2-1.7B-Instruct}" "${SEQ_LEN:=2048}" "${BATCH:=8}" "${ACCUMULATE:=4}"
@@ -33,7 +33,7 @@ slm train --strategy single --model "$MODEL" "${data[@]}" \
   --peft lora --lora_r 16 --lora_alpha 32 --lora_target_modules all-linear --merge_adapter true \
   --dataset_format messages --loss_on answers --packing multipack --seq_len "$SEQ_LEN" \
   --per_device_train_batch_size "$BATCH" --gradient_accumulation_steps "$ACCUMULATE" \
-  --gradient_checkpointing full --kernels loss+norm --learning_rate 2e-4 \
+  --gradient_checkpointing full --kernels fused --learning_rate 2e-4 \
   --weight_decay 0 --max_steps "$STEPS" --warmup_steps $((STEPS / 20)) --eval_steps 200 --run_name lora
 
 # 3. The adapter, for peft; and the model with the adapter merged into its weights, for all other tools.

@@ -2,18 +2,16 @@
 # What if the training state fits neither the GPU nor the host's RAM?
 # hardware: 1 x rtx-4090
 # memory: 14.4 of 23.5 GiB per GPU, 25 GiB of host RAM per node
-# time: - (no closed form knows a disk: the first steps tell)
+# time: - (it depends on the disk: the first steps tell)
 # cost: - (that time at the price of the card)
-# estimated on 2026-11-22 by the first command below
+# estimated on 2026-11-28 by the first command below
 set -euo pipefail
 
 # 1. A 7B model on one card: with its state on an NVMe disk, and in host RAM, which is faster if it fits.
 slm estimate --model slm-7b --gpu rtx-4090 --num_gpus 1 --strategy ds_zero3_nvme \
-  --per_device_train_batch_size 32 --gradient_checkpointing full --kernels loss \
-  --kernels norm
+  --per_device_train_batch_size 32 --gradient_checkpointing full --kernels fused
 slm estimate --model slm-7b --gpu rtx-4090 --num_gpus 1 --strategy ds_zero3_offload \
-  --per_device_train_batch_size 32 --gradient_checkpointing full --kernels loss \
-  --kernels norm
+  --per_device_train_batch_size 32 --gradient_checkpointing full --kernels fused
 
 if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with a GPU: the real thing
   # 18 bytes per parameter on a local disk; a large batch, because every step reads and writes all of them
@@ -43,4 +41,4 @@ sed -i "s#: ds_configs/#: $mine/ds_configs/#" "$mine/accel_configs/ds_zero3_nvme
 slm train --strategy "$mine/accel_configs/ds_zero3_nvme.yaml" --num_processes "$GPUS" \
   --main_process_port 0 --model "$MODEL" \
   --seq_len "$SEQ_LEN" --per_device_train_batch_size "$BATCH" --gradient_checkpointing full \
-  --kernels loss+norm "${data[@]}" --max_steps "$STEPS" --run_name nvme-offload
+  --kernels fused "${data[@]}" --max_steps "$STEPS" --run_name nvme-offload
