@@ -13,8 +13,7 @@ slm recommend --model slm-1b-hw --tokens 20B --kernels loss+compile --gpu a100-4
 
 if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with GPUs: the real thing
   : "${MODEL:=slm-1b-hw}" "${SEQ_LEN:=1024}" "${BATCH:=8}" "${ACCUMULATE:=8}" "${STEPS:=38147}" "${GPUS:=8}"
-  data=(--dataset HuggingFaceFW/fineweb-edu --dataset_config_name sample-100BT
-    --tokenizer_name TinyLlama/TinyLlama_v1.1)
+  data=(--dataset HuggingFaceFW/fineweb-edu:sample-100BT --tokenizer_name TinyLlama/TinyLlama_v1.1)
   compile=(--kernels compile) measured=(ddp fsdp_shard_grad_op)
 else # without GPUs, or with TRY=1: two steps of a tiny model on two CPU processes
   : "${MODEL:=slm-1m}" "${SEQ_LEN:=64}" "${BATCH:=2}" "${ACCUMULATE:=1}" "${STEPS:=2}" "${GPUS:=2}"

@@ -166,7 +166,10 @@ def _values(plan: Plan) -> dict[str, str | None]:
     """Return the model, dataset and tokenizer, with absolute paths; None: the user must choose it."""
     config, spec = plan.config, plan.spec
     sources = [
-        _absolute(source.path) + (f"={source.weight:g}" if source.weight else "") for source in config.sources
+        _absolute(source.path)
+        + (f":{source.configuration}" if source.configuration else "")
+        + (f"={source.weight:g}" if source.weight else "")
+        for source in config.sources
     ]
     values = {
         "model": _absolute(plan.starts_from or spec.path or config.model),
