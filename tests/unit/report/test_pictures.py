@@ -25,16 +25,9 @@ def priced(rate: float, usd: float, *, spread: float = 0.05, **changes: object) 
     )
 
 
-def test_the_axis_of_rates_ends_with_the_bars_and_names_the_estimates_beyond_it() -> None:
-    rows = {
-        "near": priced(100, 1.0, estimated_tokens_per_second=104.0),
-        "far": priced(100, 1.0, estimated_tokens_per_second=112.0),
-    }
-    panel = speed_panel(rows)
-    (figure,) = panel.figures
-    assert figure.layout["xaxis"]["range"] == pytest.approx([0, 111.3])  # 1.06 x (100 + 5)
-    assert figure.data[1]["y"] == ["near"]
-    assert "estimates beyond the axis are only in the table: far" in panel.notes
+def test_a_bar_has_its_rate_and_the_interval_around_it() -> None:
+    ((bars,),) = [figure.data for figure in speed_panel({"one": priced(100, 1.0)}).figures]
+    assert (bars["x"], bars["error_x"]["array"], bars["error_x"]["arrayminus"]) == ([100], [5], [5])
 
 
 def test_rows_without_a_bar_are_named_with_their_reason() -> None:
@@ -47,7 +40,7 @@ def test_rows_without_a_bar_are_named_with_their_reason() -> None:
     reasons = [note for note in speed_panel(rows).notes if note.startswith("not drawn")]
     assert reasons == [
         "not drawn, ran out of memory: large",
-        "not drawn, rehearsed, so not timed: played",
+        "not drawn, rehearsed: played",
         "not drawn, no step was timed: short",
     ]
 
