@@ -259,7 +259,7 @@ def _planned(
     strategies: tuple[str, ...] = STRATEGIES,
 ) -> list[PlannedRun]:
     length = {"parity" if parity else "max_steps": NUM_STEPS}
-    still = {"save_final_model": False, "output_dir": str(folder)}
+    still = {"save_final_model": "false", "output_dir": str(folder)}
     return plan_runs(
         {**given, **length, **still},
         [find_strategy(name) for name in strategies],

@@ -106,7 +106,7 @@ def run_arm(arm: str, numerics: str, config: RunConfig, folder: Path, args: argp
             # from the configuration: the seed gives the weights that the others load
             model=str(folder / "model" / "config.json"),
             numerics="fp32" if numerics == "fp32" else args.ours_numerics,
-            save_final_model=False,
+            save_final_model="false",
             output_dir=str(runs),
         )
         command = [sys.executable, "-m", "slm_toolkit.train", *flags_of(own), *OURS[arm]]

@@ -14,8 +14,7 @@ slm recommend --model slm-100m-hw --tokens 3B --kernels compiled --top 5 \
 if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with a GPU: the real thing
   # the largest batch that fits with some room; accumulation then gives 0.5M tokens per step
   : "${MODEL:=slm-100m-hw}" "${SEQ_LEN:=1024}" "${BATCH:=64}" "${ACCUMULATE:=8}" "${STEPS:=5723}"
-  data=(--dataset HuggingFaceFW/fineweb-edu --dataset_config_name sample-10BT
-    --tokenizer_name TinyLlama/TinyLlama_v1.1)
+  data=(--dataset HuggingFaceFW/fineweb-edu:sample-10BT --tokenizer_name TinyLlama/TinyLlama_v1.1)
   : "${KERNELS:=compiled}"
 else # without a GPU, or with TRY=1: two steps of a tiny model
   : "${MODEL:=slm-1m}" "${SEQ_LEN:=64}" "${BATCH:=2}" "${ACCUMULATE:=2}" "${STEPS:=2}"

@@ -13,8 +13,7 @@ slm recommend --model slm-1b-hw --tokens 20B --kernels compiled --gpu a100-40gb:
 
 if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with GPUs: the real thing
   : "${MODEL:=slm-1b-hw}" "${SEQ_LEN:=1024}" "${BATCH:=8}" "${ACCUMULATE:=8}" "${STEPS:=38147}" "${GPUS:=8}"
-  data=(--dataset HuggingFaceFW/fineweb-edu --dataset_config_name sample-100BT
-    --tokenizer_name TinyLlama/TinyLlama_v1.1)
+  data=(--dataset HuggingFaceFW/fineweb-edu:sample-100BT --tokenizer_name TinyLlama/TinyLlama_v1.1)
   : "${KERNELS:=compiled}"
   measured=(ddp fsdp_shard_grad_op)
 else # without GPUs, or with TRY=1: two steps of a tiny model on two CPU processes

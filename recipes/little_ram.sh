@@ -15,8 +15,7 @@ slm recommend --model slm-2b-hw --tokens 40B --kernels compiled \
 if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with GPUs: the real thing
   : "${MODEL:=slm-2b-hw}" "${SEQ_LEN:=1024}" "${BATCH:=8}" "${ACCUMULATE:=8}" "${STEPS:=76294}" "${GPUS:=8}"
   have_gib=$(awk '/MemAvailable/ {print int($2 / 2^20)}' /proc/meminfo) # available RAM
-  data=(--dataset HuggingFaceFW/fineweb-edu --dataset_config_name sample-100BT
-    --tokenizer_name TinyLlama/TinyLlama_v1.1)
+  data=(--dataset HuggingFaceFW/fineweb-edu:sample-100BT --tokenizer_name TinyLlama/TinyLlama_v1.1)
   : "${KERNELS:=compiled}"
 else # without GPUs, or with TRY=1: two steps of a tiny model, as if no RAM were available
   : "${MODEL:=slm-1m}" "${SEQ_LEN:=64}" "${BATCH:=2}" "${ACCUMULATE:=1}" "${STEPS:=2}" "${GPUS:=2}"

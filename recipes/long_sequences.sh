@@ -17,8 +17,7 @@ slm estimate --model slm-1b-hw --seq_len 131072 --gpu a100-40gb --num_gpus 8 --s
 if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with GPUs: the real thing
   : "${MODEL:=slm-1b-hw}" "${SEQ_LEN:=131072}" "${RANKS:=8}"
   : "${ACCUMULATE:=1}" "${STEPS:=954}"
-  data=(--dataset HuggingFaceFW/fineweb-edu --dataset_config_name sample-10BT
-    --tokenizer_name TinyLlama/TinyLlama_v1.1)
+  data=(--dataset HuggingFaceFW/fineweb-edu:sample-10BT --tokenizer_name TinyLlama/TinyLlama_v1.1)
 else # without GPUs, or with TRY=1: two steps of a tiny model on two processes
   : "${MODEL:=slm-1m}" "${SEQ_LEN:=256}" "${RANKS:=2}" "${ACCUMULATE:=2}" "${STEPS:=2}"
   data=(--dataset synthetic)

@@ -16,7 +16,7 @@ slm estimate --model smollm2-1.7b --peft lora --gpu rtx-4090 --num_gpus 1 --stra
 if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with a GPU: the real thing
   : "${MODEL:=HuggingFaceTB/SmolLM2-1.7B-Instruct}" "${SEQ_LEN:=2048}" "${BATCH:=8}" "${ACCUMULATE:=4}"
   : "${STEPS:=1000}"
-  data=(--dataset HuggingFaceTB/smoltalk --dataset_config_name all) # or your own .jsonl with rows as below
+  data=(--dataset HuggingFaceTB/smoltalk:all) # or your own .jsonl with rows as below
 else # without a GPU, or with TRY=1: two steps of a tiny model, trained and saved first
   python -m slm_toolkit.train --model slm-1m --max_steps 2 --run_name base --save_final_model true
   : "${MODEL:=runs/base/model}" "${SEQ_LEN:=128}" "${BATCH:=2}" "${ACCUMULATE:=1}" "${STEPS:=2}"
@@ -30,7 +30,7 @@ fi
 #    Needs `pip install peft`.
 # Runs `accelerate launch --config_file .../accel_configs/single.yaml -m slm_toolkit.train ...`.
 slm train --strategy single --model "$MODEL" "${data[@]}" \
-  --peft lora --lora_r 16 --lora_alpha 32 --lora_target_modules all-linear --merge_adapter true \
+  --peft lora --lora_r 16 --lora_alpha 32 --lora_target_modules all-linear --save_final_model merged \
   --dataset_format messages --loss_on answers --packing multipack --seq_len "$SEQ_LEN" \
   --per_device_train_batch_size "$BATCH" --gradient_accumulation_steps "$ACCUMULATE" \
   --gradient_checkpointing full --kernels fused --learning_rate 2e-4 \

@@ -17,8 +17,7 @@ if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with a GPU: the real t
   # 18 bytes per parameter on a local disk; a large batch, because every step reads and writes all of them
   : "${MODEL:=slm-7b}" "${SEQ_LEN:=1024}" "${BATCH:=32}" "${STEPS:=1000}" "${GPUS:=1}"
   : "${NVME:=/mnt/nvme/slm}" "${DISK_GB:=130}"
-  data=(--dataset HuggingFaceFW/fineweb-edu --dataset_config_name sample-10BT
-    --tokenizer_name TinyLlama/TinyLlama_v1.1)
+  data=(--dataset HuggingFaceFW/fineweb-edu:sample-10BT --tokenizer_name TinyLlama/TinyLlama_v1.1)
 else # without a GPU, or with TRY=1: two steps of a tiny model
   : "${MODEL:=slm-1m}" "${SEQ_LEN:=64}" "${BATCH:=2}" "${STEPS:=2}" "${GPUS:=1}"
   : "${NVME:=$PWD/nvme}" "${DISK_GB:=1}"

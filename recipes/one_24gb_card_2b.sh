@@ -17,8 +17,7 @@ slm estimate --model slm-2b-hw --gpu rtx-4090 --num_gpus 1 --strategy single ds_
 
 if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with a GPU: the real thing
   : "${MODEL:=slm-2b-hw}" "${SEQ_LEN:=1024}" "${BATCH:=16}" "${ACCUMULATE:=32}" "${STEPS:=1908}"
-  data=(--dataset HuggingFaceFW/fineweb-edu --dataset_config_name sample-10BT
-    --tokenizer_name TinyLlama/TinyLlama_v1.1)
+  data=(--dataset HuggingFaceFW/fineweb-edu:sample-10BT --tokenizer_name TinyLlama/TinyLlama_v1.1)
   : "${KERNELS:=compiled}"
   measured=(bf16 offload)
 else # without a GPU, or with TRY=1: two steps of a tiny model

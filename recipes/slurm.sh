@@ -15,8 +15,7 @@ if [[ -z ${TRY:-} ]] && sinfo -h &>/dev/null; then # on a login node: the real t
   : "${MODEL:=slm-1b-hw}" "${SEQ_LEN:=1024}" "${BATCH:=16}" "${ACCUMULATE:=2}" "${STEPS:=38147}"
   : "${CHECK_STEPS:=33}" "${NODES:=2}" "${GPUS_PER_NODE:=8}" "${OPTIONS:=--partition=gpu --time=2-00:00:00}"
   strategies=(fsdp_shard_grad_op fsdp_hybrid_shard ddp)
-  data=(--dataset HuggingFaceFW/fineweb-edu --dataset_config_name sample-100BT
-    --tokenizer_name TinyLlama/TinyLlama_v1.1)
+  data=(--dataset HuggingFaceFW/fineweb-edu:sample-100BT --tokenizer_name TinyLlama/TinyLlama_v1.1)
   : "${KERNELS:=compiled}"
 else # elsewhere, or with TRY=1: two steps of a tiny model on two CPU processes
   : "${MODEL:=slm-1m}" "${SEQ_LEN:=64}" "${BATCH:=2}" "${ACCUMULATE:=1}" "${STEPS:=2}"

@@ -16,8 +16,7 @@ if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with GPUs: the real th
   : "${MODEL:=slm-2b-hw}" "${SEQ_LEN:=1024}" "${BATCH:=32}" "${STEPS:=76294}"
   : "${NODES:=2}" "${GPUS_PER_NODE:=8}" "${NODE_RANK:?0 on the first node, 1 on the next}"
   : "${HEAD_NODE:?address of the first node}" "${RUNS:=/shared/runs}" # a folder that both nodes share
-  data=(--dataset HuggingFaceFW/fineweb-edu --dataset_config_name sample-100BT
-    --tokenizer_name TinyLlama/TinyLlama_v1.1)
+  data=(--dataset HuggingFaceFW/fineweb-edu:sample-100BT --tokenizer_name TinyLlama/TinyLlama_v1.1)
   : "${KERNELS:=compiled}"
 else # without GPUs, or with TRY=1: two steps of a tiny model on four CPU processes of one node
   : "${MODEL:=slm-1m}" "${SEQ_LEN:=64}" "${BATCH:=2}" "${STEPS:=2}"

@@ -161,7 +161,7 @@ class Recommendation(_Listed["Plan"]):
         return plan_report(self.plans, top=top, objective=self.objective, width=width)
 
     def write(self, folder: str | Path) -> list[Path]:
-        """Write the first plan's YAML, launch script and SkyPilot task; return the files.
+        """Write the first plan's YAML and launch script; return the files.
 
         Raises ValueError if there is no plan, and for a folder that can't be used.
         """

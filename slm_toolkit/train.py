@@ -332,10 +332,11 @@ def finish(
         "plain_kernels": prepared.forward.replaced,
     }
     model_dir = None
-    if config.save_final_model:
+    if config.saves_model:
         watchdog.beat("while saving the model")
         card = model_card(dataclasses.replace(record, **observed), config)
-        tokenizer, folder, merge = job.data.tokenizer, run_dir / MODEL_DIR, config.merge_adapter
+        tokenizer, folder = job.data.tokenizer, run_dir / MODEL_DIR
+        merge = config.save_final_model == "merged"
         model_dir = save_model(job.accelerator, prepared.model, tokenizer, folder, card=card, merge=merge)
     breakdown = None
     if config.profile == "time" and record.first_step < prepared.num_steps:

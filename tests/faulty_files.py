@@ -145,11 +145,11 @@ OF_DEEPSPEED = (
     Planted(
         *("zero3-cannot-save", ZERO3),
         json={f"{_Z}stage3_gather_16bit_weights_on_model_save": "auto"},
-        flags={"save_final_model": True},
+        flags={"save_final_model": "true"},
     ),
     Planted(
         *("zero3-cannot-save", ZERO3, {**_INLINE, f"{_D}zero_stage": 3}),
-        flags={"save_final_model": True},
+        flags={"save_final_model": "true"},
         tag="in the yaml",
     ),
     # slm-100m has 130,569,920 parameters: 5e8 elements are more

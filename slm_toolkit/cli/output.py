@@ -70,8 +70,8 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory",
         action="store_true",
-        help="print where the memory peak is, which modules own it, and a chart of the step. Needs "
-        "runs with --profile memory or --rehearse",
+        help="print where the memory peak is and what owns it. Needs runs with --profile memory or "
+        "--rehearse",
     )
     parser.add_argument(
         "--baseline",
@@ -125,7 +125,6 @@ def print_records(
     Also returns 1 if a record can't be shown, or requested results are missing: no parity check, no run in
     common with the baseline, or no traced memory.
     """
-    from slm_toolkit.report.charts.panels import pictures_of
     from slm_toolkit.report.rows import labelled
     from slm_toolkit.report.tables.baseline import baseline_table, changes
     from slm_toolkit.report.tables.export import json_rows, json_text
@@ -155,16 +154,12 @@ def print_records(
     else:
         console = console_of_stdout()
         width = console.width
-        problems: list[str] = []
-        pictures = pictures_of(named, problems=problems) if args.memory else {}
-        for problem in problems:
-            print(f"left out: {problem}", file=sys.stderr)
         for part in sections(
             rows,
             width=width,
             most_rows=MANY_ROWS if console.is_terminal else None,
             unchecked=unchecked,
-            pictures=pictures,
+            with_memory=args.memory,
         ):
             console.print(part, crop=False)
         if baseline:

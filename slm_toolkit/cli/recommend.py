@@ -109,7 +109,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
         "--write",
         type=Path,
         metavar="DIR",
-        help="write the YAML, launch script and SkyPilot task of the first row into DIR",
+        help="write the YAML, launch script of the first row into DIR",
     ).basic = True
     parser.add_argument(
         "--json", action="store_true", help="print a list of rows; unknown values are null"
@@ -185,15 +185,13 @@ def recommendation(args: argparse.Namespace) -> Recommendation:
 def _recommend(args: argparse.Namespace) -> int:
     """Return exit code 0 if a plan was found, 1 if no plan is within the limits."""
     with user_errors():
-        from slm_toolkit.recommend.launch_files import SKYPILOT_FILE, check_folder
+        from slm_toolkit.recommend.launch_files import check_folder
 
         if args.write is not None:
             check_folder(args.write)
         found = recommendation(args)
         written = found.write(args.write) if found.plans and args.write is not None else []
     notes = [*found.notes, *(f"written: {path}" for path in written)]
-    if written and not any(path.name == SKYPILOT_FILE for path in written):
-        notes.append(f"no {SKYPILOT_FILE}: SkyPilot's name for this GPU is unknown")
     notes += [f"left out: {reason}" for reason in found.left_out[:_MOST_LEFT_OUT]]
     if (more := len(found.left_out) - _MOST_LEFT_OUT) > 0:
         notes.append(f"left out: {more} more")

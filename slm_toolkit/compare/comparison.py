@@ -143,7 +143,7 @@ def prepare_script(request: Request, script: Script, *, console: Console) -> Pre
 def _plan(request: Request, machine: Machine, names: Collection[str]) -> tuple[list[PlannedRun], list[Slot]]:
     given, has_gpu = dict(request.given), machine.num_gpus > 0
     if given.get("save_final_model") is None:
-        given["save_final_model"] = False  # six copies of a model would fill the disk
+        given["save_final_model"] = "false"  # six copies of a model would fill the disk
     if given.get("save_steps") and not (given.get("overwrite_output_dir") or "rehearse" in given):
         given["resume_from_checkpoint"] = "auto"  # or an unfinished run could not continue
     strategies, left_out = strategies_asked(request.strategy, given, has_gpu=has_gpu)

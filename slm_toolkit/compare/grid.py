@@ -193,8 +193,7 @@ def _parity_reference(config: RunConfig, *, numerics: str, num_processes: int) -
         max_grad_norm=config.max_grad_norm or 0.0,  # with stock numerics the script does not clip
         save_steps=None,
         resume_from_checkpoint=None,
-        save_final_model=False,
-        merge_adapter=False,
+        save_final_model="false",
         report_to="none",
     )
 

@@ -133,7 +133,7 @@ def kept_record(run: PlannedRun) -> RunRecord | None:
     """
     if (record := written_record(run.folder)) is None:
         return None
-    lacks_model = run.config.save_final_model and (
+    lacks_model = run.config.saves_model and (
         record.model_dir is None or model_damage(Path(record.model_dir)) is not None
     )
     lacks_log = run.config.report_to not in ("none", record.reported_to)

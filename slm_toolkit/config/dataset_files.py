@@ -14,6 +14,7 @@ FILE_FORMATS = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json"
 MOST_ENTRIES = 200_000
 "limit on the entries of a folder, at any depth: a whole disk is not a dataset"
 _LONGEST_PATH = 1000  # glob.glob takes quadratic time in a pattern's brackets
+_HUB_CONFIGURATION = r"(\w[\w.-]*(?:/[\w.-]+)?):([^:/*?]+)"
 _LOCAL = r"^[./]|[*?[~]|/.*/|.{1001}"  # a hub id is org/name
 
 
@@ -27,10 +28,12 @@ class Source:
     "hub id, file, folder or glob"
     weight: float | None
     "share of the sequences, not normalised; None: all of its sequences"
+    configuration: str | None = None
+    "of a hub dataset with several"
 
 
 def sources_of(text: str) -> tuple[Source, ...]:
-    """Split `A=3,B=1` into sources.
+    """Split `A=3,B:CONFIGURATION=1` into sources.
 
     A path that exists is one dataset, even if it has commas.
     """
@@ -38,15 +41,17 @@ def sources_of(text: str) -> tuple[Source, ...]:
     if not all(parts):
         raise ValueError(f"--dataset {text!r} has an empty name between commas\nhint: --dataset A=3,B=1")
     pairs = [_path_and_weight(part) for part in parts]
-    paths = [path for path, _ in pairs]
-    # train for data/train.jsonl, c4 for allenai/c4, texts for texts/
+    typed = [path for path, _ in pairs]
+    paths, configurations = zip(*map(_path_and_configuration, typed), strict=True)
+    # train for data/train.jsonl, c4 for allenai/c4:en, texts for texts/
     short = [Path(path).stem if Path(path).suffix in FILE_FORMATS else Path(path).name for path in paths]
     names = [
-        name if name and short.count(name) == 1 else path for name, path in zip(short, paths, strict=True)
+        name if name and short.count(name) == 1 else path for name, path in zip(short, typed, strict=True)
     ]
     if len(set(names)) < len(names):
         raise ValueError(f"--dataset {text} names a dataset twice\nhint: name it once, with a weight")
-    return tuple(Source(name, path, weight) for name, (path, weight) in zip(names, pairs, strict=True))
+    weights = [weight for _, weight in pairs]
+    return tuple(map(Source, names, paths, weights, configurations))
 
 
 def _path_and_weight(part: str) -> tuple[str, float | None]:
@@ -60,6 +65,13 @@ def _path_and_weight(part: str) -> tuple[str, float | None]:
     if not path or not 0 < weight < math.inf:
         raise ValueError(f"--dataset {part}: the weight {number!r} is not a number above 0")
     return path, weight
+
+
+def _path_and_configuration(path: str) -> tuple[str, str | None]:
+    found = re.fullmatch(_HUB_CONFIGURATION, path)
+    if not found or Path(path).suffix in FILE_FORMATS or exists(typed_path(path)):
+        return path, None
+    return found[1], found[2]
 
 
 def is_saved_dataset(dataset: str) -> bool:

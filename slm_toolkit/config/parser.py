@@ -116,6 +116,8 @@ REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
     **dict.fromkeys(
         ("loss_kernel", "norm_kernel", "triton_loss"), "--kernels fused, or only loss, norm or triton"
     ),
+    "merge_adapter": "--save_final_model merged",
+    "dataset_config_name": "--dataset NAME:CONFIGURATION",
     "torch_compile_mode": "--kernels compiled+graphs is reduce-overhead",
 }
 _LAUNCHERS_OWN = ("strategy", "config_file", "num_processes", "num_machines", "machine_rank")

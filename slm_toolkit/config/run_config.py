@@ -67,7 +67,11 @@ _SMALLER_STATE = "--optim muon (4 bytes less per parameter), or --strategy ds_ze
 
 
 def in_todays_names(flags: dict[str, Any]) -> dict[str, Any]:
-    """Return flags of records and tables before --kernels (2026-11-28) with that flag in place of five."""
+    """Return flags of records and tables before 2026-11-28 with today's --kernels and --dataset."""
+    if configuration := flags.get("dataset_config_name"):
+        typed = [source.partition("=") for source in flags["dataset"].split(",")]
+        dataset = ",".join(f"{path}:{configuration}{equals}{share}" for path, equals, share in typed)
+        flags = {**flags, "dataset": dataset, "dataset_config_name": None}
     named = {
         "loss": flags.get("loss_kernel") == "fused_linear",
         "norm": flags.get("norm_kernel") == "fused",
@@ -317,14 +321,6 @@ class RunConfig:
         may_change_on_resume=False,
         estimate="counts",
     )
-    merge_adapter: bool = Flag(
-        False,
-        "also write the base model with the adapter merged in",
-        group="adapters",
-        needs=("peft",),
-        excludes=(*_LEARNS_NOTHING, Excludes("save_final_model", "nothing is written", values=(False,))),
-        identity=False,
-    )
     seq_len: int | None = Flag(
         None,
         "tokens per sequence (default: 1024 on a GPU, 128 on CPU)",
@@ -380,9 +376,10 @@ class RunConfig:
     )
     dataset: str = Flag(
         SYNTHETIC,
-        "hub id, folder, glob, or local .txt, .jsonl or .parquet file. Several are mixed by weight: "
-        "A=3,B=1. Without weights all of each is used. The loss of each is reported. synthetic: a generated "
-        "Markov chain, the same on every machine",
+        "hub id, folder, glob, or local .txt, .jsonl or .parquet file. The configuration of a hub dataset "
+        "follows its id: HuggingFaceFW/fineweb-edu:sample-10BT. Several are mixed by weight: A=3,B=1. "
+        "Without weights all of each is used. The loss of each is reported. synthetic: a generated Markov "
+        "chain, the same on every machine",
         group="data",
         basic=True,
         aliases=("dataset_name",),
@@ -416,9 +413,6 @@ class RunConfig:
         excludes=(_NO_DOCUMENTS,),
         may_change_on_resume=False,
         column="",
-    )
-    dataset_config_name: str | None = Flag(
-        None, "configuration of a hub dataset", group="data", may_change_on_resume=False
     )
     dataset_format: str = Flag(
         "auto",
@@ -731,12 +725,19 @@ class RunConfig:
     save_total_limit: int = Flag(
         2, "checkpoints to keep", group="saving", other_names=("keep_latest_k",), least=1, identity=False
     )
-    save_final_model: bool | None = Flag(
+    save_final_model: str | None = Flag(
         None,
-        "write a Hugging Face model folder at the end (default: yes with a dataset, no with synthetic "
-        "tokens; slm compare: no)",
+        "write a Hugging Face model folder at the end. merged: also the base model with the adapter of "
+        "--peft merged into its weights (default: true with a dataset, false with synthetic tokens and in "
+        "slm compare)",
         group="saving",
-        excludes=_LEARNS_NOTHING,
+        choices=("true", "false", "merged"),
+        bare="true",
+        synonyms={"true": "true", "yes": "true", "1": "true", "false": "false", "no": "false", "0": "false"},
+        excludes=(
+            Excludes("rehearse", "a rehearsal learns nothing", own=("true", "merged")),
+            Excludes("peft", "there is no adapter", values=("none",), own=("merged",)),
+        ),
         identity=False,
     )
     resume_from_checkpoint: str | None = Flag(
@@ -819,8 +820,7 @@ class RunConfig:
             if self.max_grad_norm is None and self.numerics != "stock"
             else self.max_grad_norm,
             save_final_model=self.save_final_model
-            if self.save_final_model is not None
-            else self.rehearse is None and (self.dataset != SYNTHETIC or self.merge_adapter),
+            or ("true" if self.rehearse is None and self.dataset != SYNTHETIC else "false"),
         )
 
     @property
@@ -901,6 +901,10 @@ class RunConfig:
     def records_graphs(self) -> bool:
         """True if torch.compile records CUDA graphs, which reuse their memory."""
         return "graphs" in self.kernel_parts
+
+    @property
+    def saves_model(self) -> bool:
+        return self.save_final_model in ("true", "merged")
 
     @property
     def sources(self) -> tuple[Source, ...]:

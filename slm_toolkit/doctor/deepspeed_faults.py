@@ -69,7 +69,7 @@ _RULES = (
         "wrong",
         "zero3-cannot-save",
         f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
-        lambda case, value: case.zero_stage == 3 and case.flags.save_final_model and not is_true(value),
+        lambda case, value: case.zero_stage == 3 and case.flags.saves_model and not is_true(value),
         True,
         why="absent and auto mean false, and accelerate then refuses to save the final model after the "
         "last step",

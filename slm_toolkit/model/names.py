@@ -60,7 +60,7 @@ def check_adapter_base(config: RunConfig, spec: ModelSpec) -> None:
 
     With synthetic tokens or in a rehearsal it is allowed: the run only measures speed and memory.
     """
-    measures_only = config.dataset == SYNTHETIC and not config.save_final_model
+    measures_only = config.dataset == SYNTHETIC and not config.saves_model
     if config.peft == "none" or config.rehearse is not None or measures_only or has_weights(spec):
         return
     reason = f"{spec.path} has no weights" if spec.path else f"the weights of preset {spec.name} are random"

@@ -1,10 +1,8 @@
-"""Write a plan's commands, its YAML and launch script, and a SkyPilot task that rents its GPUs."""
+"""Write a plan's commands, its YAML and launch script."""
 
 import dataclasses
-import json
 import os
 import shlex
-import textwrap
 from pathlib import Path
 
 from slm_toolkit.base.safe_files import write_new
@@ -16,67 +14,6 @@ from slm_toolkit.model.from_config import check_trainable
 from slm_toolkit.model.names import needs_tokenizer
 from slm_toolkit.recommend.plans import Plan
 from slm_toolkit.strategy.strategy import contradictions, is_shipped, on_nodes, write_resolved
-
-SKYPILOT_FILE = "skypilot.yaml"
-# `sky gpus list -a`, skypilot-org/skypilot docs/source/compute/show-gpus-all.txt @1c9d60b, read 2026-11-20;
-# it does not list the PCIe cards, and not yet the B300
-SKYPILOT_NAMES = {
-    "a100-40gb": "A100",
-    "a100-80gb": "A100-80GB",
-    "h100-80gb": "H100",
-    "h200": "H200",
-    "b200": "B200",
-    "gh200": "GH200",
-    "l40s": "L40S",
-    "l4": "L4",
-    "a40": "A40",
-    "rtx-a6000": "RTXA6000",
-    "rtx-3090": "RTX3090",
-    "rtx-4090": "RTX4090",
-    "rtx-5090": "RTX5090",
-}
-
-
-def skypilot_task(plan: Plan, folder: Path) -> str | None:
-    """Return the YAML of a task that runs the launch script in a copy of `folder` on each node.
-
-    Return None for a GPU without a SkyPilot name. Files of this machine are mounted to the same path.
-    Format and variables: https://docs.skypilot.co/en/latest/reference/yaml-spec.html, read 2026-11-20.
-    """
-    row = plan.estimate
-    if row.gpu not in SKYPILOT_NAMES:
-        return None
-    num_gpus = min(row.num_gpus, row.gpus_per_node)
-    values = _values(plan)
-    variables = {name: values[name] for name in _variables(values, is_here=False)}
-    lines = [
-        f"{_head(plan)}. Records and checkpoints stay on the first node.",
-        f"#   sky launch {SKYPILOT_FILE} --env SLM_TOOLKIT=git+https://...",
-        f"name: slm-train-{row.num_gpus}-gpus",
-        f"workdir: {json.dumps(str(folder.resolve()))}  # each node works in a copy of it",
-        f"num_nodes: {row.num_gpus // num_gpus}",
-        "resources:",
-        f"  accelerators: {{{SKYPILOT_NAMES[row.gpu]}: {num_gpus}}}  # per node",
-        "envs:",
-        "  SLM_TOOLKIT:  # required: the source for pip install, git+https://... or the address of a wheel",
-    ]
-    lines += [
-        f"  {_VARIABLES[name]}: {json.dumps(value) if value else f'  # required: {_HOLDS[name]}'}"
-        for name, value in variables.items()
-    ]
-    sources = [source for value in variables.values() if value for source in sources_of(value)]
-    if files := sorted(source.path for source in sources if Path(source.path).exists()):
-        lines.append("file_mounts:  # to the same path on each node")
-        lines += [f"  {json.dumps(path)}: {json.dumps(path)}" for path in files]
-    run = [
-        "set -e",
-        'export NODE_RANK=$SKYPILOT_NODE_RANK HEAD_NODE=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',
-        'echo "node $NODE_RANK of $SKYPILOT_NUM_NODES, the first node is $HEAD_NODE"',
-        f"sh {SCRIPT}",
-    ]
-    lines += ["setup: |", '  pip install "$SLM_TOOLKIT"', "run: |", textwrap.indent("\n".join(run), "  ")]
-    return "\n".join(lines) + "\n"
-
 
 SCRIPT = "launch.sh"
 
@@ -93,7 +30,7 @@ def launch_command(plan: Plan) -> str:
 
 
 def write_launch(plan: Plan, folder: Path) -> list[Path]:
-    """Write the YAML, its JSON, a launch script and, if SkyPilot has the GPU, a SkyPilot task.
+    """Write the YAML, its JSON and a launch script.
 
     The script runs in a copy of the folder on any machine: files of this one are its variables. Return the
     paths. Raise ValueError for a model that can only be estimated, and if a file exists or can't be written.
@@ -108,7 +45,8 @@ def write_launch(plan: Plan, folder: Path) -> list[Path]:
     values = _values(plan)
     lines = [
         "#!/bin/sh",
-        _head(plan),
+        f"# {row.model} on {row.num_gpus} x {row.gpu}: {plan.num_tokens:.3g} tokens, "
+        f"{plan.hours:,.1f} h expected ({plan.evidence})",
         *(f"# set {_VARIABLES[name]}: {_HOLDS[name]}" for name in _variables(values, is_here=False)),
     ]
     if num_nodes > 1:
@@ -118,19 +56,7 @@ def write_launch(plan: Plan, folder: Path) -> list[Path]:
     script = folder / SCRIPT
     write_new(script, "\n".join(lines) + "\n")
     script.chmod(0o755)
-    written = [yaml_path, script]
-    if (task := skypilot_task(plan, folder)) is not None:
-        written.append(folder / SKYPILOT_FILE)
-        write_new(written[-1], task)
-    return written
-
-
-def _head(plan: Plan) -> str:
-    row = plan.estimate
-    return (
-        f"# {row.model} on {row.num_gpus} x {row.gpu}: {plan.num_tokens:.3g} tokens, "
-        f"{plan.hours:,.1f} h expected ({plan.evidence})"
-    )
+    return [yaml_path, script]
 
 
 def check_folder(folder: Path) -> None:
@@ -166,7 +92,10 @@ def _values(plan: Plan) -> dict[str, str | None]:
     """Return the model, dataset and tokenizer, with absolute paths; None: the user must choose it."""
     config, spec = plan.config, plan.spec
     sources = [
-        _absolute(source.path) + (f"={source.weight:g}" if source.weight else "") for source in config.sources
+        _absolute(source.path)
+        + (f":{source.configuration}" if source.configuration else "")
+        + (f"={source.weight:g}" if source.weight else "")
+        for source in config.sources
     ]
     values = {
         "model": _absolute(plan.starts_from or spec.path or config.model),

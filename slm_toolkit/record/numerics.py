@@ -187,7 +187,7 @@ class Numerics:
         "hash of the tokens in each rank's first step",
         settings=(
             *_SEQUENCES_OF_A_STEP,
-            *("seed", "model", "dataset", "dataset_config_name", "text_column", "tokenizer_name"),
+            *("seed", "model", "dataset", "text_column", "tokenizer_name"),
             *("streaming", "eval_dataset", "eval_steps", "eval_batches"),
         ),
     )

@@ -334,7 +334,7 @@ class RunRecord:
             shape = {"per_device_train_batch_size": seen["num_sequences"], "seq_len": seen["seq_len"]}
             return {**dict.fromkeys(_DEFAULTS), **asked, **shape}
         flags = {**_DEFAULTS, **asked}
-        switches = {name: flag.synonyms for name, flag in FLAGS.items() if flag.synonyms}
+        switches = {name: flag.synonyms for name, flag in FLAGS.items() if flag.identity and flag.synonyms}
         return flags | {name: by.get(str(flags[name]).lower(), flags[name]) for name, by in switches.items()}
 
     @cached_property

@@ -78,13 +78,13 @@ def _in_fp32(config: RunConfig, folder: Path) -> RunConfig:
         output_dir=str(folder),
         run_name="fp32",
         **{name: getattr(RunConfig, name) for name in _LEFT_OUT},
-        save_final_model=False,
+        save_final_model="false",
     )
 
 
 _LEFT_OUT = (
     *("profile", "eval_steps", "eval_dataset", "save_steps"),
-    *("resume_from_checkpoint", "overwrite_output_dir", "merge_adapter", "report_to"),
+    *("resume_from_checkpoint", "overwrite_output_dir", "report_to"),
     *("logging_steps", "max_time"),
 )
 

@@ -62,7 +62,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tuned(base: Path, folder: Path, strategy: str, peft: str) -> dict[str, Any]:
     flags = ["--model", str(base), "--seq_len", "64", "--max_steps", "4", "--learning_rate", "1e-2"]
     done = launch(
-        *(*flags, "--peft", peft, "--merge_adapter", "--output_dir", str(folder / strategy)),
+        *(*flags, "--peft", peft, "--save_final_model", "merged", "--output_dir", str(folder / strategy)),
         config=ROOT / "accel_configs" / f"{strategy}.yaml",
     )
     assert done.code == 0, done.err
@@ -167,7 +167,7 @@ def test_an_adapter_of_random_weights_is_refused_wherever_it_would_be_kept(tmp_p
     assert list(tmp_path.iterdir()) == [no_weights]
     # what only measures goes on
     for measures in (
-        RunConfig(peft="lora", save_final_model=False),
+        RunConfig(peft="lora", save_final_model="false"),
         RunConfig(peft="lora", dataset="README.md", rehearse=8),
         RunConfig(dataset="README.md"),
     ):

@@ -42,6 +42,11 @@ def test_datasets_are_named_by_file_and_weighed() -> None:
         "x/train.jsonl",
         "y/train.jsonl",
     ]
+    assert sources_of("a/b:en=3,a/b:de.1=1,./x:y.txt=2") == (
+        Source("a/b:en", "a/b", 3.0, "en"),
+        Source("a/b:de.1", "a/b", 1.0, "de.1"),
+        Source("x:y", "./x:y.txt", 2.0),
+    )
     for bad, said in {
         "a=0": "not a number above 0",
         "a,,b": "empty name between",

@@ -18,7 +18,7 @@ from slm_toolkit.record.parity import judge
 from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
 from slm_toolkit.report.rows import Row, ranked, row_of
 from slm_toolkit.report.tables.comparison import comparison_table
-from slm_toolkit.report.tables.memory import memory_picture, peak_table
+from slm_toolkit.report.tables.memory import peak_table
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy
 
 FAST = ("ddp", "fsdp_full_shard", "ds_zero3")
@@ -354,60 +354,23 @@ def test_parts_and_segments_survive_the_file(tmp_path: Path) -> None:
     assert tuple(read_segments(path)) == segments
 
 
-def made_timeline() -> tuple[dict, list[Segment]]:
-    """Two micro-steps of a model of four layers on 2 GiB of parameters; each layer keeps 1 GiB.
-
-    The loss takes 2 GiB in the first micro-step and 3 in the second, whose peak is 2 + 4 + 3 = 9.
-    """
-
-    def segment(phase: str, module: str, **gib: int) -> Segment:
-        parts = {"parameters": 2, **gib}
-        return Segment(
-            phase, module, sum(parts.values()) * GIB, {name: count * GIB for name, count in parts.items()}
-        )
-
-    segments = [segment("between", "")]
-    for loss in (2, 3):
-        segments.append(segment("data", ""))
-        for layer in range(4):
-            segments.append(segment("forward", f"layers.{layer}.mlp", activations=layer + 1))
-            segments.append(segment("forward", "", activations=layer + 1))
-        segments.append(segment("backward", "loss", activations=4, logits_and_loss=loss))
-        segments += [
-            segment("backward", f"layers.{layer}.mlp", activations=layer + 1) for layer in (3, 2, 1, 0)
-        ]
-    segments.append(segment("optimizer", "", temporary=1))
-    peak = next(found for found in segments if found.num_bytes == 9 * GIB)
-    modules = {"loss": 3 * GIB, **{f"layers.{layer}.mlp": GIB for layer in range(4)}}
-    return {**dataclasses.asdict(peak), "modules": modules}, segments
-
-
 @pytest.mark.quick
-def test_the_owners_at_the_peak_and_the_moments_of_a_step() -> None:
-    picture = memory_picture(*made_timeline(), most_rows=9)
-    lines = [line.rstrip() for line in drawn(peak_table("memory of x", picture), width=80).splitlines()]
+def test_the_owners_at_the_peak() -> None:
+    at_peak = {
+        **{"phase": "backward", "module": "loss", "num_bytes": 9 * GIB},
+        "parts": {"parameters": 2 * GIB, "activations": 4 * GIB, "logits_and_loss": 3 * GIB},
+        "modules": {"loss": 3 * GIB, **{f"layers.{layer}.mlp": GIB for layer in range(4)}},
+    }
+    lines = [line.rstrip() for line in drawn(peak_table("memory of x", at_peak), width=80).splitlines()]
     assert lines[0] == "memory of x: peak 9.00 GiB in backward at loss"
     assert lines[1] == "parameters 2.00 GiB, activations 4.00 GiB, logits and loss 3.00 GiB"
-    # four alike layers are one owner; shares: 4, 3 and 2 of 9
-    owners = [[cell.strip() for cell in line.split("│")[1:5]] for line in lines if line.startswith("│")]
+    # shares: 4, 3 and 2 of 9
+    owners = [[cell.strip() for cell in line.split("│")[1:4]] for line in lines if line.startswith("│")]
     assert owners == [
-        ["layers 0-3", "4.00 GiB", "44.4%", "1.00 GiB"],
-        ["logits and loss", "3.00 GiB", "33.3%", "-"],
-        ["parameters", "2.00 GiB", "22.2%", "-"],
+        ["layers", "4.00 GiB", "44.4%"],
+        ["logits and loss", "3.00 GiB", "33.3%"],
+        ["parameters", "2.00 GiB", "22.2%"],
     ]
-    moments = [(moment.phase, moment.place, moment.num_bytes // GIB) for moment in picture.moments]
-    assert moments == [
-        ("data", "", 2),
-        ("micro-step", "1", 8),
-        ("data", "", 2),
-        ("forward", "layers 0-1", 4),
-        ("forward", "layers 2-3", 6),
-        ("backward", "loss", 9),
-        ("backward", "layers 2-3", 6),
-        ("backward", "layers 0-1", 4),
-        ("optimizer", "", 3),
-    ]
-    assert [moment.place for moment in picture.moments if moment.is_peak] == ["loss"]
 
 
 def test_a_report_of_memory_nobody_followed_is_no_success(tmp_path: Path) -> None:

@@ -200,10 +200,6 @@ def test_a_launch_script_says_hostile_names_and_runs_none(name: str, tmp_path: P
     assert done.returncode == 0, done.stderr
     words = done.stdout.splitlines()
     assert words[words.index("--dataset") + 1] == name
-    task = yaml.safe_load((tmp_path / "plan" / "skypilot.yaml").read_text())
-    folder = tmp_path / "plan"
-    done = subprocess.run(["bash", "-c", task["run"]], cwd=folder, env=env, capture_output=True, text=True)
-    assert name in done.stdout.splitlines()
     assert not list(tmp_path.rglob("pwned"))
 
 

@@ -24,7 +24,6 @@ WHILE_RUNNING = (  # read by torch, accelerate, this project and its recipes, gl
         "SRUN_",
         "ENVIRONMENT",
         "DATASET",
-        "SKYPILOT_",
         "NODE",
         "GPUS_PER_NODE",
         "PORT",

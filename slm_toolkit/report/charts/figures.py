@@ -2,7 +2,6 @@
 
 import html
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -150,53 +149,30 @@ DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 
 
 def speed_panel(rows: dict[str, Row]) -> Panel:
-    """Show tokens per second with intervals, and the estimates that are on the axis of the bars."""
+    """Show tokens per second with intervals."""
     name, title = "speed", "Tokens per second"
     shown_rows = {label: row for label, row in rows.items() if row.tokens_per_second and not row.is_rehearsed}
+    notes = left_out(rows, shown_rows, lambda row: _why(row, "no step was timed"))
     if not shown_rows:
-        return Panel(name, title, missing=reasons(rows, why_no_rate))
-    measured = bars_of(shown_rows, lambda row: row.tokens_per_second, _speed_words)
-    measured["error_x"] = rate_whiskers(shown_rows.values())
-    axis_end = 1.06 * max(row.tokens_per_second + _above(row) for row in shown_rows.values())
-    estimated = {label: row for label, row in shown_rows.items() if row.estimated_tokens_per_second}
-    on_axis = {label: row for label, row in estimated.items() if row.estimated_tokens_per_second <= axis_end}
-    notes = ["whiskers: the interval in which another measurement is expected"]
-    notes += ["white diamonds: estimated by closed forms"] if on_axis else []
-    if beyond := [label for label in estimated if label not in on_axis]:
-        notes.append(f"estimates beyond the axis are only in the table: {named(beyond)}")
-    layout = bars_layout(places_of(shown_rows), x_title="tokens/s, all ranks")
-    layout["xaxis"] |= {"range": [0, axis_end]}
-    layout["meta"] |= {"ends_with_bars": True}
-    data = [measured, *([_estimates(on_axis)] if on_axis else [])]
-    notes += left_out(rows, shown_rows, why_no_rate)
-    return Panel(name, title, (Figure(name, title, data, layout),), tuple(notes))
-
-
-def _estimates(rows: dict[str, Row]) -> dict[str, Any]:
-    return {
-        **{"type": "scatter", "mode": "markers", "name": "estimated", "hoverinfo": "text"},
-        "x": [row.estimated_tokens_per_second for row in rows.values()],
-        "y": list(rows),
-        "customdata": list(rows),
-        "marker": {"symbol": "diamond", "size": 10, "color": "#fff", "line": {"color": "#444", "width": 1.5}},
-        "hovertext": [
-            f"{escaped(label)}<br>estimated {row.estimated_tokens_per_second:,.0f} tokens/s"
-            for label, row in rows.items()
-        ],
+        return Panel(name, title, missing="; ".join(notes))
+    others = [row.strategy for row in shown_rows.values()]
+    bars = {
+        **{"type": "bar", "orientation": "h", "hoverinfo": "text", "showlegend": False},
+        "x": [row.tokens_per_second for row in shown_rows.values()],
+        "y": list(shown_rows),
+        "customdata": list(shown_rows),
+        "marker": {"color": [strategy_colour(strategy, others) for strategy in others]},
+        "hovertext": [f"{escaped(label)}<br>{_speed_words(row)}" for label, row in shown_rows.items()],
+        "error_x": _whiskers(shown_rows.values()),
     }
+    layout = bars_layout(_places_of(shown_rows), x_title="tokens/s, all ranks")
+    notes.insert(0, "whiskers: the interval in which another measurement is expected")
+    return Panel(name, title, (Figure(name, title, [bars], layout),), tuple(notes))
 
 
-def rate_whiskers(rows: Iterable[Row]) -> dict[str, Any]:
-    return whiskers(rows, lambda row: row.tokens_per_second, lambda row: row.interval)
-
-
-def whiskers(
-    rows: Iterable[Row],
-    value: Callable[[Row], float],
-    interval: Callable[[Row], tuple[float, float] | None],
-) -> dict[str, Any]:
-    """Return plotly's error bars from intervals; none for a row without an interval."""
-    ends = [(value(row), *(interval(row) or (value(row), value(row)))) for row in rows]
+def _whiskers(rows: Iterable[Row]) -> dict[str, Any]:
+    """Return plotly's error bars of the rates; none for a row without an interval."""
+    ends = [(row.tokens_per_second, *(row.interval or 2 * (row.tokens_per_second,))) for row in rows]
     return {
         **{"type": "data", "symmetric": False, "thickness": 1.5},
         "array": [rounded(highest - middle) for middle, _, highest in ends],
@@ -204,28 +180,17 @@ def whiskers(
     }
 
 
-def _above(row: Row) -> float:
-    return row.interval[1] - row.tokens_per_second if row.interval else 0.0
-
-
-def why_no_rate(row: Row) -> str:
-    """Return why a row has no rate, or none that counts."""
-    if row.status != "ok":
-        return PROBLEMS[row.status]
-    return "rehearsed, so not timed" if row.is_rehearsed else "no step was timed"
-
-
 def loss_panel(rows: dict[str, Row]) -> Panel:
     """Show all loss curves; before them, if all runs should be equal, how far they are from a reference's."""
     name, title = "losses", "Loss"
     shown_rows = {label: row for label, row in rows.items() if len(row.losses) > 1}
+    notes = left_out(rows, shown_rows, lambda row: _why(row, "fewer than two steps"))
     if not shown_rows:
-        return Panel(name, title, missing=reasons(rows, lambda row: _why(row, "fewer than two steps")))
+        return Panel(name, title, missing="; ".join(notes))
     layout = curves_layout(x_title="step", y_title="loss, mean over ranks", num_keys=len(shown_rows))
     curves = _loss_curves({label: row.losses for label, row in shown_rows.items()}, shown_rows)
-    thinned = any(len(row.losses) > MOST_POINTS for row in shown_rows.values())
-    notes = [f"at most {MOST_POINTS} steps of a curve are drawn"] if thinned else []
-    notes += left_out(rows, shown_rows, lambda row: _why(row, "fewer than two steps"))
+    if any(len(row.losses) > MOST_POINTS for row in shown_rows.values()):
+        notes.insert(0, f"at most {MOST_POINTS} steps of a curve are drawn")
     figures = [*_loss_differences(shown_rows), Figure(name, title, curves, layout)]
     if len(figures[0].data) < len(shown_rows) - 1:
         figures.reverse()
@@ -299,21 +264,7 @@ def _loss_curves(curves: dict[str, list[float | None]], rows: dict[str, Row]) ->
     return data
 
 
-def bars_of(
-    rows: dict[str, Row], value: Callable[[Row], float], words: Callable[[Row], str]
-) -> dict[str, Any]:
-    """Return a bar for each row, in its strategy's colour."""
-    return {
-        **{"type": "bar", "orientation": "h", "hoverinfo": "text", "showlegend": False},
-        "x": [value(row) for row in rows.values()],
-        "y": list(rows),
-        "customdata": list(rows),
-        "marker": {"color": _colours(rows)},
-        "hovertext": [f"{escaped(label)}<br>{words(row)}" for label, row in rows.items()],
-    }
-
-
-def places_of(rows: dict[str, Row]) -> list[Bar]:
+def _places_of(rows: dict[str, Row]) -> list[Bar]:
     """Return a place for each row; with several models, a heading before the rows of each."""
     places: list[Bar] = []
     for number, (model, group) in enumerate(groupby(rows.items(), key=lambda item: item[1].model)):
@@ -323,21 +274,10 @@ def places_of(rows: dict[str, Row]) -> list[Bar]:
     return places if sum(place.is_heading for place in places) > 1 else places[1:]
 
 
-def _colours(rows: dict[str, Row]) -> list[str]:
-    others = [row.strategy for row in rows.values()]
-    return [strategy_colour(strategy, others) for strategy in others]
-
-
 def _speed_words(row: Row) -> str:
     launches = f"{row.num_launches} launch{'es' * (row.num_launches > 1)}"
     interval = f"<br>{row.interval[0]:,.0f} to {row.interval[1]:,.0f}" if row.interval else ""
     return f"{row.tokens_per_second:,.0f} tokens/s{interval}<br>{row.num_timed_steps} timed steps, {launches}"
-
-
-def reasons(rows: dict[str, Row], reason_of: Callable[[Row], str]) -> str:
-    """Return why a panel has no row at all."""
-    counts = Counter(map(reason_of, rows.values()))
-    return "; ".join(f"{reason} ({count} row{'s' * (count > 1)})" for reason, count in counts.items())
 
 
 def left_out(rows: dict[str, Row], shown_rows: Collection[str], reason_of: Callable[[Row], str]) -> list[str]:

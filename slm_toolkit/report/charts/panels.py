@@ -2,14 +2,13 @@
 
 from pathlib import Path
 
-from slm_toolkit.record.memory_timeline import TIMELINE_FILE, read_segments
+from slm_toolkit.record.memory_timeline import TIMELINE_FILE, Segment, read_segments
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.report.charts import figures
 from slm_toolkit.report.charts import memory as memory_figures
 from slm_toolkit.report.charts.figures import Panel
 from slm_toolkit.report.recorded_estimate import estimate_of
 from slm_toolkit.report.rows import Row
-from slm_toolkit.report.tables.memory import MemoryPicture, memory_picture
 
 
 def panels_of(
@@ -23,25 +22,22 @@ def panels_of(
     estimates = {
         label: made for label, row in rows.items() if (made := estimate_of(by_path[row.record])) is not None
     }
-    panels = [
+    return [
         figures.speed_panel(rows),
         memory_figures.parts_panel(rows, estimates),
         figures.loss_panel(rows),
-        memory_figures.timeline_panel(rows, pictures_of(rows, problems=problems)),
+        memory_figures.timeline_panel(_timelines(rows, problems=problems)),
     ]
-    return [panel for panel in panels if panel is not None]
 
 
-def pictures_of(rows: dict[str, Row], *, problems: list[str]) -> dict[str, MemoryPicture]:
-    """Return the memory picture of each labelled row whose allocations were followed."""
+def _timelines(rows: dict[str, Row], *, problems: list[str]) -> dict[str, list[Segment]]:
+    """Return the segments of each labelled row with a timeline next to its record."""
     found = {}
     for label, row in rows.items():
-        if row.memory_at_peak is not None:
-            path = Path(row.record).with_name(TIMELINE_FILE)
+        path = Path(row.record).with_name(TIMELINE_FILE)
+        if row.memory_at_peak is not None and path.is_file():
             try:
-                segments = read_segments(path) if path.is_file() else []
+                found[label] = read_segments(path)
             except ValueError as error:
                 problems.append(str(error).splitlines()[0])
-                segments = []
-            found[label] = memory_picture(row.memory_at_peak, segments)
-    return found
+    return {label: segments for label, segments in found.items() if segments}

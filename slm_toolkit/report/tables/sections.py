@@ -1,6 +1,6 @@
 """The whole report of rows, as `slm report` prints it: the comparison, its notes, and tables below it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import RenderableType
@@ -15,7 +15,7 @@ from slm_toolkit.report.tables.comparison import (
     has_several,
     parity_notes,
 )
-from slm_toolkit.report.tables.memory import MemoryPicture, peak_table
+from slm_toolkit.report.tables.memory import peak_table
 from slm_toolkit.report.tables.step_breakdown import anatomy_table
 
 
@@ -25,12 +25,12 @@ def sections(
     width: int,
     most_rows: int | None = None,
     unchecked: Sequence[str] = (),
-    pictures: Mapping[str, MemoryPicture] | None = None,
+    with_memory: bool = False,
 ) -> Iterator[RenderableType]:
     """Yield what stands one below the other. Print each with `crop=False`.
 
     `width`: columns of the console. `most_rows`: more rows are counted, not shown. `unchecked`: red lines on
-    checks that could not be made. `pictures`: by label, the memory of runs whose allocations were followed.
+    checks that could not be made. `with_memory`: show the peaks of traced runs.
     """
     named = labelled(rows)
     shown = rows[:most_rows]
@@ -43,10 +43,10 @@ def sections(
     yield from parity_notes(named)
     if several := {label: row for label, row in named.items() if has_several(row)}:
         yield dataset_table(several)
-    for label, picture in (pictures or {}).items():
-        row = named[label]
-        title = f"memory of {label}, {row.evidence} on rank 0 of {row.world_size}"
-        yield peak_table(title, picture)
+    for label, row in named.items():
+        if with_memory and row.memory_at_peak is not None:
+            title = f"memory of {label}, {row.evidence} on rank 0 of {row.world_size}"
+            yield peak_table(title, row.memory_at_peak)
     if anatomies := {label: Anatomy(**row.anatomy) for label, row in named.items() if row.anatomy}:
         yield anatomy_table(anatomies, width=width)
         yield Text(

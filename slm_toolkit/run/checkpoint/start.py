@@ -87,14 +87,14 @@ def claim(run_dir: Path, config: RunConfig, spec: ModelSpec, identity: str) -> b
         hold_run(run_dir)
     is_ended = has_ended(run_dir, identity)
     if config.resume_from_checkpoint == "auto" and is_ended:
-        problem = model_damage(run_dir / MODEL_DIR) if config.save_final_model else None
+        problem = model_damage(run_dir / MODEL_DIR) if config.saves_model else None
         reason = f", but {problem}, so it resumes to save its model again" if problem else ""
         if is_rank_0:
             with suppress(OSError):  # the log may be on a full disk
                 print(f"note: this run has ended{reason}: {run_dir / RECORD_FILE}", file=sys.stderr)
         if problem is None:
             raise SystemExit(0)
-    if config.save_final_model or config.overwrite_output_dir:
+    if config.saves_model or config.overwrite_output_dir:
         check_replaceable(run_dir / MODEL_DIR)
         if spec.path is not None:
             check_apart(typed_path(spec.path), run_dir / MODEL_DIR)

@@ -26,7 +26,7 @@ def read_rows(source: Source, config: RunConfig) -> tuple[Any, bool, str]:
     """
     files = [] if is_saved_dataset(source.path) else local_files(source.path)
     try:
-        rows, streaming = _load(source.path, files, config)
+        rows, streaming = _load(source, files, config)
         if streaming:
             rows = StreamedRows(rows, source.path, files)
         first = next(iter(rows), None)
@@ -46,9 +46,10 @@ def read_rows(source: Source, config: RunConfig) -> tuple[Any, bool, str]:
     return rows, streaming, kind
 
 
-def _load(path: str, files: list[str], config: RunConfig) -> tuple[Any, bool]:
+def _load(source: Source, files: list[str], config: RunConfig) -> tuple[Any, bool]:
     from datasets import load_dataset, load_dataset_builder, load_from_disk
 
+    path = source.path
     if is_saved_dataset(path):
         rows = load_from_disk(str(typed_path(path))).with_format(None)
         return (rows.to_iterable_dataset(), True) if config.streaming else (rows, False)
@@ -63,7 +64,7 @@ def _load(path: str, files: list[str], config: RunConfig) -> tuple[Any, bool]:
         size_bytes = sum(Path(file).stat().st_size for file in files)
     else:
         check_hub(path, "dataset")
-        origin = {"path": path, "name": config.dataset_config_name}
+        origin = {"path": path, "name": source.configuration}
         size_bytes = load_dataset_builder(**origin).info.download_size or math.inf  # unknown: may be huge
     streaming = config.streaming if config.streaming is not None else size_bytes > STREAM_ABOVE_BYTES
     if files and origin["path"] == "json":

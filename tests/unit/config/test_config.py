@@ -4,7 +4,7 @@ import pytest
 
 from slm_toolkit.config.flags import add_flags, config_from_args, flags_of
 from slm_toolkit.config.parser import Parser, hint_for, with_underscores
-from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.config.run_config import RunConfig, in_todays_names
 
 
 def parse(*argv: str, grid: bool = False) -> RunConfig:
@@ -21,7 +21,7 @@ def test_flags_take_hyphens_underscores_and_hugging_face_names() -> None:
 
 def test_flags_of_a_config_parse_back_to_it() -> None:
     config = RunConfig(
-        model="slm-1m", gradient_checkpointing="full", learning_rate=1e-4, save_final_model=False
+        model="slm-1m", gradient_checkpointing="full", learning_rate=1e-4, save_final_model="false"
     )
     assert parse(*flags_of(config)) == config
 
@@ -47,6 +47,20 @@ def test_kernels_are_words_joined_in_any_order(given: str, kernels: str) -> None
     assert config.with_kernels("compile").compiles
     with pytest.raises(ValueError, match="auto, plain, fused, compiled, .*, or several joined by"):
         RunConfig(kernels=f"plain+{given}").check()
+
+
+def test_the_final_model_is_saved_with_a_dataset_and_merged_only_with_an_adapter() -> None:
+    assert parse("--save_final_model") == parse("--save_final_model", "True")
+    assert RunConfig(dataset="a/b:en").with_defaults(has_gpu=True).saves_model
+    assert not RunConfig().with_defaults(has_gpu=True).saves_model
+    assert RunConfig(save_final_model="merged", peft="lora").problems() == []
+    (problem,) = RunConfig(save_final_model="merged").problems()
+    assert problem == "--save_final_model merged with --peft none: there is no adapter"
+
+
+def test_a_configuration_of_older_records_is_part_of_the_dataset() -> None:
+    old = {"dataset": "a/b=3,a/c=1", "dataset_config_name": "en"}
+    assert in_todays_names(old)["dataset"] == "a/b:en=3,a/c:en=1"
 
 
 def test_a_choice_that_was_a_switch_once_is_still_understood_as_one() -> None:

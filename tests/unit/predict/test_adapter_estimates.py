@@ -142,7 +142,7 @@ def test_what_has_no_closed_form_is_said(flags: dict, says: str) -> None:
 
 
 def test_what_an_estimate_has_no_word_for_is_refused() -> None:
-    for flag in ("--loss_on", "--eval_dataset", "--merge_adapter"):
+    for flag in ("--loss_on", "--eval_dataset"):
         assert f"error: unknown: {flag}" in slm_here("estimate", flag, "1").err
 
 

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
-from conftest import H100, made_record
+from conftest import made_record
 from made_records import made
 
+from slm_toolkit.record.memory_timeline import Segment
 from slm_toolkit.report.charts.figures import MOST_POINTS, loss_panel, speed_panel
 from slm_toolkit.report.charts.memory import parts_panel, timeline_panel
 from slm_toolkit.report.rows import Row, row_of, with_values
-from slm_toolkit.report.tables.memory import ChartRow, MemoryPicture
 
 
 def priced(rate: float, usd: float, *, spread: float = 0.05, **changes: object) -> Row:
@@ -25,16 +25,9 @@ def priced(rate: float, usd: float, *, spread: float = 0.05, **changes: object) 
     )
 
 
-def test_the_axis_of_rates_ends_with_the_bars_and_names_the_estimates_beyond_it() -> None:
-    rows = {
-        "near": priced(100, 1.0, estimated_tokens_per_second=104.0),
-        "far": priced(100, 1.0, estimated_tokens_per_second=112.0),
-    }
-    panel = speed_panel(rows)
-    (figure,) = panel.figures
-    assert figure.layout["xaxis"]["range"] == pytest.approx([0, 111.3])  # 1.06 x (100 + 5)
-    assert figure.data[1]["y"] == ["near"]
-    assert "estimates beyond the axis are only in the table: far" in panel.notes
+def test_a_bar_has_its_rate_and_the_interval_around_it() -> None:
+    ((bars,),) = [figure.data for figure in speed_panel({"one": priced(100, 1.0)}).figures]
+    assert (bars["x"], bars["error_x"]["array"], bars["error_x"]["arrayminus"]) == ([100], [5], [5])
 
 
 def test_rows_without_a_bar_are_named_with_their_reason() -> None:
@@ -47,21 +40,35 @@ def test_rows_without_a_bar_are_named_with_their_reason() -> None:
     reasons = [note for note in speed_panel(rows).notes if note.startswith("not drawn")]
     assert reasons == [
         "not drawn, ran out of memory: large",
-        "not drawn, rehearsed, so not timed: played",
+        "not drawn, rehearsed: played",
         "not drawn, no step was timed: short",
     ]
 
 
-def test_the_optimizers_step_is_wide_enough_to_see_and_to_name(tmp_path: Path) -> None:
-    parts = {"parameters": 2**30, "optimizer": 2**31}
-    phases = [*["forward"] * 10, *["backward"] * 9, "optimizer"]
-    moments = [ChartRow(phase, "", 3 * 2**30, parts, index == 19) for index, phase in enumerate(phases)]
-    picture = MemoryPicture("optimizer", 3 * 2**30, parts, (), tuple(moments))
-    (figure,) = timeline_panel({}, {"run": picture}).figures
-    # twenty moments: the last gets 15 % of 20 = 3 instead of 1
-    assert figure.data[0]["x"][-2:] == [19, 22]
-    assert figure.layout["xaxis"]["ticktext"] == ["forward", "backward", "optimizer"]
-    assert figure.layout["annotations"][0]["x"] == 20.5
+def test_the_timeline_names_each_phase_where_it_starts_and_marks_the_peak() -> None:
+    gib = [1, 2, 3, 3, 2, 4]
+    phases = [*["forward"] * 3, *["backward"] * 2, "optimizer"]
+    segments = [
+        Segment(phase, "", count * 2**30, {"parameters": 2**30, "optimizer": (count - 1) * 2**30})
+        for phase, count in zip(phases, gib, strict=True)
+    ]
+    (figure,) = timeline_panel({"run": segments}).figures
+    assert [trace["y"] for trace in figure.data] == [[1] * 6, [0, 1, 2, 2, 1, 3]]
+    axis, (peak,) = figure.layout["xaxis"], figure.layout["annotations"]
+    assert dict(zip(axis["tickvals"], axis["ticktext"], strict=True)) == {
+        0: "forward",
+        3: "backward",
+        5: "optimizer",
+    }
+    assert (peak["x"], peak["y"], peak["text"]) == (5, 4, "peak 4.00 GiB")
+
+
+def test_a_long_timeline_keeps_the_highest_of_each_stretch() -> None:
+    segments = [Segment("forward", "", count, {"parameters": count}) for count in range(10 * MOST_POINTS)]
+    (figure,) = timeline_panel({"run": [*segments, Segment("optimizer", "", 1, {"parameters": 1})]}).figures
+    assert len(figure.data[0]["y"]) <= MOST_POINTS
+    assert figure.layout["xaxis"]["ticktext"] == ["forward", "optimizer"]
+    assert figure.layout["annotations"][0]["y"] == pytest.approx((10 * MOST_POINTS - 1) / 2**30, rel=1e-3)
 
 
 def test_a_resumed_curve_begins_where_it_was_resumed_and_its_last_step_is_drawn() -> None:
@@ -73,11 +80,8 @@ def test_a_resumed_curve_begins_where_it_was_resumed_and_its_last_step_is_drawn(
     assert curve["x"][0] > 100
 
 
-def test_each_gpu_has_its_own_bars_of_memory() -> None:
-    rows = {
-        gpu: row_of([(Path(gpu), made_record(gpu=gpu, peak_allocated_bytes=[gib * 2**30] * 2))])
-        for gpu, gib in (("NVIDIA A100-SXM4-80GB", 3), (H100, 5))
-    }
-    (figure,) = parts_panel(rows, {}).figures
-    bars = [bar["text"] for bar in figure.layout["annotations"] if "measured" in bar["text"]]
-    assert bars == ["measured 3.00 GiB", "measured 5.00 GiB"]
+def test_bars_of_memory_add_up_to_the_peak() -> None:
+    record = made_record(peak_allocated_bytes=[3 * 2**30] * 2)
+    (figure,) = parts_panel({"run": row_of([(Path("made"), record)])}, {}).figures
+    assert [bar["text"] for bar in figure.layout["annotations"]] == ["<b>run</b>", "measured 3.00 GiB"]
+    assert sum(trace["x"][0] for trace in figure.data) == pytest.approx(3, rel=1e-3)

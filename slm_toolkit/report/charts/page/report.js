@@ -44,7 +44,7 @@ function figureOf(name) {
 // Leave out the places without a bar or point, and make the list shorter.
 function withPlaces(traces, layout) {
   const { headings } = layout.meta;
-  const used = new Set(traces.filter((trace) => trace.customdata).flatMap((trace) => trace.y));
+  const used = new Set(traces.flatMap((trace) => trace.y));
   const places = layout.yaxis.categoryarray;
   const follows = (index) => {
     const next = places.slice(index + 1);
@@ -54,16 +54,7 @@ function withPlaces(traces, layout) {
   const kept = places.filter((place, index) => (headings.includes(place) ? follows(index) : used.has(place)));
   const ofPlace = new Map(layout.annotations.map((annotation) => [annotation.y, annotation]));
   const frame = layout.height - layout.meta.place_pixels * places.length;
-  for (const trace of traces.filter((each) => !each.customdata)) { // a line through all places
-    trace.x = trace.x.slice(0, kept.length);
-    trace.y = kept;
-  }
-  const xaxis = { ...layout.xaxis };
-  if (layout.meta.ends_with_bars) {
-    const ends = traces.filter((trace) => trace.type === "bar").flatMap((trace) => trace.x.map((x, index) => x + (trace.error_x?.array[index] || 0)));
-    xaxis.range = [0, 1.06 * Math.max(0, ...ends)];
-  }
-  return { data: traces, layout: { ...layout, xaxis, height: frame + layout.meta.place_pixels * kept.length, annotations: kept.map((place) => ofPlace.get(place)),
+  return { data: traces, layout: { ...layout, height: frame + layout.meta.place_pixels * kept.length, annotations: kept.map((place) => ofPlace.get(place)),
     yaxis: { ...layout.yaxis, categoryarray: kept, range: [kept.length - 0.5, -0.7] } } };
 }
 
