@@ -89,21 +89,20 @@ def read_text(path: Path, *, what: str = "", hint: str, limit_bytes: int = SETTI
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def json_of(text: str, path: object, *, hint: str, pairs: Any = None) -> Any:
-    """Parse a JSON text. `pairs` is json's object_pairs_hook; with it, values are not checked.
+def json_of(text: str, path: object, *, hint: str) -> Any:
+    """Parse a JSON text.
 
     Raises ValueError for invalid JSON, including NaN and infinity, and for values that `check_values`
     rejects.
     """
     try:
-        value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=pairs)
+        value = json.loads(text, parse_constant=_no_constant)
     except ValueError as error:  # Python raises it for a number of over 4300 digits, too
         reason = str(error).partition(";")[0]
         raise ValueError(f"{path} is not JSON: {reason}\nhint: {hint}") from None
     except RecursionError:
         raise ValueError(_too_deep(path, hint)) from None
-    if pairs is None:
-        check_values(value, path, hint)
+    check_values(value, path, hint)
     return value
 
 

@@ -239,12 +239,6 @@ PRESETS: dict[str, ModelSpec] = {
     )
 }
 
-FITTED_MODELS = (  # Llama models that the paper fitted (appendix B): size in billions, hidden size, layers
-    (7, 4096, 32),
-    (13, 5120, 40),
-    (70, 8192, 80),
-    (405, 16384, 126),
-)
 SMALLEST_FIT_BILLIONS, LARGEST_FIT_BILLIONS = 0.05, 100.0
 
 

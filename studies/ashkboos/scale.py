@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from slm_toolkit.model.model_spec import FITTED_MODELS, ModelSpec, fitted_hidden_size, fitted_num_layers
+from slm_toolkit.model.model_spec import ModelSpec, fitted_hidden_size, fitted_num_layers
 from slm_toolkit.report.charts.figures import (
     Bar,
     Figure,
@@ -19,6 +19,12 @@ from slm_toolkit.report.charts.figures import (
     rounded,
 )
 
+FITTED_MODELS = (  # Llama models that the paper fitted (appendix B): size in billions, hidden size, layers
+    (7, 4096, 32),
+    (13, 5120, 40),
+    (70, 8192, 80),
+    (405, 16384, 126),
+)
 _MOST_DECADES = 2.5
 
 
