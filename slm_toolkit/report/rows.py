@@ -449,7 +449,8 @@ def labelled(rows: list[Row]) -> dict[str, Row]:
     """Return the rows by unique labels: the strategy, and the settings in which rows differ."""
     names = [name for name, flag in FLAGS.items() if flag.grid and name not in ("rehearse", *SEEN_OF_SCRIPTS)]
     names += SEEN_OF_SCRIPTS if not any(row.script for row in rows) else ()
-    names += dict.fromkeys(name for row in rows for name in row.asked if name not in FLAGS)  # of scripts
+    of_scripts = (name for row in rows if row.script for name in row.asked)
+    names += dict.fromkeys(name for name in of_scripts if name not in FLAGS)
     varying = [name for name in names if len({str(row.asked.get(name)) for row in rows}) > 1]
     row_fields = ("evidence", "world_size", "gpu", "allocator")  # the first two distinguish rehearsals
     machine = [name for name in row_fields if len({getattr(row, name) for row in rows} - {None}) > 1]
