@@ -103,11 +103,6 @@ def add_grid_flags(parser: argparse.ArgumentParser) -> None:
         help="run several at the same time, each on K GPUs (default: one at a time, on all GPUs)",
     )
     parser.add_argument(
-        "--skip_oom",
-        action="store_true",
-        help="don't launch runs that will not fit this GPU by the estimate. Their rows show by how much",
-    )
-    parser.add_argument(
         "--dry_run",
         action="store_true",
         help="launch nothing: print the commands of the runs to do, one per line (a list with --json)",
@@ -160,7 +155,6 @@ _SLURM_PAIRS = (
     Pair("largest_batch", "slurm_only_write", ": each trial depends on the one before"),
     Pair("gpus_per_run", _SLURM, ": --gpus_per_node sets the GPUs of a run"),
     Pair("dry_run", _SLURM, ": --slurm_only_write shows what would be submitted"),
-    Pair("skip_oom", _SLURM, ": the GPU of the nodes is not known before a run ends"),
 )
 _MEASURES_NOTHING = (Pair("export", "dry_run", ", which measures nothing"),)
 
@@ -301,7 +295,6 @@ def _request(args: argparse.Namespace, nodes: SlurmNodes | None) -> Request:
         num_repeats=args.repeats,
         find_largest_batch=args.largest_batch,
         gpus_per_run=args.gpus_per_run,
-        skip_oom=args.skip_oom,
         force=args.force,
         dry_run=args.dry_run,
         prices=args.prices,
@@ -313,15 +306,10 @@ def _print_commands(runs: list["PlannedRun"], args: argparse.Namespace) -> int:
     """Print the commands of the runs to do. They name the strategies' own files, since none is written."""
     from slm_toolkit.compare.local import kept_record, launch_command
     from slm_toolkit.compare.outcome import as_typed
-    from slm_toolkit.compare.predicted import skipped_record
 
     to_do = [run for run in runs if args.force or kept_record(run) is None]
     if len(to_do) < len(runs):
         print(f"{len(runs) - len(to_do)} of {len(runs)} runs are done and kept (--force)", file=sys.stderr)
-    if args.skip_oom:
-        would_fit = [run for run in to_do if skipped_record(run) is None]
-        print(f"{len(to_do) - len(would_fit)} of {len(runs)} runs would be skipped", file=sys.stderr)
-        to_do = would_fit
     commands = [as_typed(launch_command(run, Path(run.strategy.path), port=0)) for run in to_do]
     print(json.dumps(commands, indent=2) if args.json else "".join(f"{line}\n" for line in commands), end="")
     return 0

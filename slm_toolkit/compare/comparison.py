@@ -17,7 +17,6 @@ from slm_toolkit.compare.display import Display
 from slm_toolkit.compare.grid import PAIRS, PlannedRun, plan_runs
 from slm_toolkit.compare.largest_batch import LARGEST_ON_CPU, BatchSearch, find_largest_batch, flags_of_trials
 from slm_toolkit.compare.local import Slot, run_in_slots, slots_of
-from slm_toolkit.compare.predicted import check_skippable, skipped_record
 from slm_toolkit.compare.scripts import Script, plan_scripts
 from slm_toolkit.compare.slurm import SlurmJobs, SlurmNodes, strategy_on_nodes
 from slm_toolkit.compare.supervisor import locked
@@ -32,7 +31,6 @@ from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import check_tokenizer
 from slm_toolkit.predict.choices import choices, given_with
 from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED
-from slm_toolkit.record.files import write_record
 from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
 from slm_toolkit.report.rows import Row, with_values
 from slm_toolkit.strategy.groups import strategies_asked
@@ -55,7 +53,6 @@ class Request:
     num_repeats: int = 1
     find_largest_batch: bool = False
     gpus_per_run: int | None = None
-    skip_oom: bool = False
     force: bool = False
     dry_run: bool = False
     prices: OwnPrices | None = None
@@ -179,8 +176,6 @@ def _plan(request: Request, machine: Machine, names: Collection[str]) -> tuple[l
         machine=machine,
         repeats=request.num_repeats,
     )
-    if request.skip_oom:
-        check_skippable(runs)
     notes = {
         (run.strategy.path, precision_note(run.strategy.mixed_precision, run.config)): None for run in runs
     }
@@ -252,9 +247,6 @@ def _launch_all(
         if kept:
             with suppress(OSError):
                 local.clear(run.folder)  # a kill after the record was written leaves files
-        if record is None and request.skip_oom and (record := skipped_record(run)) is not None:
-            with suppress(OSError):  # on a full disk the row is still shown
-                write_record(record, run.folder)
         if record is None:
             display.begin(run)
             with guard():

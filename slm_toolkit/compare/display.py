@@ -171,7 +171,7 @@ class Waits:
 
 
 _QUOTED_LINES = 5
-_STYLE = {"ok": "green", "oom": "yellow", "skipped": "yellow"}
+_STYLE = {"ok": "green", "oom": "yellow"}
 
 
 class Display:
@@ -266,7 +266,7 @@ class Display:
             self.waiting.pop(run.run_name, None)
             self.steps.pop(run.run_name, None)
             self.num_ended += 1
-            if record.status != "skipped" and record.seconds_total is not None:
+            if record.seconds_total is not None:
                 self.took.append((run, record.seconds_total))
             outlook = self._outlook()
             self.bars.update(self.overall, completed=self.num_ended, status=outlook)

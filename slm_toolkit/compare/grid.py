@@ -37,7 +37,6 @@ PAIRS = (
     Pair("parity", "largest_batch", ", whose runs are short and have different batches"),
     Pair("repeats", "largest_batch", ", which runs each batch once"),
     Pair("rehearse", "largest_batch", " and no GPU, because a CPU never runs out of memory", on_cpu=True),
-    Pair("skip_oom", "largest_batch", ", which starts from the estimate"),
     Pair("dry_run", "largest_batch", ", where each run depends on the one before"),
     Pair("max_steps", "parity", ", which sets the number of steps"),
     Pair("num_train_epochs", "parity", ", which sets the number of steps"),

@@ -20,7 +20,6 @@ PROGRAM = "slm_toolkit.run_script"
 PAIRS = (
     Pair("parity", "script", ": losses of equal runs are compared anyway"),
     Pair("largest_batch", "script", ", whose batch only its own arguments set"),
-    Pair("skip_oom", "script", ", whose memory is not estimated"),
     Pair("memory", "script", ", whose allocations are not traced"),
     Pair("probe_network", "script", ", which starts nothing"),
 )

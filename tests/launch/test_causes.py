@@ -11,14 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import H100, WARM, planted, run, slm
+from conftest import WARM, planted, run, slm
 
 from slm_toolkit.cli.main import main
-from slm_toolkit.compare import comparison, local
+from slm_toolkit.compare import local
 from slm_toolkit.compare.outcome import crash, killed_process, telling_lines
-from slm_toolkit.hardware.gpus import Machine
 from slm_toolkit.hardware.machine import RamState, look_at_host_ram, who_killed
-from slm_toolkit.record.files import read_record
 
 GIB = 2**30
 TOO_EARLY = """
@@ -139,57 +137,6 @@ def test_a_taken_port_is_tried_again_and_named_where_all_are_taken(
     else:
         assert (code, rows["ddp"]["status"]) == (1, "failed")
         assert rows["ddp"]["reason"] == f"port {taken} was taken by another program (EADDRINUSE)"
-
-
-def test_runs_that_do_not_fit_are_rows_and_not_launched(
-    same_handlers: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(comparison, "this_machine", lambda: Machine(1, H100))
-    monkeypatch.setattr(local, "start_kept", None)  # a launch would raise
-    words = ["--model", "slm-2b", "--strategy", "ddp", "--per_device_train_batch_size", "64", "128"]
-    words += ["--skip_oom", "--output_dir", str(tmp_path), "--json"]
-    assert code_of("compare", *words) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert [(row["status"], row["evidence"]) for row in rows] == [("skipped", "estimated")] * 2
-    for row in rows:
-        record = read_record(Path(row["record"]))
-        assert row["peak_allocated_bytes"] is row["tokens_per_second"] is record.world_size is None
-        assert row["estimated_peak_bytes"] == record.predicted_peak_bytes > 80e9
-        assert f"{record.predicted_peak_bytes / GIB:.2f} GiB is more than 7" in row["reason"]
-        assert "not launched: the predicted need of" in row["reason"]
-    assert rows[0]["estimated_peak_bytes"] < rows[1]["estimated_peak_bytes"]
-    table = slm("report", str(tmp_path)).out
-    assert table.count("skipped") >= 2
-
-
-@pytest.mark.quick
-def test_a_dry_run_leaves_out_what_would_be_skipped_and_exports_nothing(
-    same_handlers: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(comparison, "this_machine", lambda: Machine(1, H100))
-    words = ["--dry_run", "--skip_oom", "--model", "slm-2b", "--strategy", "ddp"]
-    words += ["--per_device_train_batch_size", "1", "64", "--output_dir", str(tmp_path / "runs")]
-    assert code_of("compare", *words) == 0
-    printed = capsys.readouterr()
-    assert "1 of 2 runs would be skipped" in printed.err
-    (line,) = printed.out.splitlines()
-    assert "--per_device_train_batch_size 1 " in line
-    assert not (tmp_path / "runs").exists()
-    assert code_of("compare", *words, "--export", str(tmp_path / "rows.csv")) == 2
-    assert "error: --export with --dry_run" in capsys.readouterr().err
-
-
-def test_without_a_gpu_nothing_can_be_skipped(tmp_path: Path) -> None:
-    refused = slm("compare", "--skip_oom", "--output_dir", str(tmp_path))
-    assert refused.code == 2
-    assert "error: --skip_oom needs a GPU" in refused.err
-    assert "hint: `slm estimate --gpu NAME`" in refused.err
 
 
 @pytest.mark.quick

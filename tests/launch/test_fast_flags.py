@@ -3,13 +3,10 @@
 from pathlib import Path
 
 import pytest
-from conftest import H100, launch, record_under, slm
+from conftest import launch, record_under, slm
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from slm_toolkit.compare.grid import PlannedRun
-from slm_toolkit.compare.predicted import check_skippable
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.record.numerics import Numerics, differences, precision_of
 from slm_toolkit.run.kernels.layer_kernels import use_fp8
 from slm_toolkit.strategy.strategy import contradictions, find_strategy
@@ -123,14 +120,6 @@ def test_two_workers_would_read_a_stream_in_another_order(tmp_path: Path) -> Non
     done = slm("compare", "--strategy", "ddp", *FEW, *stream, "--output_dir", str(tmp_path / "runs"))
     assert done.code == 2
     assert "--dataloader_num_workers 2 does not fit a stream: only one process can read it" in done.err
-
-
-def test_skip_oom_refuses_what_no_estimate_knows() -> None:
-    spec, ddp = PRESETS["slm-1m"], find_strategy("ddp")
-    config = RunConfig(model="slm-1m", kernels="graphs")
-    run = PlannedRun(config, spec, ddp, 2, H100, {}, {}, "0", "r")
-    with pytest.raises(ValueError, match="--skip_oom: --kernels graphs: no closed form"):
-        check_skippable([run])
 
 
 def test_fp8_has_limits_of_its_own() -> None:
