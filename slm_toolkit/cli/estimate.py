@@ -72,7 +72,7 @@ def estimates(args: argparse.Namespace) -> Estimates:
 
     own_flags, trainer = given_flags(args), trainer_named(args.like)
     notes = notes_like(trainer, own_flags)
-    given, trainer = as_liked(trainer, own_flags)
+    given = as_liked(trainer, own_flags)
     names = args.strategy or (list(trainer.strategies) if trainer else None)
     strategies, left_out = strategies_asked(names, given, has_gpu=True)
     gpus, counts = gpus_asked(args.gpu, args.num_gpus) if args.gpu else ([None], args.num_gpus)

@@ -11,11 +11,14 @@ from slm_toolkit.base.errors import user_errors
 from slm_toolkit.cli.deployment_flags import add_price_flag
 from slm_toolkit.record.files import find_records
 from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
-from slm_toolkit.report.tables.fitted import MANY_ROWS, console_of_stdout
+from slm_toolkit.report.tables.fitted import console_of_stdout
 
 if TYPE_CHECKING:
     from slm_toolkit.report.rows import Row
     from slm_toolkit.results import Report
+
+MANY_ROWS = 200
+"rows that a terminal is shown; a pipe has all"
 
 
 def check_exports(paths: list[Path]) -> None:

@@ -46,16 +46,6 @@ class Recipe:
         text = self.text.replace("\\\n", " ")
         return shlex.split(re.search(r"^slm (?:recommend|estimate) [^>|#\n]+", text, re.M)[0])
 
-    @property
-    def hours(self) -> float | None:
-        match = re.fullmatch(r"([\d.]+) (h|min)", self.time)
-        return float(match[1]) / (1 if match[2] == "h" else 60) if match else None
-
-    @property
-    def usd(self) -> float | None:
-        match = re.fullmatch(r"\$([\d,.]+)", self.cost)
-        return float(match[1].replace(",", "")) if match else None
-
 
 def fill(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `slm recipes`."""
@@ -118,8 +108,7 @@ def _named(name: str | None) -> list[Recipe]:
 
 def _row(recipe: Recipe) -> dict[str, object]:
     names = ("name", "question", "hardware", "memory", "time", "cost", "as_of")
-    row = {name: getattr(recipe, name) for name in names}
-    return {**row, "hours": recipe.hours, "usd": recipe.usd, "estimate": shlex.join(recipe.estimate)}
+    return {name: getattr(recipe, name) for name in names} | {"estimate": shlex.join(recipe.estimate)}
 
 
 def _print_list(recipes: list[Recipe]) -> None:

@@ -143,7 +143,7 @@ def recommendation(args: argparse.Namespace) -> Recommendation:
         )
     own_flags, trainer = given_flags(args), trainer_named(args.like)
     of_trainer = notes_like(trainer, own_flags)
-    given, trainer = as_liked(trainer, own_flags)
+    given = as_liked(trainer, own_flags)
     offers = offers_of(
         args.gpu,
         num_gpus=args.num_gpus,

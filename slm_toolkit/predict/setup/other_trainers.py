@@ -235,16 +235,14 @@ def trainer_named(name: str | None) -> OtherTrainer | None:
     return None if name is None else TRAINERS[NAMES.index(name)]
 
 
-def as_liked(
-    trainer: OtherTrainer | None, given: Mapping[str, Any]
-) -> tuple[dict[str, Any], OtherTrainer | None]:
-    """Return the given flags with the preset's values for others, and the trainer as these flags change it.
+def as_liked(trainer: OtherTrainer | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the given flags with the preset's values for others.
 
     A flag of the preset that the given flags exclude is left out. Raise ValueError for adapters, which only
     Hugging Face's Trainer trains as we do.
     """
     if trainer is None:
-        return dict(given), None
+        return dict(given)
     peft = _values(given.get("peft", RunConfig.peft))
     if trainer.name != "trainer" and peft != ["none"]:
         raise ValueError(
@@ -258,7 +256,7 @@ def as_liked(
         if name not in given and len(RunConfig(**first, **added, **{name: value}).problems()) <= before:
             added[name] = value
     in_lists = {name: [value] if FLAGS[name].grid else value for name, value in added.items()}
-    return {**in_lists, **given}, trainer
+    return {**in_lists, **given}
 
 
 def notes_like(trainer: OtherTrainer | None, given: Mapping[str, Any]) -> list[str]:
@@ -268,7 +266,7 @@ def notes_like(trainer: OtherTrainer | None, given: Mapping[str, Any]) -> list[s
     """
     if trainer is None:
         return []
-    flags, trainer = as_liked(trainer, given)
+    flags = as_liked(trainer, given)
     set_here = [
         name
         for name, value in trainer.flags

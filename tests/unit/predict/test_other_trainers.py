@@ -18,7 +18,8 @@ STATE = ("parameters", "master_weights", "gradients", "optimizer", "communicatio
 
 
 def estimate(strategy: str, *, num_gpus: int = 4, like: str | None = None, **flags: object) -> MemoryEstimate:
-    given, trainer = as_liked(trainer_named(like), {"seq_len": 1000, **flags})
+    trainer = trainer_named(like)
+    given = as_liked(trainer, {"seq_len": 1000, **flags})
     single = {name: value[0] if isinstance(value, list) else value for name, value in given.items()}
     config = RunConfig(model="tiny", **single).with_defaults(has_gpu=True)
     setup = Setup(TINY, find_strategy(strategy), config, num_gpus=num_gpus, like=trainer)
@@ -70,9 +71,8 @@ def test_litgpts_logits_live_in_the_optimizers_step() -> None:
 
 
 def test_flags_of_the_user_win_over_the_preset() -> None:
-    given, trainer = as_liked(trainer_named("torchtitan"), {"optim": ["adamw_torch"]})
+    given = as_liked(trainer_named("torchtitan"), {"optim": ["adamw_torch"]})
     assert given["optim"] == ["adamw_torch"]
-    assert trainer.compiled_loss is not None
     # a fused loss replaces the trainer's own. Per token: the final norm's 4 x 8 + 4, bf16 logits and fp32
     # probabilities, and the gradient of the head's input; besides the head's gradient
     fused = estimate("ddp", like="nanotron", kernels="loss+norm")

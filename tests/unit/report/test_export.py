@@ -14,7 +14,6 @@ from conftest import Finished, made_record
 from slm_toolkit.cli.main import main
 from slm_toolkit.record.files import write_record
 from slm_toolkit.report.rows import Row, ranked, row_of
-from slm_toolkit.report.tables import fitted
 from slm_toolkit.report.tables.export import markdown_text
 
 NASTY = 'a|b_c & 100% of $x,\n"quoted" [1] *# {~^\\}'
@@ -117,22 +116,6 @@ def test_what_cannot_be_written_is_bad_input(
     assert said in done.err
     assert "hint: " in done.err
     assert done.out == ""
-
-
-def test_a_table_of_many_rows_looks_like_one_of_few(tmp_path: Path) -> None:
-    from rich.console import Console
-
-    from slm_toolkit.report.tables.comparison import comparison_table
-
-    rows = rows_with("fsdp_full_shard")
-    printed = []
-    for most in (fitted.MANY_ROWS, 1):
-        console = Console(width=250, color_system=None)
-        with pytest.MonkeyPatch.context() as patched, console.capture() as capture:
-            patched.setattr(fitted, "MANY_ROWS", most)
-            console.print(comparison_table(rows, width=250), crop=False)
-        printed.append(capture.get())
-    assert printed[0] == printed[1]
 
 
 def test_a_terminal_is_shown_the_first_of_many_rows_and_told_so(
