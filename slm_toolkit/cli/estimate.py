@@ -86,6 +86,7 @@ def estimates(args: argparse.Namespace) -> Estimates:
         search_changes=True,
         like=trainer,
         deployments=deployments(args),
+        notes=notes,
     )
     notes += [
         *left_out,

@@ -17,8 +17,8 @@ from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, shipped_strategies
 _FOLLOW_FROM_TOKENS = ("gradient_accumulation_steps", "max_steps", "max_tokens", "seed")
 _DESCRIPTION = """\
 Find the cheapest or fastest way to train a model on the GPUs you can get. Ranks GPU types and numbers,
-strategies, batches, checkpointing, kernels and torch.compile by estimate, or by your own records if they
-match. A flag that you give is fixed."""
+strategies, batches, checkpointing and kernels by estimate, or by your own records if they match. A
+flag that you give is fixed."""
 _EXAMPLES = """\
   slm recommend --model slm-1b                            every GPU type with a known price
   slm recommend --model slm-2b --tokens 40B --gpu h100-80gb:8,16@2.49 a100-80gb:8 --deadline_hours 72

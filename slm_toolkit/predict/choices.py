@@ -1,9 +1,9 @@
 """Choose what the flags leave to us: the kernels and the batch, the same for every row of a comparison."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from itertools import product
+from itertools import compress, product
 from math import inf
 from typing import Any
 
@@ -14,7 +14,7 @@ from slm_toolkit.hardware.machine import has_compiler
 from slm_toolkit.model.families import kernel_problems
 from slm_toolkit.model.model_spec import ModelSpec, flops_per_token
 from slm_toolkit.model.names import find_model
-from slm_toolkit.predict.estimate import estimate
+from slm_toolkit.predict.estimate import Estimate, estimate
 from slm_toolkit.predict.setup.other_trainers import OtherTrainer
 from slm_toolkit.predict.setup.setup import Deployment, Setup
 from slm_toolkit.strategy.strategy import Strategy
@@ -66,8 +66,7 @@ def choices(
 
     specs = [find_model(config.model) for config in filled()]
 
-    def seconds(**flags: Any) -> tuple[float, bool]:
-        """The time of a step of each row, together, and whether each row fits; infinite if one is unknown."""
+    def rows_with(**flags: Any) -> list[Estimate]:
         rows = []
         for (config, spec), strategy in product(zip(filled(**flags), specs, strict=True), strategies):
             count = 1 if strategy.is_single else num_gpus
@@ -75,9 +74,7 @@ def choices(
             network = deployment or Deployment()
             setup = Setup(spec, strategy, config, **sizes, like=like, deployment=network)
             rows.append(estimate(setup.launched))
-        return sum(inf if row.step_seconds is None else row.step_seconds for row in rows), all(
-            row.verdict == "fits" for row in rows
-        )
+        return rows
 
     fused, compiled = (allowed_kernels(name, filled(), specs, strategies) for name in ("fused", "compiled"))
     if runs_here and not has_compiler():
@@ -91,10 +88,12 @@ def choices(
         notes.append(f"kernels: {chosen['kernels']}, because {why}")
     with suppress(ValueError):  # no closed form for one of the rows
         if _BATCH in free and gpu is not None:
-            chosen[_BATCH], why = _batch(lambda size: seconds(**{_BATCH: size}))
+            chosen[_BATCH], why = _batch(lambda size: rows_with(**{_BATCH: size}))
             notes.append(f"batch: {chosen[_BATCH]} per GPU, because {why}")
         if "kernels" in free and gpu is not None:
-            plain, uncompiled, best = (seconds(kernels=name)[0] for name in ("plain", fused, compiled))
+            plain, uncompiled, best = (
+                _seconds(rows_with(kernels=name)) for name in ("plain", fused, compiled)
+            )
             num_steps = _FOREVER if is_comparison else max(config.max_steps or _FOREVER for config in configs)
             if num_steps * (uncompiled - best) < _COMPILE_SECONDS * len(specs) * len(strategies):
                 chosen["kernels"], best = fused, uncompiled
@@ -170,17 +169,27 @@ def _saved_on_cpu(config: RunConfig, spec: ModelSpec, num_ranks: int) -> float:
     return (_CPU_GAIN - 1) * flops / (_CPU_FLOPS * num_cores())
 
 
-def _batch(seconds: Callable[[int], tuple[float, bool]]) -> tuple[int, str]:
-    """Return the largest power of two that fits and still gains, and why it is no larger."""
-    batch, time = 1, seconds(1)[0]
+def _batch(rows_with: Callable[[int], list[Estimate]]) -> tuple[int, str]:
+    """Return the largest power of two that fits and still gains, and why it is no larger.
+
+    A row that does not even fit with one sequence does not count.
+    """
+    batch, rows = 1, rows_with(1)
+    counts = [row.verdict == "fits" for row in rows]
+    time = _seconds(compress(rows, counts))
     if time == inf:
         return DEFAULT_BATCH, "the network between the nodes is unknown"
-    while batch < _LARGEST_BATCH:
-        longer, fits = seconds(2 * batch)
-        gain = 2 * time / longer
-        if not fits:
+    while batch < _LARGEST_BATCH and any(counts):
+        rows = list(compress(rows_with(2 * batch), counts))
+        gain = 2 * time / _seconds(rows)
+        if not all(row.verdict == "fits" for row in rows):
             return batch, f"{2 * batch} may not fit under every strategy"
         if gain < _LEAST_GAIN:
             return batch, f"{2 * batch} gains only {100 * (gain - 1):.1f} %"
-        batch, time = 2 * batch, longer
-    return batch, "no larger one is tried"
+        batch, time = 2 * batch, _seconds(rows)
+    return batch, "no larger one is tried" if any(counts) else "one sequence may not fit"
+
+
+def _seconds(rows: Iterable[Estimate]) -> float:
+    """Return the time of a step of each row, together; infinite if one is unknown."""
+    return sum(inf if row.step_seconds is None else row.step_seconds for row in rows)

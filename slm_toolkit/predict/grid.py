@@ -41,12 +41,14 @@ def estimates(
     search_changes: bool = False,
     like: "OtherTrainer | None" = None,
     deployments: "Callable[[Gpu | None], Deployment] | None" = None,
+    notes: list[str] | None = None,
 ) -> list["Estimate"]:
     """Return an Estimate for each different combination.
 
     `given` maps a field of RunConfig to a value or a list of values. A strategy of one process uses one GPU,
     whatever `num_gpus` is. `search_changes`: the first rows that do not fit get the smallest changes with
-    which they would. Raises one ValueError with all problems of the flags.
+    which they would. `notes` gets the lines about what was chosen. Raises one ValueError with all problems of
+    the flags.
     """
     from slm_toolkit.hardware.gpus import gpu_of_name
     from slm_toolkit.predict.changes_that_fit import changes_that_fit
@@ -79,10 +81,12 @@ def estimates(
             is_comparison=True,
             like=like,
             deployment=deployments(gpu) if deployments else None,
-        )[0]
+        )
         for gpu, count in itertools.product(found_gpus, num_gpus)
     ]
-    smallest = min(chosen, key=lambda values: values.get("per_device_train_batch_size", 0))
+    smallest, why = min(chosen, key=lambda one: one[0].get("per_device_train_batch_size", 0))
+    notes = [] if notes is None else notes
+    notes += why
     configs = [with_choices(config, smallest).with_defaults(has_gpu=True) for config in configs]
     specs = {name: model_to_estimate(name) for name in dict.fromkeys(config.model for config in configs)}
     problems = [
