@@ -28,6 +28,8 @@ _CPU_FLOPS, _CPU_GAIN = 1.4e11, 1.3
 fused ones"""
 _LEAST_GAIN = 1.03
 "times the tokens per second; a batch twice as large that gains less is not worth its memory"
+_SURE = 0.95
+"probability with which a chosen batch fits"
 _LARGEST_BATCH = 4096
 _FOREVER = 10**9
 "steps of a run of unknown length, and of one that measures"
@@ -175,19 +177,23 @@ def _batch(rows_with: Callable[[int], list[Estimate]]) -> tuple[int, str]:
     A row that does not even fit with one sequence does not count.
     """
     batch, rows = 1, rows_with(1)
-    counts = [row.verdict == "fits" for row in rows]
+    counts = [_is_sure(row) for row in rows]
     time = _seconds(compress(rows, counts))
     if time == inf:
         return DEFAULT_BATCH, "the network between the nodes is unknown"
     while batch < _LARGEST_BATCH and any(counts):
         rows = list(compress(rows_with(2 * batch), counts))
         gain = 2 * time / _seconds(rows)
-        if not all(row.verdict == "fits" for row in rows):
+        if not all(map(_is_sure, rows)):
             return batch, f"{2 * batch} may not fit under every strategy"
         if gain < _LEAST_GAIN:
             return batch, f"{2 * batch} gains only {100 * (gain - 1):.1f} %"
         batch, time = 2 * batch, _seconds(rows)
     return batch, "no larger one is tried" if any(counts) else "one sequence may not fit"
+
+
+def _is_sure(row: Estimate) -> bool:
+    return (row.fit_probability or 0) >= _SURE
 
 
 def _seconds(rows: Iterable[Estimate]) -> float:

@@ -46,7 +46,7 @@ PARITY_REFERENCE = "parity-reference"
 _PACKAGES = ("slm_toolkit", "torch", "accelerate", "deepspeed", "transformers")
 
 
-Status = Literal["ok", "oom", "failed", "timeout", "skipped"]
+Status = Literal["ok", "oom", "failed", "timeout"]
 Seconds = NonNegative
 Loss = Finite
 Flag = bool | int | float | str | None
@@ -307,8 +307,6 @@ class RunRecord:
     model_dir: str | None = None
     reported_to: str | None = None
     "the tracker that received the run's metrics"
-    predicted_peak_bytes: Count | None = None
-    "bytes per GPU that the run needs by the estimate for which it was skipped; None if it was launched"
     schema_version: Annotated[int, Meta(ge=0, le=SCHEMA_VERSION)] = SCHEMA_VERSION
 
     @cached_property
@@ -372,9 +370,7 @@ class RunRecord:
 
     @property
     def evidence(self) -> str:
-        """Return the source of the record's figures: estimated, rehearsed or measured."""
-        if self.status == "skipped":
-            return "estimated"
+        """Return the source of the record's figures: rehearsed or measured."""
         return "rehearsed" if self.is_rehearsal else "measured"
 
     @property

@@ -282,7 +282,7 @@ def row_of(
             name: losses[-1] for name, losses in measured[0].eval_losses_by_set.items() if losses
         },
         peak_allocated_bytes=_largest([record.peak_allocated_bytes for record in measured]),
-        estimated_peak_bytes=estimate.peak_allocated_bytes if estimate else main_record.predicted_peak_bytes,
+        estimated_peak_bytes=estimate.peak_allocated_bytes if estimate else None,
         estimated_tokens_per_second=estimate.tokens_per_second if estimate and not rehearsed else None,
         peak_reserved_bytes=_largest([record.peak_reserved_bytes for record in measured]),
         peak_rss_bytes=_largest([record.peak_rss_bytes for record in measured]),

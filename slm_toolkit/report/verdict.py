@@ -19,7 +19,6 @@ _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight"
 PROBLEMS = {  # why a row is not ranked, by its status
     "unequal": "computes something else",
     "oom": "ran out of memory",
-    "skipped": "skipped",
     "failed": "failed",
     "timeout": "took too long",
     "uncertain": "too uncertain",

@@ -18,7 +18,7 @@ TITLES = COLUMN_TITLES | _FACTS
 "title of a column by the flag or field of the run that it shows"
 
 
-_STATUS_STYLE = {"ok": "green", "oom": "yellow", "skipped": "yellow", "failed": "red", "timeout": "red"}
+_STATUS_STYLE = {"ok": "green", "oom": "yellow", "failed": "red", "timeout": "red"}
 
 
 def columns_of(rows: list[Row]) -> list[Column]:

@@ -41,7 +41,7 @@ def test_the_schema_says_what_a_reader_needs() -> None:
     numbers, null = properties["peak_rss_bytes"]["anyOf"]
     assert (numbers["type"], numbers["items"]["type"], null["type"]) == ("array", "integer", "null")
     assert properties["grad_norms"]["description"] == "gradient norm of each step, before clipping"
-    assert sorted(properties["status"]["enum"]) == ["failed", "ok", "oom", "skipped", "timeout"]
+    assert sorted(properties["status"]["enum"]) == ["failed", "ok", "oom", "timeout"]
     assert SCHEMA["$defs"]["ModelSpec"]["properties"]["num_layers"]["minimum"] == 1
     assert "run_name" in SCHEMA["required"]
     assert "losses" not in SCHEMA["required"]
