@@ -133,9 +133,6 @@ class Recommendation(_Listed["Plan"]):
     def _items(self) -> list["Plan"]:
         return self.plans
 
-    def __repr__(self) -> str:
-        return f"<Recommendation: {len(self)} plans>"
-
     @property
     def unpriced(self) -> list[str]:
         """Names of offered GPUs without a known price."""
@@ -189,9 +186,6 @@ class Records:
     def __getitem__(self, index: int) -> "RunRecord":
         return self.pairs[index][1]
 
-    def __repr__(self) -> str:
-        return f"<Records: {len(self)} runs>"
-
 
 @dataclass(frozen=True, repr=False)
 class Report(_Listed["Row"]):
@@ -210,16 +204,6 @@ class Report(_Listed["Row"]):
         from slm_toolkit.report.tables.export import json_rows
 
         return json_rows(self.rows)
-
-    def to_json(self) -> str:
-        from slm_toolkit.report.tables.export import json_text
-
-        return json_text(self.to_dicts())
-
-    def to_csv(self) -> str:
-        from slm_toolkit.report.tables.export import csv_text
-
-        return csv_text(self.to_dicts())
 
     def to_markdown(self) -> str:
         from slm_toolkit.report.tables.export import markdown_text

@@ -85,8 +85,7 @@ def _recipes(args: argparse.Namespace) -> int:
             texts = {args.copy / f"{recipe.name}.sh": recipe.text for recipe in chosen}
             for path in write_beside(texts, flag="--copy"):
                 path.chmod(0o755)
-            paths = [*map(str, texts)]
-            print(json.dumps(paths) if args.json else "\n".join(paths))
+            print(*texts, sep="\n")
             return 0
     if args.json:
         print(json.dumps([_row(recipe) for recipe in chosen], indent=2))

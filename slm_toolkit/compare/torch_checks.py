@@ -13,7 +13,7 @@ def check_with_torch(runs: list[PlannedRun], console: Console) -> None:
         from slm_toolkit.run.engine.engine import check_tracker
 
         check_tracker(config.report_to)
-    if any(run.config.fp8 != "none" for run in runs):
+    if any(run.config.fp8 != "none" or run.config.compiles for run in runs):
         from slm_toolkit.run.kernels.layer_kernels import check_optional
 
         for run in runs:

@@ -57,14 +57,12 @@ HINTS = {  # a name that is refused: the hint, which says what to write instead
     **dict.fromkeys(("lora", "use_lora", "use_peft", "qlora", "use_qlora", "load_in_4bit"), _ADAPTERS),
     **dict.fromkeys(("flash_attn", "flash_attention", "use_flash_attn", "use_flash_attention_2"), _FLASH),
     "per_device_eval_batch_size": "--eval_batches N: so many batches of --per_device_train_batch_size",
-    "do_eval": "--eval_steps N",
     "do_train": "leave it out",
     **dict.fromkeys(("wandb", "use_wandb"), "--report_to wandb"),
     "gpu": _HERE,
 }
 _UPLOAD = "`hf upload ME/MODEL runs/NAME/model`"
 REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
-    "law": "leave it out: losses are by Besiroglu et al. 2024",
     **dict.fromkeys(("plot", "svg", "figures"), "--export FILE.html draws all charts on one page"),
     **dict.fromkeys(("csv", "parquet"), "--export FILE.csv"),
     **dict.fromkeys(("markdown", "latex"), "--export FILE.md"),
@@ -94,7 +92,6 @@ REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
     "find_batch_size": "`slm estimate --largest_batch` and `slm compare --largest_batch` find it before",
     "stage_ends": "train a second run from the model of the first, with its own --dataset",
     "until_loss": "`slm report --export FILE.html` draws the losses over time of all runs",
-    "max_batch": "leave it out: without a GPU --largest_batch ends at 16",
     "parity_tolerance": "the limit is by numerics; --json has parity_max_loss_difference",
     "phases": "--json has phase_seconds; --profile prints where the time of a step goes",
     "probe_seconds": "leave it out: --probe_network stops after 30 seconds",
@@ -104,7 +101,6 @@ REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
     "take_turns": "--repeats 5 compares round by round",
     **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_private_repo"), _UPLOAD),
     "lm_eval_tasks": "`lm_eval --model hf --model_args pretrained=runs/NAME/model --tasks hellaswag`",
-    "software": "estimates are for today's torch and transformers, so leave it out",
     "versions": "`slm doctor` checks the versions that are installed where it runs: run it there",
     "ours_against": "in a checkout, python bench/throughput.py compares with Trainer, LitGPT and torchtitan",
     "paper": "in a checkout, python studies/ashkboos/compare.py prints the paper's figures next to ours",

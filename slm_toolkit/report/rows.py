@@ -631,7 +631,6 @@ _SORT_VALUES: dict[str, Callable[[Row], tuple]] = {  # an empty tuple: unknown
     "memory": lambda row: () if row.compared_bytes is None else (row.compared_bytes,),
     "cost": lambda row: () if row.usd_per_million_tokens is None else (row.usd_per_million_tokens,),
 }
-SORTS = tuple(_SORT_VALUES)
 
 
 def report_order(found: tuple[Path, RunRecord]) -> tuple:

@@ -111,14 +111,14 @@ def test_a_report_has_the_rows_of_the_verb() -> None:
     assert isinstance(report[0], Row)
     assert (records.problems, report.problems) == ([], [])
     here = slm_here("report", str(CPU), "--json", "--sort", "rank")
-    assert json.loads(report.to_json()) == json.loads(here.out)
+    assert json.loads(json.dumps(report.to_dicts())) == json.loads(here.out)
 
 
 def test_the_exports_of_a_report_are_those_of_the_verb(tmp_path: Path) -> None:
     report = slm.report(CPU)
     page = report.to_html(tmp_path / "new" / "report.html")
     assert (tmp_path / "new" / "report.html").read_text() == page
-    texts = {"csv": report.to_csv(), "md": report.to_markdown(), "html": page}
+    texts = {"md": report.to_markdown(), "html": page}
     exports = [word for ending in texts for word in ("--export", str(tmp_path / f"verb.{ending}"))]
     slm_here("report", str(CPU), "--sort", "rank", *exports)
     assert {ending: (tmp_path / f"verb.{ending}").read_text() for ending in texts} == texts

@@ -47,9 +47,6 @@ class FusedRMSNorm(torch.nn.Module):
             )
         return _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)
 
-    def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
-
 
 class _RMSNorm(torch.autograd.Function):
     """Normalises in fp32, rounds to the input's dtype, then multiplies by the weight, like transformers."""

@@ -14,10 +14,10 @@ def test_what_can_t_take_the_flags_is_left_out_and_named() -> None:
     assert done.code == 0, done.err
     kept = [name for name in STUDIED_STRATEGIES if name != "ds_zero3"]
     assert [row["strategy"] for row in json.loads(done.out)] == kept
-    assert done.err == (
+    assert (
         "left out: ds_zero3: --peft qlora with ZeRO-3, which cuts weights apart without their scales: use"
         " ZeRO-2, DDP or one GPU\n"
-    )
+    ) in done.err
 
 
 def test_what_is_named_is_refused() -> None:

@@ -1,7 +1,7 @@
 """What is predicted of a planned run before it is launched."""
 
 from slm_toolkit.compare.grid import plan_runs
-from slm_toolkit.compare.predicted import setup_of
+from slm_toolkit.compare.largest_batch import setup_of
 from slm_toolkit.hardware.gpus import Machine
 from slm_toolkit.strategy.strategy import find_strategy, on_nodes
 
