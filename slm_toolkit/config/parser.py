@@ -57,7 +57,6 @@ HINTS = {  # a name that is refused: the hint, which says what to write instead
     **dict.fromkeys(("lora", "use_lora", "use_peft", "qlora", "use_qlora", "load_in_4bit"), _ADAPTERS),
     **dict.fromkeys(("flash_attn", "flash_attention", "use_flash_attn", "use_flash_attention_2"), _FLASH),
     "per_device_eval_batch_size": "--eval_batches N: so many batches of --per_device_train_batch_size",
-    "do_train": "leave it out",
     **dict.fromkeys(("wandb", "use_wandb"), "--report_to wandb"),
     "gpu": _HERE,
 }
