@@ -15,6 +15,7 @@ from slm_toolkit.predict.grid import estimates
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.strategy.strategy import find_strategy
 
+MODEL = {"model": ["slm-100m"], "kernels": "fused"}
 CLI = ("compare", "--model", "slm-1m", "--strategy", "ddp", "--seq_len", "32", "--largest_batch", "--json")
 
 
@@ -67,7 +68,7 @@ def test_another_failure_ends_the_search() -> None:
 
 def planned(*strategies: str, **flags: object) -> list[PlannedRun]:
     """On a machine of eight H100s, as `slm compare --largest_batch` plans."""
-    given = {"model": ["slm-100m"], "per_device_train_batch_size": 1, "max_steps": 3, **flags}
+    given = {**MODEL, "per_device_train_batch_size": 1, "max_steps": 3, **flags}
     machine = Machine(8, H100)
     return plan_runs(given, [find_strategy(name) for name in strategies], num_processes=None, machine=machine)
 
@@ -75,7 +76,7 @@ def planned(*strategies: str, **flags: object) -> list[PlannedRun]:
 def test_a_search_on_a_gpu_starts_where_slm_estimate_says() -> None:
     names = ("ddp", "fsdp_full_shard", "ds_zero2", "ds_zero3")
     expected = estimates(
-        {"model": ["slm-100m"]},
+        MODEL,
         [find_strategy(name) for name in names],
         gpus=["h100-80gb"],
         num_gpus=[8],
