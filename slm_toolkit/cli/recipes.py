@@ -1,7 +1,6 @@
 """`slm recipes`: the shell scripts of this package, each of which answers one question."""
 
 import argparse
-import json
 import re
 import shlex
 from dataclasses import dataclass
@@ -54,7 +53,6 @@ def fill(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--copy", type=Path, metavar="DIR", help="write all recipes, or the named one, into DIR"
     )
-    parser.add_argument("--json", action="store_true", help="print as JSON; unknown values are null")
     parser.set_defaults(verb=_recipes)
 
 
@@ -87,9 +85,7 @@ def _recipes(args: argparse.Namespace) -> int:
                 path.chmod(0o755)
             print(*texts, sep="\n")
             return 0
-    if args.json:
-        print(json.dumps([_row(recipe) for recipe in chosen], indent=2))
-    elif args.name is not None:
+    if args.name is not None:
         print(chosen[0].text, end="")
     else:
         _print_list(chosen)
@@ -98,16 +94,11 @@ def _recipes(args: argparse.Namespace) -> int:
 
 def _named(name: str | None) -> list[Recipe]:
     recipes = shipped_recipes()
-    chosen = [recipe for recipe in recipes if name is None or recipe.name == name.removesuffix(".sh")]
+    chosen = [recipe for recipe in recipes if name is None or recipe.name == name]
     if not chosen:
         names = ", ".join(recipe.name for recipe in recipes)
         raise ValueError(f"unknown recipe {name!r}\nhint: there are {names}")
     return chosen
-
-
-def _row(recipe: Recipe) -> dict[str, object]:
-    names = ("name", "question", "hardware", "memory", "time", "cost", "as_of")
-    return {name: getattr(recipe, name) for name in names} | {"estimate": shlex.join(recipe.estimate)}
 
 
 def _print_list(recipes: list[Recipe]) -> None:

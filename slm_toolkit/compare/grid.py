@@ -178,6 +178,7 @@ def repeated(run: PlannedRun, number: int) -> PlannedRun:
 def _parity_reference(config: RunConfig, *, numerics: str, num_processes: int) -> RunConfig:
     """Return a single-process run that sees in each step the sequences that all ranks of `config` see.
 
+    In fp32 its kernels are plain, in other numerics those of `config`: then only the engine differs.
     Rank r's batch number i is the data's batch i * num_processes + r, so a single process with num_processes
     times as many micro-steps sees the same batches.
     """
@@ -187,7 +188,7 @@ def _parity_reference(config: RunConfig, *, numerics: str, num_processes: int) -
         numerics=numerics,
         gradient_accumulation_steps=config.gradient_accumulation_steps * num_processes,
         attn_implementation=config.attn_implementation if has_fp32 else "sdpa",
-        **PLAIN,
+        **PLAIN | ({} if numerics == "fp32" else {"kernels": config.kernels}),
         profile="none",
         max_grad_norm=config.max_grad_norm or 0.0,  # with stock numerics the script does not clip
         save_steps=None,

@@ -66,7 +66,6 @@ REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
     **dict.fromkeys(("csv", "parquet"), "--export FILE.csv"),
     **dict.fromkeys(("markdown", "latex"), "--export FILE.md"),
     "html": "--export FILE.html",
-    "errors": "the table of `slm report` shows the estimated peak beside the measured one",
     "fsdp_prefetch": "FSDP2 gathers about one layer ahead by itself",
     "lr_decay_steps": "warmup_stable_decay falls in the last tenth of the steps",
     **dict.fromkeys(("scale_lr", "base_batch_size"), "give the --learning_rate of the whole batch"),

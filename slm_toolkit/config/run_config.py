@@ -814,7 +814,9 @@ class RunConfig:
         return dataclasses.replace(
             self,
             model=self.model or ("slm-100m" if has_gpu else "slm-10m"),
-            per_device_train_batch_size=self.per_device_train_batch_size or DEFAULT_BATCH,
+            per_device_train_batch_size=DEFAULT_BATCH
+            if self.per_device_train_batch_size is None
+            else self.per_device_train_batch_size,
             seq_len=self.seq_len if self.seq_len is not None else (1024 if has_gpu else 128),
             max_grad_norm=1.0
             if self.max_grad_norm is None and self.numerics != "stock"

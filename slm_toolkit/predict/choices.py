@@ -1,8 +1,9 @@
 """Choose what the flags leave to us: the kernels and the batch, the same for every row of a comparison."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import suppress
+from importlib.util import find_spec
 from itertools import compress, product
 from math import inf
 from typing import Any
@@ -19,6 +20,7 @@ from slm_toolkit.predict.setup.other_trainers import OtherTrainer
 from slm_toolkit.predict.setup.setup import Deployment, Setup
 from slm_toolkit.strategy.strategy import Strategy
 
+_USUAL = Deployment()
 _COMPILE_SECONDS = 10
 "of the first step on an H100: 9.3, 9.3 and 17.6 s for three models (results/h100-80gb, 2026-11-27)"
 _COMPILE_SECONDS_ON_CPU = 40
@@ -47,7 +49,7 @@ def choices(
     is_comparison: bool = False,
     runs_here: bool = False,
     like: OtherTrainer | None = None,
-    deployment: Deployment | None = None,
+    deployment: Deployment = _USUAL,
 ) -> tuple[dict[str, Any], list[str]]:
     """Return --kernels and the batch, if a config leaves them to us, and a line for each: what and why.
 
@@ -73,14 +75,14 @@ def choices(
         for (config, spec), strategy in product(zip(filled(**flags), specs, strict=True), strategies):
             count = 1 if strategy.is_single else num_gpus
             sizes = {"num_gpus": count, "gpus_per_node": gpus_per_node, "gpu": gpu}
-            network = deployment or Deployment()
-            setup = Setup(spec, strategy, config, **sizes, like=like, deployment=network)
+            setup = Setup(spec, strategy, config, **sizes, like=like, deployment=deployment)
             rows.append(estimate(setup.launched))
         return rows
 
-    fused, compiled = (allowed_kernels(name, filled(), specs, strategies) for name in ("fused", "compiled"))
-    if runs_here and not has_compiler():
-        compiled = fused
+    missing = _missing_here(has_gpu) if runs_here else set()
+    fused, compiled = (
+        allowed_kernels(name, filled(), specs, strategies, missing) for name in ("fused", "compiled")
+    )
     chosen["kernels"] = compiled
     if not has_gpu and "kernels" in free:
         saved = _saved_on_cpu(filled()[0], specs[0], num_gpus)
@@ -109,16 +111,17 @@ def completed(
 ) -> tuple[RunConfig, list[str]]:
     """Return the config of a run on this machine, or on several like it, with all defaults, and the lines."""
     names = gpus_here() if has_gpu else ()
+    has_gpu = has_gpu or config.rehearse is not None  # a rehearsal stands for GPUs
     chosen, notes = choices(
         [config],
         [strategy],
         gpu=find_gpu(names[0]) if names else None,
-        has_gpu=has_gpu or config.rehearse is not None,
+        has_gpu=has_gpu,
         num_gpus=config.rehearse or num_ranks,
         gpus_per_node=max(1, len(names)),
         runs_here=True,
     )
-    return with_choices(config, chosen).with_defaults(has_gpu=has_gpu or config.rehearse is not None), notes
+    return with_choices(config, chosen).with_defaults(has_gpu=has_gpu), notes
 
 
 def given_with(chosen: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
@@ -144,9 +147,13 @@ def _leaves(name: str) -> Callable[[RunConfig], bool]:
 
 
 def allowed_kernels(
-    name: str, configs: Sequence[RunConfig], specs: Sequence[ModelSpec], strategies: Sequence[Strategy]
+    name: str,
+    configs: Sequence[RunConfig],
+    specs: Sequence[ModelSpec],
+    strategies: Sequence[Strategy],
+    missing: Set[str] = frozenset(),
 ) -> str:
-    """Return the value of --kernels with those of its parts that all models, flags and strategies allow."""
+    """Return the value of --kernels with the parts that all allow, and none that is `missing`."""
 
     def problems(config: RunConfig, spec: ModelSpec, part: str) -> list[str]:
         config = dataclasses.replace(config, kernels=part)
@@ -160,7 +167,16 @@ def allowed_kernels(
             for config, spec in zip(configs, specs, strict=True)
         )
 
-    return FLAGS["kernels"].joined([part for part in KERNEL_SETS[name] if is_allowed(part)])
+    parts = [part for part in KERNEL_SETS[name] if part not in missing and is_allowed(part)]
+    return FLAGS["kernels"].joined(parts)
+
+
+def _missing_here(has_gpu: bool) -> set[str]:
+    """Return the parts of --kernels for which this machine lacks a compiler or Triton."""
+    missing = set() if has_compiler() else {"compile"}
+    if has_gpu and (missing or find_spec("triton") is None):
+        missing.add("triton")
+    return missing
 
 
 def _saved_on_cpu(config: RunConfig, spec: ModelSpec, num_ranks: int) -> float:

@@ -80,7 +80,7 @@ def estimates(
             gpus_per_node=gpus_per_node,
             is_comparison=True,
             like=like,
-            deployment=deployments(gpu) if deployments else None,
+            deployment=deployments(gpu) if deployments else Deployment(),
         )
         for gpu, count in itertools.product(found_gpus, num_gpus)
     ]

@@ -109,9 +109,9 @@ _OF_OPTIMIZER = (
 
 
 def is_computed_plainly(config: Mapping[str, Any]) -> bool:
-    """Return whether all flags keep the rounding of one plain process of the same numerics."""
+    """Return whether all flags but --kernels keep the rounding of one plain process of the same numerics."""
     return config["attn_implementation"] in ("eager", "sdpa") and all(
-        config.get(name, plain) == plain for name, plain in PLAIN.items()
+        name == "kernels" or config.get(name, plain) == plain for name, plain in PLAIN.items()
     )
 
 
@@ -169,9 +169,7 @@ class Numerics:
     attention: str | None = _probed(
         "attention kernel that ran", settings=("attn_implementation", "kernels", "seq_len")
     )
-    optimizer_kernel: str | None = _probed(
-        "fused, triton, foreach, for-loop or muon, as run", settings=("optim",)
-    )
+    optimizer_kernel: str | None = _probed("fused, foreach, for-loop or muon, as run", settings=("optim",))
     compiled: bool | None = _probed("whether a graph of torch.compile ran", settings=("kernels",))
     recomputed: bool | None = _probed(
         "whether backward recomputed activations; None if torch.compile hides it",

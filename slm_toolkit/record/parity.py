@@ -292,7 +292,7 @@ def _comparisons(record: RunRecord, references: "_References") -> list[Parity]:
     """Compare a record with its references; empty if there is no fp32 reference.
 
     Compares the run and its fp32 steps with the fp32 reference, and the run with one process of the same
-    numerics. That process is compared with fp32, too, because its fault would be in every run.
+    numerics and kernels. That process is compared with fp32, too: its fault would be in every run.
     """
     fp32 = None if record.is_of_script else _fp32_reference_of(record, references)
     if fp32 is None:
@@ -305,7 +305,8 @@ def _comparisons(record: RunRecord, references: "_References") -> list[Parity]:
         comparisons.append(compare_with(fp32, in_fp32, limits=ALIKE["fp32"], what=" in fp32"))
     control = _control_of(record, references)
     if control is not None and control is not record:
-        same_limits = _same_numerics_limits(record) if is_computed_plainly(record.asked["config"]) else limits
+        is_plain = is_computed_plainly(record.asked["config"]) and not record.config.compiles
+        same_limits = _same_numerics_limits(record) if is_plain else limits
         comparisons.append(compare_with(control, record, limits=same_limits))
         control_parity = compare_with(fp32, control, limits=limits)
         if not control_parity.agrees:
@@ -564,8 +565,8 @@ class _References:
 
     fp32_references: dict[bytes, list[RunRecord]]
     "by task; the references of `slm compare --parity` come first"
-    controls: dict[tuple[str, bytes], RunRecord]
-    "by numerics and task"
+    controls: dict[tuple[str, str, bytes], RunRecord]
+    "by numerics, kernels and task"
 
 
 def _references(records: list[RunRecord]) -> _References:
@@ -575,7 +576,7 @@ def _references(records: list[RunRecord]) -> _References:
         if _is_fp32_reference(record):
             references.fp32_references[_task_of(record)].append(record)
         if record.is_parity_reference:
-            references.controls.setdefault((record.config.numerics, _task_of(record)), record)
+            references.controls.setdefault(_key_of_control(record), record)
     return references
 
 
@@ -597,11 +598,14 @@ def _is_fp32_reference(record: RunRecord) -> bool:
 
 
 def _control_of(record: RunRecord, references: _References) -> RunRecord | None:
-    """Return the reference run of one process with the same numerics; None in fp32 or without one."""
-    numerics = record.config.numerics
-    if numerics == "fp32" or not references.controls:
+    """Return the reference run of one process with the same numerics and kernels; None without one."""
+    if record.config.numerics == "fp32" or not references.controls:
         return None
-    return references.controls.get((numerics, _task_of(record)))
+    return references.controls.get(_key_of_control(record))
+
+
+def _key_of_control(record: RunRecord) -> tuple[str, str, bytes]:
+    return record.config.numerics, record.config.kernels, _task_of(record)
 
 
 def _settings_of(record: RunRecord) -> bytes:

@@ -50,10 +50,8 @@ class CheckedForward:
         batch = next(batches)
         stance = torch.compiler.set_stance("force_eager") if config.compiles else nullcontext()
         self._use_plain(True)
-        self._model.eval()
         with torch.no_grad(), stance:
             self._model(**model_inputs(batch, config))
-        self._model.train()
         self._use_plain(False)
         self._plain_loss = self._loss_recorder.last.clone()
         return chain([batch], batches)

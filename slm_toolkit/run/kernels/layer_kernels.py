@@ -113,7 +113,7 @@ def use_kernels(model: PreTrainedModel, config: RunConfig) -> None:
         if type(head) is not torch.nn.Linear or head.bias is not None:
             raise ValueError(
                 f"--kernels {config.kernels}: the head of {type(model).__name__} is {head}, "
-                "not a plain matrix\nhint: --kernels norm"
+                f"not a plain matrix\nhint: --kernels {config.without_kernels('loss').kernels}"
             )
         head.__class__ = LossHead
         head.arithmetic = _loss_arithmetic(config)

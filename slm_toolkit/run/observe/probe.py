@@ -36,7 +36,7 @@ _ATTENTION_KERNELS = (  # (the profiler's name of an operator, our name of the k
 )
 _OPTIMIZER_KERNELS = (
     (MUON, "muon"),  # with fused AdamW for the other parameters
-    (ADAMW_KERNEL, "triton"),
+    (ADAMW_KERNEL, "fused"),  # the same arithmetic
     (r"aten::_fused_adamw?_", "fused"),
     (r"aten::_foreach_addcdiv_", "foreach"),
     (r"aten::addcdiv_", "for-loop"),

@@ -63,6 +63,7 @@ def test_all_verbs_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     of_estimate = (row.kernels, row.per_device_train_batch_size)
     assert of_estimate == ("compiled", 32)
 
+    monkeypatch.setattr(module, "find_spec", lambda name: True)  # Triton, as on a GPU
     monkeypatch.setattr(comparison, "this_machine", lambda: Machine(1, H100))
     planned = slm_here("compare", "--dry_run", "--strategy", "single", "--model", "slm-1b")
     assert planned.code == 0, planned.err
@@ -101,5 +102,6 @@ def test_a_short_run_does_not_pay_for_compiling(monkeypatch: pytest.MonkeyPatch)
     on_cpu = {"gpu": None, "has_gpu": False, "num_gpus": 2}
     assert chosen(RunConfig(model="slm-10m", max_steps=33), **on_cpu)[0] == "fused"
     assert chosen(RunConfig(model="slm-10m", max_steps=5000), **on_cpu)[0] == "compiled"
-    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)  # no compiler
     assert chosen(RunConfig(model="slm-10m", max_steps=5000), **on_cpu, runs_here=True)[0] == "fused"
+    assert chosen(RunConfig(model="slm-1b"), gpu="h100-80gb", runs_here=True)[0] == "loss+norm"
