@@ -162,7 +162,7 @@ def test_an_engines_hooks_of_a_layer_run_once_though_it_is_computed_again(mode: 
 def test_a_head_that_is_no_plain_matrix_is_refused() -> None:
     model = made()
     model.lm_head = torch.nn.Linear(128, 384, bias=True)
-    with pytest.raises(ValueError, match="not a plain matrix\nhint: --kernels norm"):
+    with pytest.raises(ValueError, match="not a plain matrix\nhint: --kernels plain"):
         use_kernels(model, RunConfig(kernels="loss"))
 
 
