@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.config.run_config import RunConfig, in_todays_names
 from slm_toolkit.hardware.calibration import FILE, TERMS, Calibration, CalibrationRow, completed, rows_of
 from slm_toolkit.hardware.gpus import Gpu, gpu_of_name
 from slm_toolkit.model.names import find_model
@@ -340,7 +340,7 @@ def is_real(result: dict[str, Any]) -> bool:
 def setup_of(result: dict[str, Any], gpu: Gpu) -> Setup | None:
     """None: without a closed form."""
     known = {each.name for each in dataclasses.fields(RunConfig) if each.init}
-    asked = {name: value for name, value in result["asked"].items() if name in known}
+    asked = {name: value for name, value in in_todays_names(result["asked"]).items() if name in known}
     config = RunConfig(**asked).with_defaults(has_gpu=True)
     spec = find_model(config.model)
     if unknown_to_estimates(config, gpu=gpu, spec=spec):

@@ -257,9 +257,8 @@ def test_data_that_changed_is_refused(tmp_path: Path) -> None:
 def test_a_stream_is_told_apart_by_its_first_sequence(streaming: bool, tmp_path: Path) -> None:
     contents = []
     for seed in (0, 0, 1):
-        config = RunConfig(
-            model="slm-1m", seq_len=32, streaming=streaming, dataset=texts(tmp_path / f"{seed}.jsonl", seed)
-        )
+        data = {"streaming": streaming, "dataset": texts(tmp_path / f"{seed}.jsonl", seed)}
+        config = RunConfig(model="slm-1m", seq_len=32, **data).with_defaults(has_gpu=False)
         contents.append(load_data(config, PRESETS["slm-1m"], num_sequences=8).contents)
     assert contents[0] == contents[1] != contents[2]
 

@@ -286,6 +286,7 @@ def test_jobs_outlive_a_killed_comparison_and_are_found_again_but_end_with_ctrl_
     process.communicate()
     (job,) = slurm("squeue", "-h", "-o", "%i", env=cluster).split()
     process = start(tmp_path, *asked, env=cluster)
+    assert process.stderr.readline().startswith("kernels: fused")
     assert process.stderr.readline() == f"found Slurm job {job} of an earlier comparison\n"
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
