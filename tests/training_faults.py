@@ -61,7 +61,7 @@ if os.environ.get("RANK", "0") in os.environ.get("TEST_RANKS", "").split(",") an
             if kind == "large loss" and count[0] == step:
                 function = self.function
                 self.function = lambda **inputs: 100 * function(**inputs)
-            if kind == "large loss" and count[0] >= step and getattr(self.head, "last_loss", None) is not None:
+            if is_due and kind == "large loss" and getattr(self.head, "last_loss", None) is not None:
                 self.head.last_loss = 100 * self.head.last_loss  # of a fused loss
             loss = call(self, **arguments)
             if is_due and kind == "nan":
