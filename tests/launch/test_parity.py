@@ -510,19 +510,6 @@ def test_the_cause_of_other_losses_is_named(of_ddp: dict, of_zero: dict, cause: 
 
 
 @pytest.mark.quick
-def test_an_older_record_under_zero3_init_flag_drew_other_weights() -> None:
-    """Without a fingerprint; accelerate takes no flag for true."""
-    for section, is_cause in (
-        ({}, True),
-        ({"zero3_init_flag": True}, True),
-        ({"zero3_init_flag": False}, False),
-    ):
-        asked = {**made_record().asked, "accelerate_config": {"deepspeed_config": section}}
-        (_, parity) = judge([made_record(), made_record(identity="1", asked=asked, **_ZERO_3)])
-        assert ("zero3_init_flag" in (parity.cause or "")) is is_cause
-
-
-@pytest.mark.quick
 def test_losses_that_agree_have_no_cause() -> None:
     agrees = {**_ZERO_3, "losses": [10.0] * 33, "weights_fingerprint": "b"}
     (_, parity) = judge([made_record(weights_fingerprint="a"), made_record(identity="1", **agrees)])

@@ -216,7 +216,8 @@ def test_the_code_of_the_documentation_runs(tmp_path: Path) -> None:
 
 
 def test_our_trainer_and_a_users_loop_of_the_same_training_have_the_same_figures(tmp_path: Path) -> None:
-    config = RunConfig(model="slm-1m", seq_len=32, max_steps=14, numerics="fp32", max_grad_norm=1.0)
+    flags = {"model": "slm-1m", "seq_len": 32, "max_steps": 14, "numerics": "fp32", "max_grad_norm": 1.0}
+    config = RunConfig(**flags).with_defaults(has_gpu=False)
     work = write_work(tmp_path / "work", config, num_processes=2)
     (theirs,) = compare(
         tmp_path / "theirs",
