@@ -191,7 +191,7 @@ def test_a_hub_that_answers_is_asked(tmp_path: Path) -> None:
     assert said(absent)[0] == "error: the hub has no model 'some/other', or it is private"
     cached = slm("estimate", "--model", "some/small", *words, env=env_of(tmp_path))
     assert cached.code == 0, cached.err
-    assert cached.err == f"note: can't reach {NOWHERE}: using cached copies\n"
+    assert cached.err.startswith(f"note: can't reach {NOWHERE}: using cached copies\n")
 
 
 @pytest.mark.quick

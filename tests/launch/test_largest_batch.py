@@ -116,7 +116,6 @@ def test_where_not_even_1_runs_that_run_is_shown() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--max_batch", "4"], "--max_batch was removed: leave it out"),
         (
             ["--largest_batch", "--per_device_train_batch_size", "2", "--rehearse", "8", "--parity", "5"],
             "--per_device_train_batch_size with --largest_batch, which searches for it: give only one\n"
