@@ -36,7 +36,8 @@ def test_training_on_text_files_lowers_the_loss_and_the_saved_model_agrees(
 
     model = AutoModelForCausalLM.from_pretrained(record["model_dir"], dtype="auto")
     assert model.dtype == (torch.bfloat16 if numerics == "aligned" else torch.float32)
-    data = load_data(RunConfig(model="slm-1m", **options), PRESETS["slm-1m"], num_sequences=0)
+    config = RunConfig(model="slm-1m", **options).with_defaults(has_gpu=False)
+    data = load_data(config, PRESETS["slm-1m"], num_sequences=0)
     (held_out,) = data.held_out.values()
     losses = []
     with torch.no_grad():

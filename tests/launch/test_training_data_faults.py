@@ -39,8 +39,13 @@ def parquet_damaged_behind(path: Path) -> Path:
     return path
 
 
+def config_of(path: Path, **flags: object) -> RunConfig:
+    asked = {"model": "slm-1m", "dataset": str(path), "seq_len": 64, "max_steps": 4, **flags}
+    return RunConfig(**asked).with_defaults(has_gpu=False)
+
+
 def load_and_read(path: Path, *, streaming: bool) -> None:
-    config = RunConfig(model="slm-1m", dataset=str(path), seq_len=64, streaming=streaming, max_steps=4)
+    config = config_of(path, streaming=streaming)
     for _ in load_data(config, PRESETS["slm-1m"], num_sequences=0).train:
         continue
 
@@ -106,7 +111,7 @@ def test_a_file_that_is_gone_when_the_run_begins_is_named(tmp_path: Path) -> Non
 
 @pytest.mark.quick
 def test_a_streamed_file_that_vanishes_is_named_when_its_rows_are_due(tmp_path: Path) -> None:
-    config = RunConfig(model="slm-1m", dataset=str(tmp_path), seq_len=64, streaming=True, max_steps=4)
+    config = config_of(tmp_path, streaming=True)
     for name in ("a", "b"):
         lines(tmp_path / f"{name}.jsonl", GOOD, at_line=1, num_lines=50)
     sequences = iter(load_data(config, PRESETS["slm-1m"], num_sequences=0).train)
@@ -171,7 +176,7 @@ WORDS = {"</s>": 0, "[UNK]": 1, "the": 2, "quick": 3, "brown": 4}
 
 
 def load_with_tokenizer(data: Path, folder: Path) -> None:
-    config = RunConfig(model="slm-1m", dataset=str(data), tokenizer_name=str(folder), seq_len=16, max_steps=4)
+    config = config_of(data, tokenizer_name=str(folder), seq_len=16)
     load_data(config, PRESETS["slm-1m"], num_sequences=0)
 
 
@@ -323,9 +328,7 @@ def test_a_json_file_is_read_the_same_whole_and_streamed(tmp_path: Path) -> None
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
         for streaming in (False, True):
-            config = RunConfig(
-                model="slm-1m", dataset=str(tmp_path / name), seq_len=64, streaming=streaming, max_steps=4
-            )
+            config = config_of(tmp_path / name, streaming=streaming)
             train = load_data(config, PRESETS["slm-1m"], num_sequences=0).train
             found.add(tuple(tuple(sequence["input_ids"].tolist()) for sequence in train))
     assert len(found) == 1
