@@ -208,7 +208,7 @@ def _chosen(config: RunConfig, path: Path, gpus: Sequence[str], counts: tuple[in
     chosen, _ = choices(
         [config], strategies, gpu=gpu, has_gpu=True, num_gpus=num_gpus, gpus_per_node=per_node
     )
-    return with_choices(config, chosen).with_defaults(has_gpu=True)
+    return with_choices(config, chosen)
 
 
 def _host(args: argparse.Namespace) -> Host:

@@ -109,7 +109,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
         "--write",
         type=Path,
         metavar="DIR",
-        help="write the YAML, launch script of the first row into DIR",
+        help="write the YAML and the launch script of the first row into DIR",
     ).basic = True
     parser.add_argument(
         "--json", action="store_true", help="print a list of rows; unknown values are null"

@@ -110,7 +110,9 @@ class Flag:
         """Return a typed value in our spelling. Raises ValueError for a value of other trainers only."""
         if word.lower() in self.instead:
             raise ValueError(f"there is no {word}\nhint: {self.instead[word.lower()]}")
-        return self.joined(self.parts_of(word)) if "+" in word else self.synonyms.get(word.lower(), word)
+        if all(map(self.sets.get, word.split("+"))):
+            return self.joined(self.parts_of(word))
+        return self.synonyms.get(word.lower(), word)
 
     def parts_of(self, value: Any) -> tuple[Any, ...]:
         """Return the parts of a value in their order, each once; of a flag without `sets`, the value."""
@@ -183,10 +185,9 @@ def strategy_problems(config: Any, strategy: Any) -> list[str]:
 def _value_problems(name: str, of_flag: Flag, value: Any) -> Iterator[str]:
     if value is None:
         return
-    words = value.split("+") if of_flag.sets and value not in of_flag.sets else []
-    if not all(of_flag.sets.get(word) for word in words):
-        known = ", ".join(of_flag.sets)
-        yield f"--{name} is {shortened(value)!r}: {known}, or several joined by +"
+    sets = of_flag.sets
+    if sets and value not in sets and not all(map(sets.get, value.split("+"))):
+        yield f"--{name} is {shortened(value)!r}: {', '.join(sets)}, or several joined by +"
     if of_flag.choices and value not in of_flag.choices:
         yield f"--{name} is {value!r}: one of {', '.join(of_flag.choices)}"
     if of_flag.is_printable and not value.isprintable():

@@ -44,10 +44,7 @@ def _options(f: dataclasses.Field, flag: Flag, *, several: bool) -> dict[str, An
         "default": None,
         "choices": flag.choices,
         "metavar": flag.metavar
-        if flag.choices or flag.metavar
-        else "true|false"
-        if kind is bool
-        else kind.__name__.upper(),
+        or (None if flag.choices else "true|false" if kind is bool else kind.__name__.upper()),
         "help": text.replace("%", "%%"),
     }
     if flag.synonyms or flag.instead or flag.sets:

@@ -107,9 +107,9 @@ REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
     "sp_size": "--gradient_checkpointing full, and ZeRO-3 or FSDP with offload, hold the longest sequences",
     "adam_dtype": "--optim muon takes 4 bytes less per parameter; ds_zero2_offload takes none on the GPU",
     "mlp_kernel": "--kernels compiled fuses the MLP",
-    "use_liger_kernel": "--kernels fused",
     **dict.fromkeys(
-        ("loss_kernel", "norm_kernel", "triton_loss"), "--kernels fused, or only loss, norm or triton"
+        ("loss_kernel", "norm_kernel", "triton_loss", "use_liger_kernel"),
+        "--kernels fused, or only loss, norm or triton",
     ),
     "merge_adapter": "--save_final_model merged",
     "dataset_config_name": "--dataset NAME:CONFIGURATION",

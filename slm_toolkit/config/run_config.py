@@ -341,9 +341,9 @@ class RunConfig:
     )
     per_device_train_batch_size: int | None = Flag(
         None,
-        "sequences per process and micro-step . auto, the default: "
-        "on a GPU the largest power of two that fits under every compared strategy and gains at least 3 % "
-        "over half of it; 4 on CPU and on an unknown GPU",
+        "sequences per process and micro-step. auto, the default: on a GPU the largest power of two that "
+        "fits under every compared strategy and gains at least 3 % over half of it; 4 on CPU and on an "
+        "unknown GPU",
         group="batch",
         basic=True,
         other_names=(

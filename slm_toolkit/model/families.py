@@ -171,24 +171,19 @@ def _replaced_kernels(spec: ModelSpec, config: RunConfig) -> list[tuple[str, dic
             "--attn_implementation eager (on a GPU, also flash_attention_2 or flex_attention)"
         )
         found.append((sentence, {"attn_implementation": "eager"}))
-    if spec.after_head != "nothing" and config.fuses_loss:
-        sentence = (
-            f"--kernels {config.kernels}: {spec.name} changes the head's logits before the loss "
-            f"({spec.after_head}), and the fused loss never has them; leave loss out"
-        )
-        found.append((sentence, {"leave_out": ("loss",)}))
-    if spec.norm_scales_in_fp32 and config.fuses_norm:
-        sentence = (
-            f"--kernels {config.kernels}: {spec.name} multiplies by a norm's weight before it rounds, and "
-            "the fused norm after it; leave norm out"
-        )
-        found.append((sentence, {"leave_out": ("norm",)}))
-    if spec.layer_norm and config.fuses_norm:
-        sentence = (
-            f"--kernels {config.kernels}: {spec.name} has LayerNorm, and the fused norm is an RMSNorm; leave "
-            "norm out"
-        )
-        found.append((sentence, {"leave_out": ("norm",)}))
+    of_head = f"changes the logits before the loss ({spec.after_head}), and the fused loss never has them"
+    of_norm = (
+        "has LayerNorm, and the fused norm is an RMSNorm"
+        if spec.layer_norm
+        else "multiplies by a norm's weight before it rounds, and the fused norm after it"
+    )
+    for part, differs, why in (
+        ("loss", spec.after_head != "nothing", of_head),
+        ("norm", spec.layer_norm or spec.norm_scales_in_fp32, of_norm),
+    ):
+        if differs and part in config.kernel_parts:
+            sentence = f"--kernels {config.kernels}: {spec.name} {why}; leave {part} out"
+            found.append((sentence, {"leave_out": (part,)}))
     if config.pad_widths and (reason := _why_not_padded(spec)) is not None:
         found.append((f"--pad_widths: {spec.name} {reason}; leave it out", {"pad_widths": False}))
     return found

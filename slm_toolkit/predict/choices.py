@@ -15,26 +15,25 @@ from slm_toolkit.hardware.machine import has_compiler
 from slm_toolkit.model.families import kernel_problems
 from slm_toolkit.model.model_spec import ModelSpec, flops_per_token
 from slm_toolkit.model.names import find_model
-from slm_toolkit.predict.estimate import Estimate, estimate
+from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED, Estimate, estimate
 from slm_toolkit.predict.setup.other_trainers import OtherTrainer
 from slm_toolkit.predict.setup.setup import Deployment, Setup
-from slm_toolkit.strategy.strategy import Strategy
+from slm_toolkit.strategy.strategy import Strategy, sequences_per_step
 
 _USUAL = Deployment()
 _COMPILE_SECONDS = 10
 "of the first step on an H100: 9.3, 9.3 and 17.6 s for three models (results/h100-80gb, 2026-11-27)"
-_COMPILE_SECONDS_ON_CPU = 40
-"of the first step of two ranks on two cores"
-_CPU_FLOPS, _CPU_GAIN = 1.4e11, 1.3
-"""FLOPs per second of one core (AMD EPYC) in bf16 with compiled kernels, and how much faster they are than
-fused ones"""
+_COMPILE_SECONDS_ON_CPU = 20
+"of the first step of slm-10m on two cores, without torch's cache (docs/accuracy.md, 2026-11-28)"
+_CPU_FLOPS, _CPU_GAIN = 1.1e11, 1.07
+"""FLOPs per second of one core (AMD EPYC) in bf16 with fused kernels, and how much faster compiled ones are:
+1.05 times for slm-10m, 1.09 times with a vocabulary of 32,000 (same place)"""
 _LEAST_GAIN = 1.03
 "times the tokens per second; a batch twice as large that gains less is not worth its memory"
 _SURE = 0.95
 "probability with which a chosen batch fits"
-_LARGEST_BATCH = 4096
 _FOREVER = 10**9
-"steps of a run of unknown length, and of one that measures"
+"steps of a comparison on a GPU, and of a run there whose length nobody gave"
 _BATCH = "per_device_train_batch_size"
 
 
@@ -54,19 +53,17 @@ def choices(
     """Return --kernels and the batch, if a config leaves them to us, and a line for each: what and why.
 
     `configs`: as the flags gave them. `gpu`: None if there is none, or if nothing is known of it. The values
-    are the same for all rows; on a GPU, a comparison counts as a long run. `runs_here`: on this machine,
-    which must then have a compiler. Raises ValueError for an unknown model.
+    are the same for all rows. `runs_here`: this machine runs them, so it must have a compiler and Triton.
+    Raises ValueError for an unknown model.
     """
-    free = [name for name in ("kernels", _BATCH) if any(map(_leaves(name), configs))]
+    free = [name for name in ("kernels", _BATCH) if any(_leaves(config, name) for config in configs)]
     if not free:
         return {}, []
     chosen: dict[str, Any] = {"kernels": "plain", _BATCH: DEFAULT_BATCH}
     notes = []
 
     def filled(**flags: Any) -> list[RunConfig]:
-        return [
-            with_choices(config, {**chosen, **flags}).with_defaults(has_gpu=has_gpu) for config in configs
-        ]
+        return [with_choices(config, {**chosen, **flags}, has_gpu=has_gpu) for config in configs]
 
     specs = [find_model(config.model) for config in filled()]
 
@@ -83,26 +80,28 @@ def choices(
     fused, compiled = (
         allowed_kernels(name, filled(), specs, strategies, missing) for name in ("fused", "compiled")
     )
-    chosen["kernels"] = compiled
-    if not has_gpu and "kernels" in free:
-        saved = _saved_on_cpu(filled()[0], specs[0], num_gpus)
+    chosen["kernels"], why = compiled, "without an estimate of its speed"
+    if not has_gpu:
+        saved = _saved_on_cpu(filled()[0], specs[0], strategies[0], num_gpus)
         chosen["kernels"] = compiled if saved > _COMPILE_SECONDS_ON_CPU else fused
         saves = f"about {saved:.0f} s" if saved >= 1 else "less than a second"
-        why = f"compiling takes about {_COMPILE_SECONDS_ON_CPU} s and saves {saves} in such a run"
-        notes.append(f"kernels: {chosen['kernels']}, because {why}")
+        why = f"because compiling takes about {_COMPILE_SECONDS_ON_CPU} s and saves {saves} in such a run"
     with suppress(ValueError):  # no closed form for one of the rows
-        if _BATCH in free and gpu is not None:
-            chosen[_BATCH], why = _batch(lambda size: rows_with(**{_BATCH: size}))
-            notes.append(f"batch: {chosen[_BATCH]} per GPU, because {why}")
-        if "kernels" in free and gpu is not None:
-            plain, uncompiled, best = (
-                _seconds(rows_with(kernels=name)) for name in ("plain", fused, compiled)
-            )
-            num_steps = _FOREVER if is_comparison else max(config.max_steps or _FOREVER for config in configs)
-            if num_steps * (uncompiled - best) < _COMPILE_SECONDS * len(specs) * len(strategies):
-                chosen["kernels"], best = fused, uncompiled
-            gain = f"an estimated {plain / best:.2f} times as fast as plain"
-            notes.append(f"kernels: {chosen['kernels']}, {gain}")
+        for kernels in () if gpu is None else (compiled, fused):
+            chosen["kernels"] = kernels
+            if _BATCH in free:
+                chosen[_BATCH], limit = _batch(lambda size: rows_with(**{_BATCH: size}))
+                notes = [f"batch: {chosen[_BATCH]} per GPU, because {limit}"]
+            names = ("plain", fused, kernels)
+            plain, uncompiled, best = (_seconds(rows_with(kernels=name)) for name in names)
+            why = f"an estimated {plain / best:.2f} times as fast as plain"
+            asked = [_with_steps(config, strategies[0], num_gpus).max_steps for config in filled()]
+            num_steps = _FOREVER if is_comparison else max(steps or _FOREVER for steps in asked)
+            pays = num_steps * (uncompiled - best) >= _COMPILE_SECONDS * len(specs) * len(strategies)
+            if pays or "kernels" not in free:
+                break
+    if "kernels" in free and (runs_here or gpu is not None):
+        notes.append(f"kernels: {chosen['kernels']}, {why}")
     return {name: chosen[name] for name in free}, notes
 
 
@@ -121,7 +120,7 @@ def completed(
         gpus_per_node=max(1, len(names)),
         runs_here=True,
     )
-    return with_choices(config, chosen).with_defaults(has_gpu=has_gpu), notes
+    return with_choices(config, chosen, has_gpu=has_gpu), notes
 
 
 def given_with(chosen: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
@@ -135,15 +134,14 @@ def given_with(chosen: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def with_choices(config: RunConfig, chosen: dict[str, Any]) -> RunConfig:
-    """Return the config with these values of the flags that it leaves to us."""
-    return dataclasses.replace(
-        config, **{name: value for name, value in chosen.items() if _leaves(name)(config)}
-    )
+def with_choices(config: RunConfig, chosen: dict[str, Any], *, has_gpu: bool = True) -> RunConfig:
+    """Return the config with these values of the flags that it leaves to us, and all other defaults."""
+    left = {name: value for name, value in chosen.items() if _leaves(config, name)}
+    return dataclasses.replace(config, **left).with_defaults(has_gpu=has_gpu)
 
 
-def _leaves(name: str) -> Callable[[RunConfig], bool]:
-    return lambda config: getattr(config, name) == FLAGS[name].default
+def _leaves(config: RunConfig, name: str) -> bool:
+    return getattr(config, name) == FLAGS[name].default
 
 
 def allowed_kernels(
@@ -179,12 +177,16 @@ def _missing_here(has_gpu: bool) -> set[str]:
     return missing
 
 
-def _saved_on_cpu(config: RunConfig, spec: ModelSpec, num_ranks: int) -> float:
+def _with_steps(config: RunConfig, strategy: Strategy, num_ranks: int) -> RunConfig:
+    return config.with_steps(sequences_per_step(config, strategy, num_ranks))
+
+
+def _saved_on_cpu(config: RunConfig, spec: ModelSpec, strategy: Strategy, num_ranks: int) -> float:
     """Return the seconds that compiled kernels save over fused ones in a run on this machine's CPU."""
-    sequences = config.per_device_train_batch_size * config.gradient_accumulation_steps * num_ranks
-    steps = config.with_steps(sequences).steps_asked or 0  # epochs of unknown length count as short
-    flops = steps * sequences * config.seq_len * flops_per_token(spec, seq_len=config.seq_len)
-    return (_CPU_GAIN - 1) * flops / (_CPU_FLOPS * num_cores())
+    steps = _with_steps(config, strategy, num_ranks).steps_asked or 0  # unknown with epochs: a short run
+    tokens = steps * sequences_per_step(config, strategy, num_ranks) * config.seq_len
+    flops = tokens * flops_per_token(spec, seq_len=config.seq_len)
+    return (1 - 1 / _CPU_GAIN) * flops / (_CPU_FLOPS * num_cores())
 
 
 def _batch(rows_with: Callable[[int], list[Estimate]]) -> tuple[int, str]:
@@ -197,7 +199,7 @@ def _batch(rows_with: Callable[[int], list[Estimate]]) -> tuple[int, str]:
     time = _seconds(compress(rows, counts))
     if time == inf:
         return DEFAULT_BATCH, "the network between the nodes is unknown"
-    while batch < _LARGEST_BATCH and any(counts):
+    while batch < LARGEST_BATCH_TRIED and any(counts):
         rows = list(compress(rows_with(2 * batch), counts))
         gain = 2 * time / _seconds(rows)
         if not all(map(_is_sure, rows)):

@@ -85,9 +85,9 @@ def estimates(
         for gpu, count in itertools.product(found_gpus, num_gpus)
     ]
     smallest, why = min(chosen, key=lambda one: one[0].get("per_device_train_batch_size", 0))
-    notes = [] if notes is None else notes
-    notes += why
-    configs = [with_choices(config, smallest).with_defaults(has_gpu=True) for config in configs]
+    if notes is not None:
+        notes += why
+    configs = [with_choices(config, smallest) for config in configs]
     specs = {name: model_to_estimate(name) for name in dict.fromkeys(config.model for config in configs)}
     problems = [
         problem

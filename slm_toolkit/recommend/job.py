@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from slm_toolkit.config.run_config import FLAGS, SYNTHETIC, RunConfig
+from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
 from slm_toolkit.hardware.gpus import Gpu, gpu_of_name, gpus, gpus_and_count
 from slm_toolkit.hardware.prices import Price
 from slm_toolkit.model.families import kernel_problems
@@ -167,12 +167,8 @@ def _tokens_of_dataset(name: str, starts_from: str | None, given: dict[str, Any]
 
 def configs_of(given: dict[str, Any], *, gpus_per_node: int) -> list[RunConfig]:
     """Return the grid of the given flags, and of GRID for the rest."""
-    left_to_us = ([FLAGS["kernels"].default], [FLAGS["per_device_train_batch_size"].default])
-    given = {
-        name: value
-        for name, value in given.items()
-        if (value if isinstance(value, list) else [value]) not in left_to_us
-    }
+    left_to_us = {"kernels": ["auto"], "per_device_train_batch_size": [None]}
+    given = {name: value for name, value in given.items() if value != left_to_us.get(name)}
     first_of_grid = {name: values[0] for name, values in GRID.items()}
     check_grid({**first_of_grid, **given}, num_gpus=[1], gpus_per_node=gpus_per_node)
     grid = {"model": [_DEFAULT_MODEL], **GRID, **given}

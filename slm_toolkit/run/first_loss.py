@@ -1,10 +1,8 @@
 """Compares the first micro-step's loss with that of plain kernels, which take over if it differs."""
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from itertools import chain
 from math import sqrt
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -15,6 +13,7 @@ from slm_toolkit.run.data.batches import model_inputs
 from slm_toolkit.run.kernels.layer_kernels import FusedRMSNorm
 from slm_toolkit.run.kernels.loss_kernels import LossHead
 from slm_toolkit.run.model.loss_recorder import RecordedLoss
+from slm_toolkit.run.observe.probe import dropouts_of
 
 _ENOUGH_TOKENS = 1024
 "of the runs that the limits of parity are for; the loss of fewer tokens has more noise"
@@ -23,8 +22,8 @@ _ENOUGH_TOKENS = 1024
 class CheckedForward:
     """The model's forward, whose first loss must be that of plain kernels.
 
-    Otherwise plain kernels compute all losses, from that one on. Nothing is compared without --kernels, in a
-    rehearsal, with dropout, and with flex_attention in compiled layers, which has no plain form.
+    Otherwise plain kernels compute all losses, from that one on. Nothing is compared under --kernels plain,
+    in a rehearsal, with dropout, and with flex_attention in compiled layers, which has no plain form.
     """
 
     def __init__(
@@ -44,13 +43,13 @@ class CheckedForward:
     def after_plain(self, batches: Iterator[dict[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
         """Compute the first batch's loss by plain kernels. Return the batches, none of them used up."""
         config = self._config
-        no_plain_form = config.compiles and config.attn_implementation == "flex_attention"
-        if not config.kernel_parts or config.rehearse is not None or no_plain_form or _drops(self._model):
+        has_no_plain_form = config.compiles and config.attn_implementation == "flex_attention"
+        is_compared = config.kernel_parts and config.rehearse is None and not has_no_plain_form
+        if not is_compared or any(dropouts_of(self._model)):
             return batches
         batch = next(batches)
-        stance = torch.compiler.set_stance("force_eager") if config.compiles else nullcontext()
         self._use_plain(True)
-        with torch.no_grad(), stance:
+        with torch.no_grad():
             self._model(**model_inputs(batch, config))
         self._use_plain(False)
         self._plain_loss = self._loss_recorder.last.clone()
@@ -71,21 +70,13 @@ class CheckedForward:
             f"--kernels {self._config.kernels} computed the loss {found:.5f} in the first micro-step, plain "
             f"kernels {plain:.5f}, so this run was trained with plain kernels"
         )
-        if self._config.compiles:
-            torch.compiler.set_stance("force_eager")
         self._use_plain(True)
         self._loss_recorder.num_tokens -= inputs["labels"].numel()  # counted again
         return self._model(**inputs).loss
 
     def _use_plain(self, is_plain: bool) -> None:
+        if self._config.compiles:
+            torch.compiler.set_stance("force_eager" if is_plain else "default")
         for module in self._model.modules():
             if isinstance(module, FusedRMSNorm | LossHead):
                 module.is_plain = is_plain
-
-
-def _drops(model: Any) -> bool:
-    """Return whether dropout makes two losses of a batch differ."""
-    return any(
-        (isinstance(module, torch.nn.Dropout) and module.p > 0) or getattr(module, "attention_dropout", 0)
-        for module in model.modules()
-    )

@@ -364,19 +364,23 @@ _MOST_NAMES = 3
 "names in one line, because a frozen model has hundreds"
 
 
+def dropouts_of(module: torch.nn.Module) -> list[float]:
+    """Return p of each dropout: those of attention weights have no module, kernels do them inside."""
+    parts = list(module.modules())
+    of_modules = [part.p for part in parts if isinstance(part, torch.nn.Dropout)]
+    return of_modules + [getattr(part, "attention_dropout", 0.0) for part in parts]
+
+
 def model_settings(module: torch.nn.Module) -> dict[str, str | None]:
     """Return fields of `numerics.Numerics`: dropout, rope, norm_eps, tied and frozen, the same on every rank.
 
     `module`: the model, without the engine's wrappers.
     """
-    dropouts = [part.p for part in module.modules() if isinstance(part, torch.nn.Dropout)]
-    # dropout of attention weights has no module: kernels such as flash-attn's do it inside
-    dropouts += [getattr(part, "attention_dropout", 0.0) for part in module.modules()]
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     head = head_of(module)
     embedding = None if head is None else module.get_input_embeddings()
     return {
-        "dropout": _several(f"{p:g}" for p in dropouts if p) or "none",
+        "dropout": _several(f"{p:g}" for p in dropouts_of(module) if p) or "none",
         "rope": _several(
             _frequencies(buffer)
             for path, buffer in module.named_buffers()

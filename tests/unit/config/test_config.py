@@ -47,6 +47,7 @@ def test_kernels_are_words_joined_in_any_order(given: str, kernels: str) -> None
     assert config.with_kernels("compile").compiles
     with pytest.raises(ValueError, match="auto, plain, fused, compiled, .*, or several joined by"):
         RunConfig(kernels=f"plain+{given}").check()
+    assert parse("--kernels", f"auto+{given}").problems()  # not the rest alone
 
 
 def test_the_final_model_is_saved_with_a_dataset_and_merged_only_with_an_adapter() -> None:

@@ -84,6 +84,15 @@ def test_all_verbs_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert again[0].tokens_per_second == pytest.approx(best.tokens_per_second, rel=0.01)
 
 
+@pytest.mark.parametrize("max_steps", [20, 5000])
+def test_the_batch_fits_with_the_kernels_that_are_chosen(max_steps: int) -> None:
+    config = RunConfig(model="slm-500m", max_steps=max_steps)
+    kernels, batch = chosen(config, gpu="a100-40gb", is_comparison=False)
+    size = {"kernels": kernels, "per_device_train_batch_size": batch}
+    (row,) = api.estimate(model="slm-500m", gpu="a100-40gb", num_gpus=1, strategy="ddp", **size)
+    assert row.fit_probability >= 0.95
+
+
 def test_what_is_given_stays_and_decides_about_the_rest() -> None:
     one = RunConfig(model="slm-1b", kernels="plain")
     assert chosen(one, gpu="h100-80gb") == (None, 16)
@@ -98,6 +107,8 @@ def test_a_short_run_does_not_pay_for_compiling(monkeypatch: pytest.MonkeyPatch)
     run = {"gpu": "h100-80gb", "is_comparison": False}
     assert chosen(RunConfig(model="slm-1b", max_steps=20), **run)[0] == "fused"
     assert chosen(RunConfig(model="slm-1b", max_steps=5000), **run)[0] == "compiled"
+    assert chosen(RunConfig(model="slm-1b", max_tokens="2M"), **run)[0] == "fused"
+    assert chosen(RunConfig(model="slm-1b"), **run)[0] == "compiled"  # nobody said how long
     monkeypatch.setattr(module, "num_cores", lambda: 2)
     on_cpu = {"gpu": None, "has_gpu": False, "num_gpus": 2}
     assert chosen(RunConfig(model="slm-10m", max_steps=33), **on_cpu)[0] == "fused"
