@@ -100,7 +100,7 @@ def choices(
             pays = num_steps * (uncompiled - best) >= _COMPILE_SECONDS * len(specs) * len(strategies)
             if pays or "kernels" not in free:
                 break
-    if "kernels" in free and (runs_here or gpu is not None):
+    if "kernels" in free and (runs_here or gpu is not None or not has_gpu):
         notes.append(f"kernels: {chosen['kernels']}, {why}")
     return {name: chosen[name] for name in free}, notes
 
