@@ -6,6 +6,7 @@
 Trainer. Without a GPU it lets every strategy run over gloo.
 """
 
+import atexit
 import functools
 import os
 import runpy
@@ -24,6 +25,7 @@ from transformers import Trainer
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.hardware.machine import use_huge_pages
+from slm_toolkit.launch.processes import leave
 from slm_toolkit.launch.torch_extensions import CompilerNews, remove_stale_locks, use_extensions_folder
 from slm_toolkit.record.run_record import RUN_DIR_VARIABLE
 from slm_toolkit.recorder import Recorder, RecorderCallback, open_recorders
@@ -208,3 +210,6 @@ def _watch_trainers() -> None:
 
 if __name__ == "__main__":
     main()
+    threading._shutdown()  # the end of the script's own threads and its atexit functions, as Python has them
+    atexit._run_exitfuncs()
+    leave(0)

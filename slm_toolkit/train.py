@@ -20,7 +20,7 @@ if _COLLECTS := gc.isenabled():
 
 # isort: split
 from slm_toolkit.base.interrupts import end_at_once
-from slm_toolkit.launch.processes import end_with_launcher, leave_out_working_folder
+from slm_toolkit.launch.processes import end_with_launcher, leave, leave_out_working_folder
 
 if __name__ == "__main__":
     end_with_launcher()
@@ -46,17 +46,15 @@ if __name__ == "__main__":
 # isort: split
 import dataclasses
 import functools
-import logging
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from itertools import chain
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from slm_toolkit.base.errors import EXIT_CODE_VARIABLE, RunEnded, user_errors
+from slm_toolkit.base.errors import RunEnded, user_errors
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.config.schedule import learning_rate
 from slm_toolkit.hardware.gpus import num_cores
@@ -435,21 +433,6 @@ def train_step(
         watch.computed(batch)
         step_loss += prepared.loss_recorder.last / prepared.num_micro_steps
     return step_loss, norm
-
-
-def leave(exit_code: Any) -> NoReturn:
-    """End a rank whose work is done, without shutting the Python interpreter down.
-
-    If a gloo thread frees a tensor while the interpreter shuts down, C++ aborts (SIGABRT: "terminate called
-    without an active exception") and the launcher reports a failed run. DeepSpeed keeps its process groups,
-    and so these threads, until the end.
-    """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if exit_code and (path := os.environ.get(EXIT_CODE_VARIABLE)):
-        Path(path).write_text(str(exit_code))
-    os._exit(exit_code)
 
 
 if __name__ == "__main__":

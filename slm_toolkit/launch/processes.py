@@ -1,6 +1,7 @@
 """Helpers for the Python processes that we start: a safe import path, and an end with their launcher."""
 
 import ctypes
+import logging
 import os
 import signal
 import socket
@@ -8,6 +9,9 @@ import sys
 import sysconfig
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, NoReturn
+
+from slm_toolkit.base.errors import EXIT_CODE_VARIABLE
 
 SAFE_PATH = "PYTHONSAFEPATH"
 
@@ -144,3 +148,18 @@ def _read_proc(pid: int, name: str) -> list[bytes]:
         return Path(f"/proc/{pid}/{name}").read_bytes().split(b"\0")
     except OSError:
         return []
+
+
+def leave(exit_code: Any) -> NoReturn:
+    """End a rank whose work is done, without shutting the Python interpreter down.
+
+    If a gloo thread frees a tensor while the interpreter shuts down, C++ aborts (SIGABRT: "terminate called
+    without an active exception") and the launcher reports a failed run. DeepSpeed keeps its process groups,
+    and so these threads, until the end.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if exit_code and (path := os.environ.get(EXIT_CODE_VARIABLE)):
+        Path(path).write_text(str(exit_code))
+    os._exit(exit_code)
