@@ -60,6 +60,7 @@ TIED = {
 _COMPILED = tempfile.TemporaryDirectory(prefix="slm-inductor-")
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _COMPILED.name  # a killed launch leaves half a file, which stays
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+ENV["THP_MEM_ALLOC_ENABLE"] = "1"  # as compare sets it for its launches, which could not begin warm otherwise
 
 COMPILING_SECONDS = 1200
 "for DeepSpeed's cpu_adam and async_io on two cores that do other work, too"

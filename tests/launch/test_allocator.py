@@ -8,7 +8,7 @@ from ctypes.util import find_library
 from pathlib import Path
 
 import pytest
-from conftest import slm
+from conftest import run, slm
 
 from slm_toolkit.hardware.machine import HUGE_PAGES
 
@@ -42,7 +42,8 @@ def test_a_library_in_mallocs_place_is_named() -> None:
 
 @pytest.mark.slow
 def test_a_comparison_uses_huge_pages_unless_it_is_told_not_to(tmp_path: Path) -> None:
-    first = slm(*RUN, "--output_dir", str(tmp_path))
+    unset = ("env", "-u", HUGE_PAGES, str(Path(sys.executable).with_name("slm")))
+    first = run(*unset, *RUN, "--output_dir", str(tmp_path))
     second = slm(*RUN, "--output_dir", str(tmp_path), env={"THP_MEM_ALLOC_ENABLE": "0"})
     assert (first.code, second.code) == (0, 0), first.err + second.err
     allocators = [json.loads(done.out)[0]["allocator"] for done in (first, second)]
