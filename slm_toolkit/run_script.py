@@ -34,6 +34,8 @@ from slm_toolkit.run.peers.launch_info import absolute_deepspeed_config, find_la
 
 _refused: list[str] = []
 "why trainings of the script are not recorded"
+_is_done = False
+"whether the script came to its end"
 
 
 def main() -> None:
@@ -208,8 +210,12 @@ def _watch_trainers() -> None:
     Trainer.__init__ = create_and_watch
 
 
+def _leave_if_done() -> None:
+    if _is_done:
+        leave(0)
+
+
 if __name__ == "__main__":
+    atexit.register(_leave_if_done)  # first, so it comes last: after the exit functions of the script
     main()
-    threading._shutdown()  # the end of the script's own threads and its atexit functions, as Python has them
-    atexit._run_exitfuncs()
-    leave(0)
+    _is_done = True
