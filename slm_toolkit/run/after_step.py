@@ -127,8 +127,7 @@ class AfterStep(Observer):
         if not seen.bad_ranks(self._max_loss):
             return
         self._overflows.append(seen.step + 1)
-        in_a_row = list(range(seen.step + 2 - MOST_OVERFLOWS, seen.step + 2))
-        if self._overflows[-MOST_OVERFLOWS:] == in_a_row:
+        if _num_in_a_row(self._overflows) == MOST_OVERFLOWS:
             self._end(
                 f"step {seen.step + 1}: the gradients of {MOST_OVERFLOWS} steps in a row overflowed in fp16",
                 "lower --learning_rate, or compute in bf16 or fp32: --numerics",
@@ -141,8 +140,7 @@ class AfterStep(Observer):
         if self._config.on_bad_step == "skip":
             self._skipped.append(seen.step + 1)
             say(f"skipped step {seen.step + 1}: {reason}; its sequences: {path}")
-            in_a_row = list(range(seen.step + 2 - MOST_SKIPPED, seen.step + 2))
-            if self._skipped[-MOST_SKIPPED:] != in_a_row:
+            if _num_in_a_row(self._skipped) < MOST_SKIPPED:
                 return
             reason = f"{MOST_SKIPPED} steps in a row were bad: {reason}"
         skip_hint = "" if self._config.on_bad_step == "skip" else "; --on_bad_step skip skips such steps"
@@ -189,6 +187,11 @@ class AfterStep(Observer):
             hints = (f"--resume_from_checkpoint {resume_hint}", *hints)
         text = "\n".join([message, f"hint: {'; '.join(hints)}"])
         raise RunEnded(text, exit_code=exit_code, status=status)
+
+
+def _num_in_a_row(steps: list[int]) -> int:
+    """Return how many of the last steps follow each other."""
+    return sum(1 for back, step in enumerate(reversed(steps)) if step == steps[-1] - back)
 
 
 def _write_bad_step(run: Run, seen: Seen, bad_ranks: list[int]) -> Path:

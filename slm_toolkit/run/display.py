@@ -6,15 +6,7 @@ import time
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from tqdm import tqdm
 
 from slm_toolkit.config.schedule import learning_rate
 from slm_toolkit.record.run_record import PROGRESS_FILE, finite
@@ -39,22 +31,8 @@ class TrainingProgress(Observer):
         show_stage(run.run_dir, "first step")
         self._has_warned = False
         "True after the warning that the file can't be written"
-        self._bar: Progress | None = None
-        if self._is_main and sys.stderr.isatty():
-            self._bar = Progress(
-                TextColumn("training"),
-                BarColumn(bar_width=None),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[status]}"),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                console=Console(stderr=True),
-            )
-            self._task = self._bar.add_task(
-                "training", total=run.num_steps, completed=self._step, status="first step"
-            )
-            self._bar.start()
-            self._bar.console.show_cursor(True)  # otherwise a killed run would leave it hidden
+        is_hidden = not (self._is_main and sys.stderr.isatty())
+        self._bar = tqdm(desc="training", total=run.num_steps, initial=self._step, disable=is_hidden)
 
     def after_step(self, step: int, loss: torch.Tensor, norm: Any) -> None:
         """Show the step if that is due. The last one is shown at the end, with the mean loss of all ranks."""
@@ -78,10 +56,11 @@ class TrainingProgress(Observer):
         rate = "warming up" if tokens_per_second is None else f"{tokens_per_second:,.0f} tokens/s"
         status = f"loss {'nan' if loss is None else f'{loss:.4f}'}  {rate}"
         self._show_retries(allocator_retries(run.accelerator.device).get("num_alloc_retries", 0))
-        if self._bar is not None:
+        if not self._bar.disable:
             if self.num_retries:
                 status += f"  nearly full, {self.num_retries} retries"
-            self._bar.update(self._task, completed=step, status=status)
+            self._bar.set_postfix_str(status, refresh=False)
+            self._bar.update(step - self._bar.n)
         elif self._is_logged(step) or step == run.num_steps:
             self._last_line = self._last_shown
             print(f"step {step}/{run.num_steps}  {status}", file=sys.stderr, flush=True)
@@ -118,8 +97,7 @@ class TrainingProgress(Observer):
 
     def stop(self) -> None:
         """Stop updating the bar. Later output appears below it."""
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.close()
 
 
 def start_tracker(run: Run) -> None:

@@ -340,8 +340,8 @@ def _launch_description(run: Run) -> dict[str, Any]:
 def _hand_to_engine(run: Run) -> Run:
     """Prepare everything with accelerate. Exits with code 2 if the running engine is not the YAML's."""
     config, accelerator, model, data = run.config, run.accelerator, run.model, run.data
+    writer = trace = None
     frozen = fingerprint_of_frozen(model) if config.save_steps else None
-    trace = None
     if config.profile == "memory" or is_fake(config):
         trace = AllocationTrace(fake=is_fake(config), device_type=accelerator.device.type)
         trace.adopt(model.parameters(), "parameters")
@@ -360,6 +360,17 @@ def _hand_to_engine(run: Run) -> Run:
     for name, sequences in data.held_out.items() if data is not None else ():
         held_out = make_loader(sequences, config, train=False, num_ranks=accelerator.num_processes)
         eval_loaders[name] = accelerator.prepare_data_loader(held_out)
+    if config.save_steps is not None:
+        writer = CheckpointWriter(
+            accelerator,
+            model,
+            optimizer,
+            run.run_dir,
+            run={**run_description(config, run.sequences_per_step), DATA: data.contents},
+            written_by=_launch_description(run),
+            frozen=frozen,
+            keep=config.save_total_limit,
+        )
     run = dataclasses.replace(
         run,
         model=model,
@@ -368,7 +379,7 @@ def _hand_to_engine(run: Run) -> Run:
         forward=CheckedForward(config, accelerator, model, loss_recorder),
         loader=loader,
         eval_loaders=eval_loaders,
-        checkpoint_writer=_checkpoint_writer(run, model, optimizer, frozen),
+        checkpoint_writer=writer,
         trace=trace,
     )
     with user_errors():
@@ -380,25 +391,6 @@ def _hand_to_engine(run: Run) -> Run:
             check_steps_left(run.checkpoint, num_steps, config.resume_from_checkpoint, run.run_dir)
             load_state(run.checkpoint, model, optimizer, accelerator)
     return dataclasses.replace(run, record=record, num_steps=num_steps)
-
-
-def _checkpoint_writer(
-    run: Run, model: torch.nn.Module, optimizer: Any, frozen: str | None
-) -> CheckpointWriter | None:
-    """Return None without --save_steps. `frozen`: the fingerprint of the frozen weights."""
-    config = run.config
-    if config.save_steps is None:
-        return None
-    return CheckpointWriter(
-        run.accelerator,
-        model,
-        optimizer,
-        run.run_dir,
-        run={**run_description(config, run.sequences_per_step), DATA: run.data.contents},
-        written_by=_launch_description(run),
-        frozen=frozen,
-        keep=config.save_total_limit,
-    )
 
 
 def _with_engine(run: Run) -> RunRecord:

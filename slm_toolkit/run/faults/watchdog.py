@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -23,7 +24,6 @@ import psutil
 import torch
 
 from slm_toolkit.base.errors import (
-    DISK_FULL,
     KILLED_OR_CRASHED,
     SAYS_DISK_FULL,
     STOPPED_AFTER,
@@ -39,6 +39,7 @@ from slm_toolkit.record.saved_files import CHECKPOINTS_DIR
 from slm_toolkit.run.checkpoint.start import by_order
 from slm_toolkit.run.data.sources import BadData
 from slm_toolkit.run.observe.observer import Observer
+from slm_toolkit.run.observe.progress import say
 from slm_toolkit.run.peers.failure import is_out_of_memory, write_failure
 from slm_toolkit.run.peers.machines import UNREACHED, Machines
 from slm_toolkit.run.peers.peer_store import PeerStore, open_peer_store
@@ -49,7 +50,7 @@ _SETTLE_SECONDS = 5.0
 "time to look for the cause of a failed collective: the process of the failed rank takes a while to end"
 _ANSWER_SECONDS = 10.0
 "a rank whose threads can run writes the place of its main thread in the peer store within this time"
-_PRINT_SECONDS = 5.0
+_PRINT_SECONDS = 3.0
 "time that another rank of this machine may take to print the message"
 _FROZEN_SECONDS = 5.0
 "if two looks are further apart, the process or the whole machine was stopped meanwhile"
@@ -92,17 +93,18 @@ class Watchdog(Observer):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Record a failure, and note in the peer store that this rank ends. For a bug, Python then prints."""
-        is_bug = isinstance(error, Exception) and not isinstance(error, RunEnded)
-        if is_bug:
+        failed = None
+        if isinstance(error, RunEnded):
+            say(f"{'error' if error.exit_code else 'note'}: {error}")
+        elif isinstance(error, Exception):
             self.settle(error)
-        elif isinstance(error, RunEnded) and self.rank == 0:
-            print(f"{'error' if error.exit_code else 'note'}: {error}", file=sys.stderr)
-        if is_bug or (isinstance(error, RunEnded) and self.rank == 0):
+            failed = _named(error)
+        if isinstance(error, Exception) and (failed or self.rank == 0):
             self._write_failure(error)
-        self._leave(_named(error) if is_bug else None)
+        self._leave(failed)
         self._ended.set()
         threading.excepthook = threading.__excepthook__
         if signal.getsignal(signal.SIGTERM) == self._terminated:
@@ -220,17 +222,16 @@ class Watchdog(Observer):
 
     def _confer(self, problem: str, *, hint: str = "") -> NoReturn:
         """Publish this rank's place, read those of the others, and end with `problem` and its cause."""
-        own_stall = stall_of(self.rank, os.getpid())
-        stalls = {self.rank: own_stall}
-        if self._peer_store is not None:
-            self._peer_store.write(f"stall {self.rank}", asdict(own_stall))
-            self._peer_store.write("alarm", self.rank)
+        stalls = {self.rank: stall_of(self.rank, os.getpid())}
+        if (store := self._peer_store) is not None:
+            store.write(f"stall {self.rank}", asdict(stalls[self.rank]))
+            store.write("alarm", self.rank)
             deadline = time.monotonic() + _ANSWER_SECONDS
-            while len(stalls) < self._num_ranks and time.monotonic() < deadline:
-                for rank in set(range(self._num_ranks)) - stalls.keys():
-                    if (stall := self._peer_store.read(f"stall {rank}")) is not None:
-                        stalls[rank] = Stall(**stall)
-                time.sleep(_LOOK_SECONDS / 4)
+            for rank in {*range(self._num_ranks)} - stalls.keys():
+                while (stall := store.read(f"stall {rank}")) is None and time.monotonic() < deadline:
+                    time.sleep(_LOOK_SECONDS / 4)
+                if stall is not None:
+                    stalls[rank] = Stall(**stall)
         silent = sorted(set(range(self._num_ranks)) - stalls.keys())
         states = [self._local_ranks.state_of(rank) for rank in silent]
         cause = explain([stalls[rank] for rank in sorted(stalls)], states)
@@ -259,24 +260,18 @@ class Watchdog(Observer):
         Pass uses_peer_store=False if the store may be on the machine that is gone; then this rank prints.
         """
         if not self._message_lock.acquire(blocking=False):
-            time.sleep(6 * _PRINT_SECONDS)  # the other thread ends the process
+            time.sleep(10 * _PRINT_SECONDS)  # the other thread ends the process
             os._exit(1)
-        machine = os.environ.get("GROUP_RANK", "0")
-        peer_store = self._peer_store if uses_peer_store else None
-        prints = peer_store.is_first(f"prints {machine}", self.rank) if peer_store is not None else True
-        without_launcher = prints is None  # the launcher is gone, and its store too
-        if without_launcher:
+        store = self._peer_store if uses_peer_store else None
+        prints = store is None or store.is_first(f"prints {os.environ.get('GROUP_RANK', '0')}", self.rank)
+        if prints is None:  # the launcher is gone, and its store too
             prints = self.rank < min(self._local_ranks.living(), default=self.rank + 1)
+            time.sleep(2 * _LOOK_SECONDS)  # until other ranks have seen this rank alive
         if prints:
             self._report(problem, hint)
-            time.sleep(2 * _LOOK_SECONDS * without_launcher)  # until other ranks have seen this rank alive
             self._local_ranks.kill(silent or [])
-            if peer_store is not None:
-                peer_store.write(f"printed {machine}", True)
         else:
-            deadline = time.monotonic() + _PRINT_SECONDS
-            while time.monotonic() < deadline and not peer_store.read(f"printed {machine}"):
-                time.sleep(_LOOK_SECONDS / 10)
+            time.sleep(_PRINT_SECONDS)
         os._exit(1)  # not sys.exit: the training thread may wait forever
 
     def _report(self, problem: str, hint: str) -> None:
@@ -447,12 +442,8 @@ def waits_for_others(frames: Sequence[str]) -> bool:
 
 
 def _frames_of_main_thread() -> list[str]:
-    frame = sys._current_frames()[threading.main_thread().ident]
-    frames = []
-    while frame is not None:
-        frames.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
-        frame = frame.f_back
-    return frames
+    stack = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident])
+    return [f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}" for frame, line in stack]
 
 
 def _gpu_is_busy() -> bool:
@@ -474,34 +465,22 @@ def _gpu_is_busy() -> bool:
 # Explain errors that are not bugs in one line: a folder that can't be written, bad data.
 
 
-def one_line(error: BaseException, run_dir: Path | None) -> str | None:
+def one_line(error: BaseException | None, run_dir: Path | None) -> str | None:
     """Return a message about `error`, with a hint on a second line; None for a bug: print its traceback."""
     if isinstance(error, BadData):  # a DataLoader puts its worker's traceback before the message
         return str(error).rpartition(f"{BadData.__module__}.{BadData.__name__}: ")[2]
-    chain, cause = [], error
-    while cause is not None and not any(cause is link for link in chain):  # pynvml's errors can't be compared
-        chain.append(cause)
-        cause = cause.__cause__ or cause.__context__
-    full = next((link for link in chain if _is_disk_full(link)), None)
-    if full is not None:
-        return _no_room(full, run_dir)
-    refused = next((link for link in chain if run_dir is not None and _names_file_in(link, run_dir)), None)
-    return refused and (
-        f"can't write {refused.filename}: {refused.strerror}\n"
-        f"hint: check that {run_dir} still exists and its disk is writable"
-    )
-
-
-def _names_file_in(error: BaseException, run_dir: Path) -> bool:
-    """Return True if `error` is an OSError about a file in the run's folder."""
-    names = (error.filename, error.filename2) if isinstance(error, OSError) else ()
-    return any(isinstance(name, str) and Path(name).is_relative_to(run_dir) for name in names)
-
-
-def _is_disk_full(error: BaseException) -> bool:
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno in DISK_FULL
-    return SAYS_DISK_FULL.search(str(error)) is not None
+    seen: list[int] = []  # not the errors: pynvml's can't be compared
+    while error is not None and id(error) not in seen:
+        if SAYS_DISK_FULL.search(str(error)):
+            return _no_room(error, run_dir)
+        if isinstance(error, OSError) and run_dir is not None and str(run_dir) in str(error):
+            return (
+                f"can't write {error.filename}: {error.strerror}\n"
+                f"hint: check that {run_dir} still exists and its disk is writable"
+            )
+        seen.append(id(error))
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _no_room(error: BaseException, run_dir: Path | None) -> str:
@@ -510,12 +489,12 @@ def _no_room(error: BaseException, run_dir: Path | None) -> str:
     If the error names no file, it is the disk of the run, of the caches or of temporary files: the one with
     the least room now.
     """
-    file_name, reason = (error.filename, error.strerror) if isinstance(error, OSError) else (None, None)
+    file_name, reason = getattr(error, "filename", None), getattr(error, "strerror", None)
     cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     places = [Path(file_name)] if file_name else [run_dir or Path.cwd(), cache, Path(tempfile.gettempdir())]
-    place = min(places, key=_free_bytes)
+    free_bytes, place = min((_free_bytes(place), place) for place in places)
     return (
-        f"no room to write {'' if file_name else 'under '}{place} ({_free_bytes(place):,} bytes free now): "
+        f"no room to write {'' if file_name else 'under '}{place} ({free_bytes:,} bytes free now): "
         f"{reason or first_line(error)}\n"
         "hint: free some space, put --output_dir on another disk, or keep fewer checkpoints "
         "(--save_total_limit)"

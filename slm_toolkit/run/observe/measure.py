@@ -143,9 +143,9 @@ def peak_memory(device: torch.device) -> dict[str, int | None]:
     """Return this rank's peaks: allocated and reserved since the reset (None on CPU), RSS since start."""
     on_gpu = device.type == "cuda"
     return {
-        "allocated": torch.cuda.max_memory_allocated(device) if on_gpu else None,
-        "reserved": torch.cuda.max_memory_reserved(device) if on_gpu else None,
-        "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # Linux counts in KiB
+        "peak_allocated_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # Linux counts in KiB
     }
 
 

@@ -8,6 +8,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from slm_toolkit.base.safe_files import write_new
 from slm_toolkit.record.run_record import PROGRESS_FILE
 
@@ -24,7 +26,8 @@ def say(line: str) -> None:
     """
     if is_rank_0():
         with suppress(OSError):
-            print(line, file=sys.stderr, flush=True)
+            tqdm.write(line, file=sys.stderr)
+            sys.stderr.flush()
 
 
 @contextmanager
