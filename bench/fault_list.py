@@ -102,7 +102,7 @@ CLIPPING = (
     Fault(
         "clipping at 0.5",
         _DS,
-        "after(train, 'prepare', lambda made: setattr(made[0].model.optimizer, 'clip_grad', 0.5))",
+        "after(train, 'set_up', lambda run: setattr(run.model.optimizer, 'clip_grad', 0.5))",
     ),
     Fault(
         "each gradient clipped alone",

@@ -346,14 +346,15 @@ def _be_a_rank(run: PlannedRun, words: list[str], fault: Fault | None, rank: int
 
 def plant(fault: Fault, rank: int) -> None:
     """Run the fault's line before training starts; of LOW, only where numerics are not fp32."""
-    run = train.run
+    set_up = train.set_up
 
-    def faulty(arguments: list[str], *args: Any, **options: Any) -> None:
+    def faulty(arguments: list[str], *args: Any) -> Any:
+        train.set_up = set_up  # a fault may change it
         if fault.where != LOW or training_config(arguments).numerics != "fp32":
             exec(fault.patch, {**globals(), "rank": rank})
-        run(arguments, *args, **options)
+        return train.set_up(arguments, *args)
 
-    train.run = faulty
+    train.set_up = faulty
 
 
 # --- what the lines of fault_list.py are made of

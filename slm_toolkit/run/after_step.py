@@ -1,6 +1,7 @@
 """The work between two steps: write checkpoints, obey stop signals, detect bad steps and unequal ranks."""
 
 import json
+import math
 import signal
 from collections.abc import Iterator
 from itertools import islice
@@ -8,22 +9,23 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from accelerate import Accelerator
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from slm_toolkit.base.errors import RunEnded
 from slm_toolkit.base.safe_files import write_new
-from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.record.measurement_warnings import rank_differences
 from slm_toolkit.record.run_record import finite
-from slm_toolkit.run.checkpoint.checkpoint import CheckpointWriter
 from slm_toolkit.run.data.batches import place_in_data
+from slm_toolkit.run.display import TrainingProgress
 from slm_toolkit.run.faults.restarts import note_checkpoint
-from slm_toolkit.run.observe.progress import NoProgress, TrainingProgress
+from slm_toolkit.run.observe.observer import Observer
+from slm_toolkit.run.observe.progress import say
+from slm_toolkit.run.observe.watch import RunWatch
 from slm_toolkit.run.peers.failure import seconds_since_start
 from slm_toolkit.run.peers.step_exchange import Seen, StepExchange, StopSignal, gather_to_all
+from slm_toolkit.run.run import Run
 
 MOST_SKIPPED = 10
 "with --on_bad_step skip, the run stops after this many bad steps in a row: bad data alone is unlikely then"
@@ -37,77 +39,52 @@ _MOST_NAMES = 5
 "how many unequal tensors a record names: a fault in the gradient all-reduce changes every tensor"
 
 
-class AfterStep:
-    """Does the work between two steps. Every rank calls it after each step and at the end.
+class AfterStep(Observer):
+    """Does the work between two steps. If it raises RunEnded, it does so on all ranks.
 
-    If it raises RunEnded, it does so on all ranks.
+    Not for a rehearsal, which has no other ranks, and whose losses mean nothing.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        accelerator: Accelerator,
-        model: torch.nn.Module,
-        progress: TrainingProgress | NoProgress,
-        *,
-        run_dir: Path,
-        num_steps: int,
-        max_loss: float,
-        exchange: StepExchange,
-        bad_steps: "BadStepFiles",
-        writer: CheckpointWriter | None,
-        resumed_from: Path | None,
-    ) -> None:
-        """Follow a run of `num_steps` steps in total.
-
-        `writer`: None without --save_steps. `resumed_from`: the folder of the checkpoint.
-        """
-        self._config, self._accelerator, self._model, self._progress = config, accelerator, model, progress
-        self._run_dir, self._num_steps, self._max_loss = run_dir, num_steps, max_loss
-        self._exchange, self._bad_steps, self._writer = exchange, bad_steps, writer
-        self.losses: list[float] = []
-        "each step's loss, the mean over the ranks; complete after `end`, empty in a rehearsal"
+    def __init__(self, run: Run, watch: RunWatch, progress: TrainingProgress) -> None:
+        config = run.config
+        self._run, self._config, self._watch, self._progress = run, config, watch, progress
+        self._max_loss = 2 * math.log(run.spec.vocab_size)  # twice the loss of guessing
+        if config.on_bad_step == "skip":
+            run.loss_recorder.limit = self._max_loss
+        self._exchange = StepExchange(run.accelerator, run.control_group)
+        self._losses: list[float] = []
+        "each step's loss, the mean over the ranks"
         self._grad_norms: list[float | None] = []
         "each step's gradient norm, as this rank's engine reports it"
         self._skipped: list[int] = []
         "steps that did not change the weights, because a loss or gradient was not finite or too large"
-        self._has_loss_scale = "fp16" in (config.numerics, accelerator.mixed_precision)
+        self._has_loss_scale = "fp16" in (config.numerics, run.accelerator.mixed_precision)
         self._overflows: list[int] = []
         "skipped steps, too: those whose gradients overflowed in fp16"
         self._weights_of_ranks: list[dict[str, Any]] = []
         "results of weights_of_ranks: one per checkpoint, and one for the end"
-        self._signal = StopSignal(*_stop_signals(config))
-        self._last_saved = resumed_from
+        # without --save_steps, SIGTERM ends the run at once
+        signals = [signal.SIGINT] if config.save_steps is None else [signal.SIGINT, signal.SIGTERM]
+        self._signal = StopSignal(*signals)
+        self._last_saved = run.checkpoint.path if run.checkpoint else None
 
-    def run(self, step: int, loss: torch.Tensor, norm: Any) -> bool:
-        """Return True if a checkpoint was written; its time must not count as time of a step.
-
-        `loss`: this rank's mean. `norm`: the norm of all gradients before clipping, None if the engine has
-        none. The ranks exchange both in the background; they are checked one step later.
-        """
-        if self._config.rehearse is not None:  # a rehearsal has no other ranks, and its losses mean nothing
-            return False
+    def after_step(self, step: int, loss: torch.Tensor, norm: Any) -> None:
+        """Send loss and norm to all ranks, in the background; they are checked one step later."""
         config, stop = self._config, self._signal.number
         if not stop and config.max_seconds is not None and seconds_since_start() >= config.max_seconds:
             stop = _TIME_IS_OVER
         self._judge(self._exchange.after(step, loss, norm, stop=stop), step)
-        if self._writer is None or (step + 1) % config.save_steps:
-            return False
-        self._save(step)
-        return True
+        if config.save_steps is not None and (step + 1) % config.save_steps == 0:
+            self._save(step)
+            self._watch.clock.pause()  # the time of a checkpoint is not time of a step
 
-    def end(self, num_steps: int) -> None:
-        """Check the last steps, after `num_steps` steps."""
+    def end(self, observed: dict[str, Any]) -> None:
+        """Check the last steps."""
         self._signal.restore()
-        if self._config.rehearse is not None:
-            return
         self._judge(self._exchange.rest(), None)
-        self._compare_weights(num_steps)
-
-    def observed(self) -> dict[str, Any]:
-        """Return fields of the record. In a rehearsal the lists are empty."""
-        return {
-            "losses": [finite(loss) for loss in self.losses],
+        self._compare_weights(self._run.record.first_step + len(self._losses))
+        observed |= {
+            "losses": [finite(loss) for loss in self._losses],
             "grad_norms": [None if norm is None else finite(norm) for norm in self._grad_norms],
             "skipped_steps": sorted(self._skipped + self._overflows),
             "weights_of_ranks": self._weights_of_ranks,
@@ -117,18 +94,18 @@ class AfterStep:
         """Compare the weights of all ranks after `step` steps. Every rank must call it."""
         if any(compared["step"] == step for compared in self._weights_of_ranks):  # done by a checkpoint
             return
-        compared = weights_of_ranks(self._model, step=step)
+        compared = weights_of_ranks(self._run.model, step=step)
         self._weights_of_ranks.append(compared)
         if (sentence := rank_differences(compared)) is not None:
-            self._progress.say(sentence)
+            say(sentence)
 
     def _save(self, step: int) -> None:
         """Write the state after `step` (counted from 0). First end the run if that step was bad."""
         self._judge(self._exchange.rest(), step)
         self._compare_weights(step + 1)
-        self._last_saved = saved = self._writer.save(step + 1)
+        self._last_saved = saved = self._run.checkpoint_writer.save(step + 1)
         note_checkpoint(saved)
-        self._progress.say(f"checkpoint: {saved}")
+        say(f"checkpoint: {saved}")
 
     def _judge(self, seen: list[Seen], step: int | None) -> None:
         """Keep the exchanged losses and norms, and end the run after a bad step or a stop signal.
@@ -136,8 +113,8 @@ class AfterStep:
         `step`: the step that has just ended. None after the last step, when a stop signal changes nothing.
         """
         for of_step in seen:
-            self.losses.append(sum(of_step.losses) / len(of_step.losses))
-            self._grad_norms.append(of_step.grad_norms[self._accelerator.process_index])
+            self._losses.append(sum(of_step.losses) / len(of_step.losses))
+            self._grad_norms.append(of_step.grad_norms[self._run.accelerator.process_index])
             if self._has_loss_scale and not of_step.is_loss_bad(self._max_loss):
                 self._note_overflow(of_step)
             elif of_step.bad_ranks(self._max_loss):
@@ -150,8 +127,7 @@ class AfterStep:
         if not seen.bad_ranks(self._max_loss):
             return
         self._overflows.append(seen.step + 1)
-        in_a_row = list(range(seen.step + 2 - MOST_OVERFLOWS, seen.step + 2))
-        if self._overflows[-MOST_OVERFLOWS:] == in_a_row:
+        if _num_in_a_row(self._overflows) == MOST_OVERFLOWS:
             self._end(
                 f"step {seen.step + 1}: the gradients of {MOST_OVERFLOWS} steps in a row overflowed in fp16",
                 "lower --learning_rate, or compute in bf16 or fp32: --numerics",
@@ -159,13 +135,12 @@ class AfterStep:
 
     def _skip_or_end(self, seen: Seen) -> None:
         """Skip a bad step if --on_bad_step is skip, unless too many come in a row; else end the run."""
-        path = self._bad_steps.write(seen, seen.bad_ranks(self._max_loss))
+        path = _write_bad_step(self._run, seen, seen.bad_ranks(self._max_loss))
         reason = self._describe_bad(seen)
         if self._config.on_bad_step == "skip":
             self._skipped.append(seen.step + 1)
-            self._progress.say(f"skipped step {seen.step + 1}: {reason}; its sequences: {path}")
-            in_a_row = list(range(seen.step + 2 - MOST_SKIPPED, seen.step + 2))
-            if self._skipped[-MOST_SKIPPED:] != in_a_row:
+            say(f"skipped step {seen.step + 1}: {reason}; its sequences: {path}")
+            if _num_in_a_row(self._skipped) < MOST_SKIPPED:
                 return
             reason = f"{MOST_SKIPPED} steps in a row were bad: {reason}"
         skip_hint = "" if self._config.on_bad_step == "skip" else "; --on_bad_step skip skips such steps"
@@ -188,99 +163,85 @@ class AfterStep:
 
     def _stop(self, number: int, step: int) -> NoReturn:
         """End the run after `step`, because a rank got signal `number`; with --save_steps, save first."""
-        hints = []
-        if self._writer is not None:
+        hints, place = [], f"after step {step + 1} of {self._run.num_steps}"
+        if self._config.save_steps is not None:
             self._save(step)
         else:
             hints = ["nothing was saved; with --save_steps N, a stopped run saves a checkpoint"]
         if number == _TIME_IS_OVER:
-            message = f"--max_time {self._config.max_time} is over after step {step + 1} of {self._num_steps}"
+            message = (
+                f"--max_time {self._config.max_time} is over after step {step + 1} of {self._run.num_steps}"
+            )
             self._end(message, exit_code=0, status="timeout")
         name = "Ctrl-C (SIGINT)" if number == signal.SIGINT else signal.Signals(number).name
         # shells and schedulers expect this exit code from a process that a signal ended
-        message = f"{name} after step {step + 1} of {self._num_steps}"
-        self._end(message, *hints, exit_code=128 + number)
+        self._end(f"{name} {place}", *hints, exit_code=128 + number)
 
     def _end(self, message: str, *hints: str, exit_code: int = 1, status: str = "failed") -> NoReturn:
         self._signal.ignore()  # the launcher sends SIGTERM once a rank exits, but rank 0 must still print
         self._progress.stop()
         if self._last_saved is not None:
             saved = self._last_saved
-            is_in_run_dir = saved.is_relative_to(self._run_dir)
+            is_in_run_dir = saved.is_relative_to(self._run.run_dir)
             resume_hint = f"latest resumes from {saved}" if is_in_run_dir else f"{saved} resumes from there"
             hints = (f"--resume_from_checkpoint {resume_hint}", *hints)
         text = "\n".join([message, f"hint: {'; '.join(hints)}"])
         raise RunEnded(text, exit_code=exit_code, status=status)
 
 
-def _stop_signals(config: RunConfig) -> list[int]:
-    """Return the signals that end a run at the end of a step.
+def _num_in_a_row(steps: list[int]) -> int:
+    """Return how many of the last steps follow each other."""
+    return sum(1 for back, step in enumerate(reversed(steps)) if step == steps[-1] - back)
 
-    Without --save_steps, SIGTERM ends the run at once; in a rehearsal, SIGINT does, too.
+
+def _write_bad_step(run: Run, seen: Seen, bad_ranks: list[int]) -> Path:
+    """Write bad-step-N.json on rank 0: losses, gradient norms and sequences of every rank. Return its path.
+
+    Every rank must call it.
     """
-    if config.rehearse is not None:
-        return []
-    return [signal.SIGINT] if config.save_steps is None else [signal.SIGINT, signal.SIGTERM]
+    sequences_of_ranks = gather_to_all([_sequence(run, n) for n in _sequence_numbers(run, seen.step)])
+    path = run.run_dir / f"bad-step-{seen.step + 1}.json"
+    if run.accelerator.is_main_process:
+        content = {
+            "step": seen.step + 1,
+            "ranks": [
+                {
+                    "rank": rank,
+                    "loss": finite(seen.losses[rank]),
+                    "grad_norm": None if (norm := seen.grad_norms[rank]) is None else finite(norm),
+                    "is_bad": rank in bad_ranks,
+                    "sequences": sequences,
+                }
+                for rank, sequences in enumerate(sequences_of_ranks)
+            ],
+        }
+        write_new(path, json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+    return path
 
 
-class BadStepFiles:
-    """Writes bad-step-N.json: losses, gradient norms and sequences of every rank in a bad step."""
+def _sequence_numbers(run: Run, step: int) -> Iterator[int]:
+    """Yield the index in the dataset or stream of each sequence that this rank read in `step`."""
+    loader, num_micro_steps = run.loader, run.num_micro_steps
+    epoch, skip = place_in_data(loader, step, num_micro_steps)
+    if isinstance(loader.dataset, IterableDataset):
+        for batch in range(skip, skip + num_micro_steps):
+            before = batch * run.accelerator.num_processes + run.accelerator.process_index
+            yield from range(before * loader.batch_size, (before + 1) * loader.batch_size)
+        return
+    epoch_before = loader.iteration
+    loader.set_epoch(epoch)
+    for batch in islice(iter(loader.batch_sampler), skip, skip + num_micro_steps):
+        yield from batch
+    loader.set_epoch(epoch_before)
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        run_dir: Path,
-        loader: DataLoader,
-        num_micro_steps: int,
-        tokenizer: Any,
-    ) -> None:
-        """`tokenizer`: None for synthetic tokens, which are written as numbers."""
-        self._accelerator, self._run_dir, self._loader = accelerator, run_dir, loader
-        self._num_micro_steps, self._tokenizer = num_micro_steps, tokenizer
 
-    def write(self, seen: Seen, bad_ranks: list[int]) -> Path:
-        """Write the file of one step on rank 0 and return its path. Every rank must call it."""
-        numbers = self._sequence_numbers(seen.step)
-        sequences_of_ranks = gather_to_all([{"number": n, **self._start_of(n)} for n in numbers])
-        path = self._run_dir / f"bad-step-{seen.step + 1}.json"
-        if self._accelerator.is_main_process:
-            content = {
-                "step": seen.step + 1,
-                "ranks": [
-                    {
-                        "rank": rank,
-                        "loss": finite(seen.losses[rank]),
-                        "grad_norm": None if (norm := seen.grad_norms[rank]) is None else finite(norm),
-                        "is_bad": rank in bad_ranks,
-                        "sequences": sequences,
-                    }
-                    for rank, sequences in enumerate(sequences_of_ranks)
-                ],
-            }
-            write_new(path, json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
-        return path
-
-    def _sequence_numbers(self, step: int) -> Iterator[int]:
-        """Yield the index in the dataset or stream of each sequence that this rank read in `step`."""
-        loader, num_micro_steps = self._loader, self._num_micro_steps
-        epoch, skip = place_in_data(loader, step, num_micro_steps)
-        if isinstance(loader.dataset, IterableDataset):
-            for batch in range(skip, skip + num_micro_steps):
-                before = batch * self._accelerator.num_processes + self._accelerator.process_index
-                yield from range(before * loader.batch_size, (before + 1) * loader.batch_size)
-            return
-        epoch_before = loader.iteration
-        loader.set_epoch(epoch)
-        for batch in islice(iter(loader.batch_sampler), skip, skip + num_micro_steps):
-            yield from batch
-        loader.set_epoch(epoch_before)
-
-    def _start_of(self, number: int) -> dict[str, Any]:
-        """Return the first tokens of a sequence, decoded if there is a tokenizer; empty for a stream."""
-        if isinstance(self._loader.dataset, IterableDataset):
-            return {}
-        tokens = self._loader.dataset[number]["input_ids"][:_MOST_TOKENS_IN_REPORT].tolist()
-        return {"text": self._tokenizer.decode(tokens)} if self._tokenizer else {"tokens": tokens}
+def _sequence(run: Run, number: int) -> dict[str, Any]:
+    """Return a sequence's number and first tokens, decoded if there is a tokenizer; no tokens of a stream."""
+    if isinstance(run.loader.dataset, IterableDataset):
+        return {"number": number}
+    tokens = run.loader.dataset[number]["input_ids"][:_MOST_TOKENS_IN_REPORT].tolist()
+    tokenizer = run.data.tokenizer
+    return {"number": number, **({"text": tokenizer.decode(tokens)} if tokenizer else {"tokens": tokens})}
 
 
 def weights_of_ranks(model: torch.nn.Module, *, step: int) -> dict[str, Any]:

@@ -4,59 +4,48 @@ import math
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from torch.utils.data import DataLoader
 
-from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.record.run_record import finite
 from slm_toolkit.run.data.batches import labels_by_sequence, model_inputs
-from slm_toolkit.run.model.loss_recorder import RecordedLoss
-from slm_toolkit.run.observe.progress import NoProgress, Tracker, TrainingProgress
+from slm_toolkit.run.display import Tracker
+from slm_toolkit.run.faults.watchdog import Watchdog
+from slm_toolkit.run.observe.observer import Observer
+from slm_toolkit.run.observe.progress import say
+from slm_toolkit.run.observe.watch import RunWatch
+from slm_toolkit.run.run import Run
 
 
-class Evaluations:
+class Evaluations(Observer):
     """All evaluations of a run: after every --eval_steps steps and after the last one."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        accelerator: Accelerator,
-        model: torch.nn.Module,
-        loss_recorder: RecordedLoss,
-        loaders: dict[str, DataLoader],
-        progress: TrainingProgress | NoProgress,
-        tracker: Tracker,
-        num_steps: int,
-    ) -> None:
-        """`loaders`: one per held-out set, empty without --eval_steps. `num_steps`: the run's last step."""
-        self._config, self._accelerator, self._num_steps = config, accelerator, num_steps
-        self._model, self._loss_recorder, self._loaders = model, loss_recorder, loaders
-        self._progress, self._tracker = progress, tracker
+    def __init__(self, run: Run, watch: RunWatch, watchdog: Watchdog, tracker: Tracker) -> None:
+        self._run, self._watch, self._watchdog, self._tracker = run, watch, watchdog, tracker
         self._losses: list[dict[str, float]] = []
         "one entry per evaluation: its step, and the mean loss over the tokens of all sets"
-        self._losses_by_set: dict[str, list[float | None]] = {name: [] for name in loaders}
+        self._losses_by_set: dict[str, list[float | None]] = {name: [] for name in run.eval_loaders}
 
-    @property
-    def has_sets(self) -> bool:
-        return bool(self._loaders)
+    def after_step(self, step: int, loss: torch.Tensor, norm: Any) -> None:
+        done, run = step + 1, self._run
+        if run.eval_loaders and (done % run.config.eval_steps == 0 or done == run.num_steps):
+            self._report(done)
 
-    def due(self, step: int) -> bool:
-        """Return True if an evaluation is due after `step` steps."""
-        return self.has_sets and (step % self._config.eval_steps == 0 or step == self._num_steps)
+    def end(self, observed: dict[str, Any]) -> None:
+        # a run that was killed between its last checkpoint and its record has only the evaluation left to do
+        if self._run.eval_loaders and self._run.record.first_step == self._run.num_steps:
+            self._report(self._run.num_steps)
+        observed |= {"eval_losses": self._losses, "eval_losses_by_set": self._losses_by_set}
 
-    def run(self, step: int) -> None:
-        """Evaluate after `step` steps and report the losses. Every rank must call it."""
+    def _report(self, step: int) -> None:
+        """Evaluate after `step` steps. The time does not count as time of a step."""
+        self._watchdog.beat(f"in the evaluation after step {step}")
         by_set = self._evaluate()
         self._losses.append({"step": step, "loss": finite(mean_loss(by_set))})
         for name, (loss, _) in by_set.items():
             self._losses_by_set[name].append(finite(loss))
-        self._progress.say(f"step {step}: eval loss {described(by_set)}")
+        say(f"step {step}: eval loss {described(by_set)}")
         losses = {name: loss for name, (loss, _) in by_set.items()}
         self._tracker.log_evaluation(step, mean_loss(by_set), losses)
-
-    def observed(self) -> dict[str, Any]:
-        """Return fields of the record."""
-        return {"eval_losses": self._losses, "eval_losses_by_set": self._losses_by_set}
+        self._watch.clock.pause()
 
     @torch.no_grad()
     def _evaluate(self) -> dict[str, tuple[float, int]]:
@@ -64,21 +53,22 @@ class Evaluations:
 
         Every rank uses its first `eval_batches` batches.
         """
-        config, accelerator, loss_recorder = self._config, self._accelerator, self._loss_recorder
-        self._model.eval()
+        run = self._run
+        config, accelerator, loss_recorder = run.config, run.accelerator, run.loss_recorder
+        run.model.eval()
         loss_recorder.divide_by(torch.ones((), device=accelerator.device))  # makes the loss a sum
         by_set = {}
-        for name, loader in self._loaders.items():
+        for name, loader in run.eval_loaders.items():
             total = torch.zeros(2, device=accelerator.device, dtype=torch.float64)
             for _, batch in zip(range(config.eval_batches), loader, strict=False):
                 if config.records_graphs:
                     torch.compiler.cudagraph_mark_step_begin()
-                self._model(**model_inputs(batch, config))
+                run.model(**model_inputs(batch, config))
                 total += torch.stack([loss_recorder.last, labels_by_sequence(batch).sum()])
             loss, count = accelerator.reduce(total, reduction="sum").tolist()
             by_set[name] = (loss / count if count else math.nan, int(count))
         loss_recorder.divide_by(None)
-        self._model.train()
+        run.model.train()
         return by_set
 
 

@@ -14,6 +14,7 @@ from slm_toolkit.run.kernels.layer_kernels import FusedRMSNorm
 from slm_toolkit.run.kernels.loss_kernels import LossHead
 from slm_toolkit.run.model.loss_recorder import RecordedLoss
 from slm_toolkit.run.observe.probe import dropouts_of
+from slm_toolkit.run.observe.progress import say
 
 _ENOUGH_TOKENS = 1024
 "of the runs that the limits of parity are for; the loss of fewer tokens has more noise"
@@ -70,6 +71,7 @@ class CheckedForward:
             f"--kernels {self._config.kernels} computed the loss {found:.5f} in the first micro-step, plain "
             f"kernels {plain:.5f}, so this run was trained with plain kernels"
         )
+        say(f"WARNING: {self.replaced}")
         self._use_plain(True)
         self._loss_recorder.num_tokens -= inputs["labels"].numel()  # counted again
         return self._model(**inputs).loss

@@ -5,6 +5,7 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,7 +13,7 @@ from typing import Any, NoReturn
 from slm_toolkit.base.errors import EXIT_CODE_VARIABLE
 from slm_toolkit.config.flags import flags_of
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.launch.processes import end_with_parent
+from slm_toolkit.launch.processes import end_with_parent, leave
 from slm_toolkit.record.files import read_record
 from slm_toolkit.record.numerics import FP32_STEPS
 from slm_toolkit.record.run_record import PARITY_REFERENCE, RECORD_FILE
@@ -25,14 +26,14 @@ _FAILED = "the fp32 steps failed"
 _SECONDS_BETWEEN_LOOKS = 0.2
 
 
-def in_fp32_first(config: RunConfig, train: Callable[[list[str], int], NoReturn]) -> dict[str, Any] | None:
+def in_fp32_first(config: RunConfig, train: Callable[..., None]) -> dict[str, Any] | None:
     """Take the fp32 steps. Return the fields of the record's fp32_pass on rank 0.
 
     Returns None on other ranks, without --parity, for its references, and after a restart.
 
     Each rank forks a child, so nothing of the pass stays in this process. The child builds model and data
     again in fp32, takes its first steps on the same batches and ends. Call this before the process starts
-    threads or opens a GPU. `train` takes a command line and the number of steps, and never returns.
+    threads or opens a GPU. `train`: the script's `main`.
     """
     is_reference = (config.run_name or "").startswith(PARITY_REFERENCE)
     if config.parity is None or is_reference or os.environ.get(_ATTEMPT_VARIABLE, "0") != "0":
@@ -52,7 +53,7 @@ def in_fp32_first(config: RunConfig, train: Callable[[list[str], int], NoReturn]
         return _result(folder)
 
 
-def _train_in_child(config: RunConfig, folder: Path, train: Callable[[list[str], int], NoReturn]) -> NoReturn:
+def _train_in_child(config: RunConfig, folder: Path, train: Callable[..., None]) -> NoReturn:
     os.environ[_ATTEMPT_VARIABLE] = str(_ATTEMPT)
     os.environ.pop(EXIT_CODE_VARIABLE, None)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and "MASTER_PORT" in os.environ:
@@ -61,7 +62,14 @@ def _train_in_child(config: RunConfig, folder: Path, train: Callable[[list[str],
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    train(flags_of(_in_fp32(config, folder)), min(FP32_STEPS, config.parity))
+    try:
+        train(flags_of(_in_fp32(config, folder)), end_after=min(FP32_STEPS, config.parity))
+    except SystemExit as end:
+        leave(end.code)
+    except BaseException:
+        traceback.print_exc()
+        leave(1)
+    leave(0)
 
 
 def _in_fp32(config: RunConfig, folder: Path) -> RunConfig:

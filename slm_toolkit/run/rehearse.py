@@ -1,16 +1,19 @@
-"""Rehearsals: one process plays rank 0 of N with the real script and engine, but sends nothing."""
+"""Rehearsals: one process plays rank 0 of N with the real script and engine, but sends nothing.
+
+`rehearse` and `follow_memory` are programs of their own around the script's `train_step`.
+"""
 
 import dataclasses
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache, wraps
+from functools import cache, partial, wraps
+from itertools import count
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from accelerate import Accelerator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -18,10 +21,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from slm_toolkit.base.errors import RunEnded
 from slm_toolkit.config.run_config import REHEARSED_RANKS_PER_NODE, RunConfig
-from slm_toolkit.record.memory_timeline import MemoryTimeline
+from slm_toolkit.hardware.gpus import num_cores
+from slm_toolkit.record.memory_timeline import TIMELINE_FILE, MemoryTimeline, write_timeline
 from slm_toolkit.run.observe.allocations import AllocationTrace, following_modules, timeline_of
 from slm_toolkit.run.observe.measure import deepspeed_engine, live_gradients, training_state
 from slm_toolkit.run.peers.launch_info import Launch
+from slm_toolkit.run.run import Run
 
 NUM_TRACED_STEPS = 2
 "the first step creates the optimizer's state (and DTensor's caches); the second is like all later steps"
@@ -73,9 +78,9 @@ def _filling(collective: Callable[..., Any]) -> Callable[..., Any]:
     return filling
 
 
-def check_stepped(accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def check_stepped(run: Run) -> None:
     """Raise RunEnded if the rehearsal took no optimizer step: its peak memory is not that of training."""
-    if not training_state(accelerator, model, optimizer)["optimizer"]:
+    if not training_state(run.accelerator, run.model, run.optimizer)["optimizer"]:
         raise RunEnded(
             "the rehearsal took no optimizer step, because its gradients were not finite: memory and seconds "
             "are not those of training\n"
@@ -93,11 +98,24 @@ def tensors_of(config: RunConfig) -> AbstractContextManager[None]:
     return fake_tensors() if is_fake(config) else nullcontext()
 
 
-def fake_batches(config: RunConfig) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield batches of the right shape forever."""
-    while True:
-        shape = (config.per_device_train_batch_size, config.seq_len)
-        yield {"input_ids": torch.zeros(shape, dtype=torch.long)}
+def rehearse(run: Run, train_step: Callable[..., Any]) -> dict[str, Any]:
+    """Run steps on fake tensors and trace every allocation. Return the record's fields."""
+    shape = (run.config.per_device_train_batch_size, run.config.seq_len)
+    with tensors_of(run.config):
+        batches = ({"input_ids": torch.zeros(shape, dtype=torch.long)} for _ in count())
+        timeline = follow_memory(run, partial(train_step, run, batches))
+    peak = timeline.peak
+    print(
+        f"rank 0 of {run.config.rehearse}: peak {peak.num_bytes / 2**30:.2f} GiB "
+        f"in {peak.phase}, {peak.module or 'optimizer'}; slm report {run.run_dir} --memory",
+        file=sys.stderr,
+    )
+    return {
+        "memory_at_peak": timeline.summary,
+        "peak_allocated_bytes": [peak.num_bytes],
+        "peak_reserved_bytes": [timeline.reserved_bytes],
+        "num_cores": num_cores(),
+    }
 
 
 class TraceWatch:
@@ -118,18 +136,16 @@ class TraceWatch:
         pass
 
 
-def trace_memory(
-    step: Callable[[TraceWatch], Any],
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    trace: AllocationTrace,
-) -> MemoryTimeline:
-    """Run NUM_TRACED_STEPS steps under `trace`. Return the timeline of the last one."""
+def follow_memory(run: Run, step: Callable[[TraceWatch], object]) -> MemoryTimeline:
+    """Trace the allocations of NUM_TRACED_STEPS steps. Return the timeline of the last one.
+
+    Rank 0 also writes the timeline to a file next to the record.
+    """
+    accelerator, trace = run.accelerator, run.trace
     engine = deepspeed_engine(accelerator)
 
     def at_gradients() -> None:
-        trace.adopt(live_gradients(model, engine), "gradients")
+        trace.adopt(live_gradients(run.model, engine), "gradients")
 
     watch = TraceWatch(trace, at_gradients)
     if engine is not None:
@@ -141,16 +157,19 @@ def trace_memory(
                 return take_step(*args, **options)
 
         engine.step = step_as_a_phase
-    with trace, following_modules(accelerator.unwrap_model(model), trace):
+    with trace, following_modules(accelerator.unwrap_model(run.model), trace):
         for _ in range(NUM_TRACED_STEPS):
             first_event = len(trace.events)
             step(watch)
             trace.phase, trace.module = "between", ""
-            for part, tensors in training_state(accelerator, model, optimizer).items():
+            for part, tensors in training_state(accelerator, run.model, run.optimizer).items():
                 trace.adopt(tensors, part)
     if engine is not None:
         engine.step = take_step
-    return timeline_of(trace.events, first=first_event)
+    timeline = timeline_of(trace.events, first=first_event)
+    if accelerator.is_main_process:
+        write_timeline(timeline, run.run_dir / TIMELINE_FILE)
+    return timeline
 
 
 # Patches for torch, accelerate and DeepSpeed, so that the real engines run on fake tensors.

@@ -1,25 +1,21 @@
-"""Sets up and checks a run, then hands model, optimizer and data to the engine."""
+"""Sets up a run: checks all input, builds data and model, and hands them to the engine."""
 
 import dataclasses
 import os
 import shlex
-import sys
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+import time
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch.distributed import ProcessGroup
-from torch.utils.data import DataLoader
-from transformers import PreTrainedModel
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.base.secrets import without_secrets
 from slm_toolkit.base.user_files import exists, typed_path
+from slm_toolkit.config.flags import training_config
 from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
 from slm_toolkit.launch.command_line import shared_launch_facts
 from slm_toolkit.model.from_config import check_trainable
@@ -31,6 +27,7 @@ from slm_toolkit.model.names import (
     has_weights,
     tokenizer_of,
 )
+from slm_toolkit.predict.choices import completed
 from slm_toolkit.predict.deepspeed_estimator import live_deepspeed_needs
 from slm_toolkit.record.run_record import (
     RunRecord,
@@ -40,13 +37,19 @@ from slm_toolkit.record.run_record import (
     model_facts,
     run_name_of,
 )
+from slm_toolkit.record.saved_files import sweep
 from slm_toolkit.run.checkpoint.checkpoint import (
     CheckpointWriter,
     fingerprint,
     fingerprint_of_frozen,
 )
 from slm_toolkit.run.checkpoint.files import DATA
-from slm_toolkit.run.checkpoint.output_dir import check_writable, hold_swap_folder
+from slm_toolkit.run.checkpoint.output_dir import (
+    check_writable,
+    hold_run,
+    hold_swap_folder,
+    remove_earlier_run,
+)
 from slm_toolkit.run.checkpoint.resume import (
     check_data,
     choose,
@@ -64,7 +67,8 @@ from slm_toolkit.run.checkpoint.start import (
     run_description,
 )
 from slm_toolkit.run.data.batches import count_steps, make_loader
-from slm_toolkit.run.data.data import Data, load_data
+from slm_toolkit.run.data.data import load_data
+from slm_toolkit.run.display import start_tracker
 from slm_toolkit.run.engine.engine import (
     build_optimizer,
     check_engine,
@@ -76,6 +80,7 @@ from slm_toolkit.run.engine.engine import (
     without_unused_imports,
 )
 from slm_toolkit.run.faults.restarts import name_groups_anew, noted_checkpoint
+from slm_toolkit.run.faults.watchdog import Watchdog
 from slm_toolkit.run.first_loss import CheckedForward
 from slm_toolkit.run.kernels.layer_kernels import check_optional
 from slm_toolkit.run.model.adapters import check_adapters
@@ -85,7 +90,8 @@ from slm_toolkit.run.model.padding import without_padding
 from slm_toolkit.run.observe.allocations import AllocationTrace
 from slm_toolkit.run.observe.machine_load import GpuBefore, driver_version, look_at_gpu
 from slm_toolkit.run.observe.measure import num_trainable
-from slm_toolkit.run.observe.progress import starting
+from slm_toolkit.run.observe.progress import is_rank_0, say, starting
+from slm_toolkit.run.peers.failure import record_mark, seconds_since_start
 from slm_toolkit.run.peers.launch_info import (
     Launch,
     absolute_deepspeed_config,
@@ -102,120 +108,68 @@ from slm_toolkit.run.rehearse import (
     stay_in_place,
     tensors_of,
 )
+from slm_toolkit.run.run import Run
 from slm_toolkit.strategy.deepspeed_optimizer import as_flags_say
-from slm_toolkit.strategy.strategy import contradictions, sequences_per_step
+from slm_toolkit.strategy.strategy import contradictions
 
 
-def deepspeed_estimate_of(
-    spec: ModelSpec, *, zero_stage: int | None, world_size: int, local: int
-) -> dict[str, int] | None:
-    """Return DeepSpeed's own estimate in bytes per GPU and per node's host; None unless ZeRO-2 or ZeRO-3.
+def set_up(arguments: list[str], watchdog: Watchdog) -> Run:
+    """Return a run that is ready for its first step. Exits with code 2 and a hint if an input is wrong.
 
-    `local`: the ranks on each node.
+    The watchdog writes failures to the run's record as soon as all input has been checked.
     """
-    needs = live_deepspeed_needs(
-        spec.num_params,
-        spec.largest_layer_params,
-        zero_stage=zero_stage,
-        num_gpus_per_node=local,
-        num_nodes=world_size // local,
+    machines = watchdog.machines
+    with user_errors():
+        launch = find_launch()
+        config = _complete(arguments, launch)
+        spec, launch = _check_request(config, launch)
+        _meet_machines(launch, machines)
+        gpu_before = _open_gpu()
+        record = _begin_record(config, spec, launch, arguments, machines)
+        run_dir = Path(os.path.realpath(config.output_dir), record.run_name)
+        run = Run(config, spec, launch, run_dir, record, gpu_before)
+        is_ended = _claim_folder(run, machines)
+        run = dataclasses.replace(run, config=config.with_steps(run.sequences_per_step))
+        candidates = _find_checkpoints(run, is_ended=is_ended)
+        run = _connect_ranks(run, machines)
+        run = dataclasses.replace(run, checkpoint=choose(candidates, run.accelerator))
+        run = _load_data(run)
+        run = _build_model(run)
+    mark = record_mark(run_dir)
+    watchdog.follow(run.record, run_dir, mark=mark, config=config, num_steps=run.num_steps)
+    with tensors_of(config), starting(run_dir, f"setting up {launch.strategy.engine}"):
+        run = _hand_to_engine(run)
+    with user_errors():
+        mark = _take_folder(run, mark)
+    watchdog.follow(run.record, run_dir, mark=mark, config=config, num_steps=run.num_steps)
+    return run
+
+
+def _complete(arguments: list[str], launch: Launch) -> RunConfig:
+    """Return the config of the flags and, where they leave it to us, of this machine."""
+    has_gpu = torch.cuda.is_available()
+    config, notes = completed(
+        training_config(arguments), launch.strategy, has_gpu=has_gpu, num_ranks=launch.num_processes
     )
-    return {"gpu_bytes": needs.gpu_bytes, "cpu_bytes": needs.host_bytes_per_node} if needs else None
+    for note in notes:
+        say(note)
+    return config
 
 
-@dataclass(frozen=True)
-class Job:
-    """A run that is set up: all user input has been checked, and nothing has been written yet."""
+def _check_request(config: RunConfig, launch: Launch) -> tuple[ModelSpec, Launch]:
+    """Return the model and the launch to train. Needs neither other ranks nor the run's folder.
 
-    config: RunConfig
-    spec: ModelSpec
-    launch: Launch
-    accelerator: Accelerator
-    run_dir: Path
-    checkpoint: Checkpoint | None
-    "the checkpoint that the run resumes from"
-    description: dict[str, Any]
-    "the settings that must stay equal when a run resumes from this run's checkpoints"
-    launch_description: dict[str, Any]
-    "the settings that may change when a run resumes"
-    fingerprint_of_frozen: str | None
-    data: Data | None
-    "None in a rehearsal on fake tensors"
-    model: PreTrainedModel
-    gpu_before: GpuBefore
-    batch_described: str
-    "one line: the sequences per step, and the learning rate if it was scaled"
-    control_group: ProcessGroup | None
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """The objects of a job after `accelerator.prepare`, wrapped by the engine."""
-
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    loader: DataLoader | None
-    "None in a rehearsal on fake tensors"
-    eval_loaders: dict[str, DataLoader]
-    "by held-out set"
-    loss_recorder: RecordedLoss
-    num_steps: int
-    num_micro_steps: int
-    "per optimizer step, as the engine counts them: in `stock`, a DeepSpeed JSON's value overrides the flag"
-    checkpoint_writer: CheckpointWriter | None
-    "None without --save_steps"
-    forward: CheckedForward
-    trace: AllocationTrace | None
-    "only if allocations are traced; already includes the engine's allocations in `accelerate.prepare`"
-
-
-def set_up(
-    config: RunConfig, arguments: list[str], started: float, machines: Machines
-) -> tuple[Job, RunRecord]:
-    """Check all user input, then build data and model. Raises ValueError with a hint."""
-    request = _check_request(config)
-    folder = _claim_folder(request, machines)
-    start = _choose_start(request, folder)
-    built = _build(request, start, folder.run_dir)
-    job = Job(
-        config=start.config,
-        spec=request.spec,
-        launch=request.launch,
-        accelerator=start.accelerator,
-        run_dir=folder.run_dir,
-        checkpoint=start.checkpoint,
-        description=built.description,
-        launch_description=start.launch_description,
-        fingerprint_of_frozen=fingerprint_of_frozen(built.model) if start.config.save_steps else None,
-        data=built.data,
-        model=built.model,
-        gpu_before=folder.gpu_before,
-        batch_described=start.batch_described,
-        control_group=start.control_group,
-    )
-    return job, _record_at_start(job, folder, built, arguments, started)
-
-
-@dataclass(frozen=True)
-class _Request:
-    """Flags, model and launch, after the checks that need neither other ranks nor the run's folder."""
-
-    config: RunConfig
-    spec: ModelSpec
-    launch: Launch
-
-
-def _check_request(config: RunConfig) -> _Request:
-    """Raise ValueError if flags, model or YAML are invalid or contradict each other."""
+    Raises ValueError if flags, model or YAML are invalid or contradict each other.
+    """
     config.check()
-    spec, launch = find_model(config.model), find_launch()
+    spec = find_model(config.model)
     check_trainable(spec, config)
     if config.rehearse is not None:
         launch = pretend_ranks(launch, config.rehearse)
     absolute_deepspeed_config(launch.strategy)
     check_environment(launch)
     if config.rehearse is None:
-        check_devices(launch, num_gpus=torch.cuda.device_count(), local_processes=local_world_size())
+        check_devices(launch, num_gpus=torch.cuda.device_count(), local_processes=_local_world_size())
     problems = contradictions(
         launch.strategy,
         config,
@@ -227,200 +181,54 @@ def _check_request(config: RunConfig) -> _Request:
         raise ValueError("\n".join(problems) + "\nhint: see --help of the flag")
     strategy, taken_out = as_flags_say(launch.strategy, config)
     if taken_out is not None:
-        _print_on_rank_0(taken_out)
+        say(taken_out)
     check_optional(config)
     check_adapters(config)
     check_adapter_base(config, spec)
-    return _Request(config=config, spec=spec, launch=dataclasses.replace(launch, strategy=strategy))
+    return spec, dataclasses.replace(launch, strategy=strategy)
 
 
-@dataclass(frozen=True)
-class _ClaimedFolder:
-    """The run's folder, locked by rank 0 if it exists, and the facts that make up the run's name."""
-
-    run_dir: Path
-    run_name: str
-    identity: str
-    asked: dict[str, Any]
-    versions: dict[str, str]
-    gpu: str | None
-    gpu_before: GpuBefore
-    machines: Machines
-    is_ended: bool
-    "True if the folder contains this run's record with all steps done"
-
-
-def _claim_folder(request: _Request, machines: Machines) -> _ClaimedFolder:
-    """Meet the other machines, name the run and lock its folder against other trainings.
-
-    Raises ValueError if the run can't use the folder. Exits if --resume_from_checkpoint is auto and the run
-    has already ended.
-    """
-    config, launch = request.config, request.launch
+def _meet_machines(launch: Launch, machines: Machines) -> None:
+    """Meet the other machines. Raises ValueError if one is missing or was launched differently."""
     if num_machines() > 1:
         counts = {"num_machines": num_machines(), "num_processes": launch.num_processes}
         machines.meet(shared_launch_facts(launch.command, launch.strategy, **counts))
-    gpu = None
+
+
+def _open_gpu() -> GpuBefore:
+    """Choose this rank's GPU, if the machine has any, and return its state before this process opened it."""
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     gpu_before = look_at_gpu(local_rank)
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank)  # without this, all ranks would open GPU 0
-        gpu = torch.cuda.get_device_name()
+    return gpu_before
+
+
+def _begin_record(
+    config: RunConfig, spec: ModelSpec, launch: Launch, arguments: list[str], machines: Machines
+) -> RunRecord:
+    """Return the record of what was asked, under the run's name."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     asked, versions = everything_asked(config, launch.strategy, launch.num_processes), installed_versions()
     identity = identity_of(asked, versions, gpu)
-    local_name = config.run_name or run_name_of(request.spec, launch.strategy, identity)
-    run_name = machines.of_rank_0("run_name", local_name)
-    run_dir = Path(os.path.realpath(config.output_dir), run_name)
-    is_ended = claim(run_dir, config, request.spec, identity)
-    if _is_rank_0() and config.rehearse is None:
-        for folder in launch.strategy.swap_folders:
-            hold_swap_folder(Path(folder))
-    if config.save_steps or config.resume_from_checkpoint:
-        flag = f"--save_steps {config.save_steps}" if config.save_steps else "--resume_from_checkpoint"
-        machines.check_shared(run_dir.parent, flag=flag)
-    return _ClaimedFolder(
-        run_dir=run_dir,
-        run_name=run_name,
-        identity=identity,
-        asked=asked,
-        versions=versions,
-        gpu=gpu,
-        gpu_before=gpu_before,
-        machines=machines,
-        is_ended=is_ended,
-    )
-
-
-@dataclass(frozen=True)
-class _Start:
-    """The connected ranks and the point from which the run starts."""
-
-    config: RunConfig
-    "with this attempt's batch size and learning rate"
-    accelerator: Accelerator
-    control_group: ProcessGroup | None
-    checkpoint: Checkpoint | None
-    description: dict[str, Any]
-    "like Job.description, but without the data"
-    launch_description: dict[str, Any]
-    sequences_per_step: int
-    batch_described: str
-
-
-def _choose_start(request: _Request, folder: _ClaimedFolder) -> _Start:
-    """Connect the ranks and choose the checkpoint to resume from, if any.
-
-    Raises ValueError if the checkpoint does not exist, or if the run would replace another run's files.
-    """
-    launch, run_dir = request.launch, folder.run_dir
-    per_step = sequences_per_step(request.config, launch.strategy, launch.num_processes)
-    config = request.config.with_steps(per_step)
-    description = run_description(config, per_step)
-    resume = noted_checkpoint() or config.resume_from_checkpoint
-    candidates = find_start(run_dir, config, description, resume, is_ended=folder.is_ended)
-    if all(candidate.is_foreign for candidate in candidates):
-        check_tokenizer(config, request.spec)
-    if _is_rank_0():
-        check_writable(run_dir)
-    name_groups_anew()
-    with folder.machines.connecting():
-        accelerator = start_accelerator(launch, config, project_dir=str(run_dir))
-        group = control_group(accelerator)
-    checkpoint = choose(candidates, accelerator)
-    return _Start(
-        config=config,
-        accelerator=accelerator,
-        control_group=group,
-        checkpoint=checkpoint,
-        description=description,
-        launch_description=launch_description(config, launch.strategy, launch.num_processes),
-        sequences_per_step=per_step,
-        batch_described=describe_batch(config, per_step, launch),  # shows the unscaled learning rate, too
-    )
-
-
-@dataclass(frozen=True)
-class _Built:
-    """Data and model, and the origin of weights and tokenizer."""
-
-    data: Data | None
-    model: PreTrainedModel
-    weights: str
-    tokenizer: str
-    description: dict[str, Any]
-    "see Job.description"
-
-
-def _build(request: _Request, start: _Start, run_dir: Path) -> _Built:
-    """Load the data and build the model; if the run resumes, load the checkpoint's weights."""
-    config, spec, checkpoint = start.config, request.spec, start.checkpoint
-    is_main = start.accelerator.is_main_process
+    local_name = config.run_name or run_name_of(spec, launch.strategy, identity)
     weights, tokenizer = _origins(config, spec)
-    _print_on_rank_0(f"weights: {weights}; tokenizer: {tokenizer}")
-    if has_weights(spec) and config.seq_len > spec.max_position_embeddings:
-        trained_for = f"the {spec.max_position_embeddings} positions that {spec.name} was trained for"
-        _print_on_rank_0(f"note: --seq_len {config.seq_len} is longer than {trained_for}")
-    data, description = None, start.description
-    if not is_fake(config):
-        num_sequences = (config.steps_asked or 0) * start.sequences_per_step
-        sizes = {"num_sequences": num_sequences, "num_held_out": num_held_out(checkpoint)}
-        with starting(run_dir, f"reading data: {config.dataset}", is_main=is_main):
-            data = rank_0_first(lambda: load_data(config, spec, **sizes))
-        if checkpoint is not None:
-            check_data(checkpoint, data.contents)
-        description = {**description, DATA: data.contents}
-    stage = f"{'loading' if has_weights(spec) else 'building'} {spec.name}"
-    with starting(run_dir, stage, is_main=is_main), tensors_of(config):
-        apart = data is not None and data.documents_apart
-        model = build_model(spec, config, documents_apart=apart)
-    if is_fake(config):
-        start.accelerator.device_placement = False
-        stay_in_place(model)
-    if checkpoint is not None:
-        load_weights(model, checkpoint)
-    return _Built(data=data, model=model, weights=weights, tokenizer=tokenizer, description=description)
-
-
-def _record_at_start(
-    job: Job,
-    folder: _ClaimedFolder,
-    built: _Built,
-    arguments: list[str],
-    started: float,
-) -> RunRecord:
-    """Return the record before step 1."""
     typed = ("python", "-m", "slm_toolkit.train", *without_secrets(arguments))
-    has_own_weights = job.checkpoint is None and job.config.rehearse is None
-    params = without_padding(job.model, job.model.named_parameters())
+    started = time.time() - seconds_since_start()
     return RunRecord(
-        run_name=folder.run_name,
-        identity=folder.identity,
+        run_name=machines.of_rank_0("run_name", local_name),
+        identity=identity,
         status="failed",  # becomes "ok" at the end
-        strategy=job.launch.strategy.name,
-        asked=folder.asked,
-        model=model_facts(job.spec),
-        weights=built.weights,
-        tokenizer=built.tokenizer,
-        versions={**folder.versions, **driver_version()},  # the run's name does not depend on the driver
+        strategy=launch.strategy.name,
+        asked=asked,
+        model=model_facts(spec),
+        weights=weights,
+        tokenizer=tokenizer,
+        versions={**versions, **driver_version()},  # the run's name does not depend on the driver
         started_at=datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
-        command=shlex.join(job.launch.command or typed),
-        gpu=folder.gpu,
-        weights_fingerprint=fingerprint(params) if has_own_weights else None,
-        first_step=job.checkpoint.manifest.step if job.checkpoint else 0,
-        resumed_from=described(job.checkpoint, job.launch_description) if job.checkpoint else None,
+        command=shlex.join(launch.command or typed),
+        gpu=gpu,
     )
-
-
-def _is_rank_0() -> bool:
-    """Return True if the launcher made this process rank 0; works before the ranks are connected."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def _print_on_rank_0(line: str) -> None:
-    """Print a line of the start. A log on a full disk ends the run later, when a record can say why."""
-    if _is_rank_0():
-        with suppress(OSError):
-            print(line, file=sys.stderr)
 
 
 def _origins(config: RunConfig, spec: ModelSpec) -> tuple[str, str]:
@@ -441,88 +249,212 @@ def _origins(config: RunConfig, spec: ModelSpec) -> tuple[str, str]:
     return weights, "bytes" if tokenizer is None else absolute(tokenizer)
 
 
-def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
-    """Hand everything to the engine. Exits with an error if the running engine is not the YAML's."""
-    config, accelerator = job.config, job.accelerator
-    trace = None
+def _claim_folder(run: Run, machines: Machines) -> bool:
+    """Lock the run's folder against other trainings, if it exists. Return whether this run has ended in it.
+
+    Raises ValueError if the run can't use the folder. Exits if --resume_from_checkpoint is auto and the run
+    has already ended.
+    """
+    config = run.config
+    is_ended = claim(run.run_dir, config, run.spec, run.record.identity)
+    if is_rank_0() and config.rehearse is None:
+        for folder in run.launch.strategy.swap_folders:
+            hold_swap_folder(Path(folder))
+    if config.save_steps or config.resume_from_checkpoint:
+        flag = f"--save_steps {config.save_steps}" if config.save_steps else "--resume_from_checkpoint"
+        machines.check_shared(run.run_dir.parent, flag=flag)
+    return is_ended
+
+
+def _find_checkpoints(run: Run, *, is_ended: bool) -> list[Checkpoint]:
+    """Return the checkpoints that the run may resume from, best first.
+
+    Raises ValueError if the requested one does not exist, or if the run would replace another run's files.
+    """
+    config = run.config
+    resume = noted_checkpoint() or config.resume_from_checkpoint
+    description = run_description(config, run.sequences_per_step)
+    candidates = find_start(run.run_dir, config, description, resume, is_ended=is_ended)
+    if all(candidate.is_foreign for candidate in candidates):
+        check_tokenizer(config, run.spec)
+    return candidates
+
+
+def _connect_ranks(run: Run, machines: Machines) -> Run:
+    if is_rank_0():
+        check_writable(run.run_dir)
+    name_groups_anew()
+    with machines.connecting():
+        accelerator = start_accelerator(run.launch, run.config, project_dir=str(run.run_dir))
+        group = control_group(accelerator)
+    return dataclasses.replace(run, accelerator=accelerator, control_group=group)
+
+
+def _load_data(run: Run) -> Run:
+    """Raises ValueError if the checkpoint was written with other data."""
+    config, spec = run.config, run.spec
+    say(f"weights: {run.record.weights}; tokenizer: {run.record.tokenizer}")
+    if has_weights(spec) and config.seq_len > spec.max_position_embeddings:
+        trained_for = f"the {spec.max_position_embeddings} positions that {spec.name} was trained for"
+        say(f"note: --seq_len {config.seq_len} is longer than {trained_for}")
+    if is_fake(config):
+        return run
+    num_sequences = (config.steps_asked or 0) * run.sequences_per_step
+    sizes = {"num_sequences": num_sequences, "num_held_out": num_held_out(run.checkpoint)}
+    with starting(run.run_dir, f"reading data: {config.dataset}"):
+        data = rank_0_first(lambda: load_data(config, spec, **sizes))
+    if run.checkpoint is not None:
+        check_data(run.checkpoint, data.contents)
+    return dataclasses.replace(run, data=data)
+
+
+def _build_model(run: Run) -> Run:
+    """Build the model; if the run resumes, load the checkpoint's weights."""
+    config, spec, checkpoint = run.config, run.spec, run.checkpoint
+    stage = f"{'loading' if has_weights(spec) else 'building'} {spec.name}"
+    with starting(run.run_dir, stage), tensors_of(config):
+        apart = run.data is not None and run.data.documents_apart
+        model = build_model(spec, config, documents_apart=apart)
+    if is_fake(config):
+        run.accelerator.device_placement = False
+        stay_in_place(model)
+    if checkpoint is not None:
+        load_weights(model, checkpoint)
+        resumed_from = described(checkpoint, _launch_description(run))
+        record = dataclasses.replace(
+            run.record, first_step=checkpoint.manifest.step, resumed_from=resumed_from
+        )
+    elif config.rehearse is None:
+        weights = fingerprint(without_padding(model, model.named_parameters()))
+        record = dataclasses.replace(run.record, weights_fingerprint=weights)
+    else:
+        record = run.record
+    return dataclasses.replace(run, model=model, record=record)
+
+
+def _launch_description(run: Run) -> dict[str, Any]:
+    """Return the settings that may change when a run resumes."""
+    return launch_description(run.config, run.launch.strategy, run.launch.num_processes)
+
+
+def _hand_to_engine(run: Run) -> Run:
+    """Prepare everything with accelerate. Exits with code 2 if the running engine is not the YAML's."""
+    config, accelerator, model, data = run.config, run.accelerator, run.model, run.data
+    writer = trace = None
+    frozen = fingerprint_of_frozen(model) if config.save_steps else None
     if config.profile == "memory" or is_fake(config):
         trace = AllocationTrace(fake=is_fake(config), device_type=accelerator.device.type)
-        trace.adopt(job.model.parameters(), "parameters")
-    loss_recorder = RecordedLoss(job.model, of_tokens=job.data is not None and len(job.data.names) > 1)
-    optimizer = build_optimizer(job.model, config, job.launch.strategy)
+        trace.adopt(model.parameters(), "parameters")
+    loss_recorder = RecordedLoss(model, of_tokens=data is not None and len(data.names) > 1)
+    optimizer = build_optimizer(model, config, run.launch.strategy)
     set_seed(config.seed)
-    loader = None
-    with trace or nullcontext(), without_unused_imports(job.launch.strategy):
-        if job.data is not None:
-            loader = accelerator.prepare_data_loader(make_loader(job.data.train, config, train=True))
-        model, optimizer = accelerator.prepare(job.model, optimizer)
+    loader, eval_loaders = None, {}
+    with trace or nullcontext(), without_unused_imports(run.launch.strategy):
+        if data is not None:
+            loader = accelerator.prepare_data_loader(make_loader(data.train, config, train=True))
+        model, optimizer = accelerator.prepare(model, optimizer)
     let_collectives_wait()
     if config.numerics == "fp16":
         scale_losses(accelerator, model, optimizer)
     set_reduction(model, config)
-    held_out = job.data.held_out if job.data is not None else {}
-    num_ranks = accelerator.num_processes
-    eval_loaders = {
-        name: accelerator.prepare_data_loader(
-            make_loader(sequences, config, train=False, num_ranks=num_ranks)
-        )
-        for name, sequences in held_out.items()
-    }
-    with user_errors():
-        running = probe_engine(model)
-        check_engine(running, job.launch)
-        num_micro_steps = accelerator.gradient_accumulation_steps
-        num_steps = NUM_TRACED_STEPS if loader is None else count_steps(config, loader, num_micro_steps)
-        if job.checkpoint is not None:
-            check_steps_left(job.checkpoint, num_steps, config.resume_from_checkpoint, job.run_dir)
-            load_state(job.checkpoint, model, optimizer, accelerator)
-    per_step = sequences_per_step(config, job.launch.strategy, job.launch.num_processes)
-    record = dataclasses.replace(
-        record,
-        world_size=running.world_size,
-        num_machines=None if config.rehearse else num_machines(),
-        engine=running.engine,
-        zero_stage=running.zero_stage,
-        reshard_after_forward=running.reshard_after_forward,
-        attn_implementation=config.attn_implementation,
-        num_trainable_params=num_trainable(model) if config.peft != "none" else None,
-        tokens_per_step=per_step * config.seq_len,
-        deepspeed_estimate=None
-        if config.peft != "none"  # DeepSpeed's estimate ignores frozen parameters
-        else deepspeed_estimate_of(
-            padded_spec(job.spec) if config.pad_widths else job.spec,
-            zero_stage=running.zero_stage,
-            world_size=running.world_size,
-            local=local_world_size(),
-        ),
-    )
-    writer = None
+    for name, sequences in data.held_out.items() if data is not None else ():
+        held_out = make_loader(sequences, config, train=False, num_ranks=accelerator.num_processes)
+        eval_loaders[name] = accelerator.prepare_data_loader(held_out)
     if config.save_steps is not None:
         writer = CheckpointWriter(
             accelerator,
             model,
             optimizer,
-            job.run_dir,
-            run=job.description,
-            written_by=job.launch_description,
-            frozen=job.fingerprint_of_frozen,
+            run.run_dir,
+            run={**run_description(config, run.sequences_per_step), DATA: data.contents},
+            written_by=_launch_description(run),
+            frozen=frozen,
             keep=config.save_total_limit,
         )
-    prepared = Prepared(
+    run = dataclasses.replace(
+        run,
         model=model,
         optimizer=optimizer,
+        loss_recorder=loss_recorder,
+        forward=CheckedForward(config, accelerator, model, loss_recorder),
         loader=loader,
         eval_loaders=eval_loaders,
-        loss_recorder=loss_recorder,
-        num_steps=num_steps,
-        num_micro_steps=num_micro_steps,
         checkpoint_writer=writer,
-        forward=CheckedForward(config, accelerator, model, loss_recorder),
         trace=trace,
     )
-    return prepared, record
+    with user_errors():
+        record = _with_engine(run)
+        num_steps = NUM_TRACED_STEPS
+        if loader is not None:
+            num_steps = count_steps(config, loader, run.num_micro_steps)
+        if run.checkpoint is not None:
+            check_steps_left(run.checkpoint, num_steps, config.resume_from_checkpoint, run.run_dir)
+            load_state(run.checkpoint, model, optimizer, accelerator)
+    return dataclasses.replace(run, record=record, num_steps=num_steps)
 
 
-def local_world_size() -> int:
+def _with_engine(run: Run) -> RunRecord:
+    """Return the record with the engine that really runs. Raises ValueError if it is not the YAML's."""
+    config, running = run.config, probe_engine(run.model)
+    check_engine(running, run.launch)
+    trainable = estimate = None
+    if config.peft != "none":
+        trainable = num_trainable(run.model)
+    else:  # DeepSpeed's estimate ignores frozen parameters
+        estimate = deepspeed_estimate_of(
+            padded_spec(run.spec) if config.pad_widths else run.spec,
+            zero_stage=running.zero_stage,
+            world_size=running.world_size,
+            local=_local_world_size(),
+        )
+    return dataclasses.replace(
+        run.record,
+        **dataclasses.asdict(running),
+        num_machines=None if config.rehearse else num_machines(),
+        attn_implementation=config.attn_implementation,
+        num_trainable_params=trainable,
+        tokens_per_step=run.sequences_per_step * config.seq_len,
+        deepspeed_estimate=estimate,
+    )
+
+
+def deepspeed_estimate_of(
+    spec: ModelSpec, *, zero_stage: int | None, world_size: int, local: int
+) -> dict[str, int] | None:
+    """Return DeepSpeed's own estimate in bytes per GPU and per node's host; None unless ZeRO-2 or ZeRO-3.
+
+    `local`: the ranks on each node.
+    """
+    needs = live_deepspeed_needs(
+        spec.num_params,
+        spec.largest_layer_params,
+        zero_stage=zero_stage,
+        num_gpus_per_node=local,
+        num_nodes=world_size // local,
+    )
+    return {"gpu_bytes": needs.gpu_bytes, "cpu_bytes": needs.host_bytes_per_node} if needs else None
+
+
+def _take_folder(run: Run, mark: int | None) -> int | None:
+    """Lock the folder and remove what is not this run's. Return the mark of the record that is left in it."""
+    is_main = run.accelerator.is_main_process
+    if is_main:
+        hold_run(run.run_dir)
+    if run.config.overwrite_output_dir and run.checkpoint is None:
+        remove_earlier_run(run.run_dir, run.accelerator)
+        mark = None
+    if is_main:
+        sweep(run.run_dir)
+    start_tracker(run)
+    run.accelerator.wait_for_everyone()
+    if run.data is not None:
+        say(describe_batch(run.config, run.sequences_per_step, run.launch))
+    if run.checkpoint is not None:
+        conversion = run.record.resumed_from["conversion"]
+        say(f"resumed from {run.checkpoint.path}" + (f", {conversion}" if conversion else ""))
+    return mark
+
+
+def _local_world_size() -> int:
     """Return the number of this launch's processes on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -30,7 +30,7 @@ from slm_toolkit.run.observe import watch
 from slm_toolkit.run.after_step import AfterStep
 
 watch._STEPS_READ_AT_ONCE = 16
-after = AfterStep.run
+after = AfterStep.after_step
 
 def count_after(self, step, *arguments):
     after(self, step, *arguments)
@@ -38,7 +38,7 @@ def count_after(self, step, *arguments):
         gc.collect()
         print(sum(isinstance(each, torch.Tensor) for each in gc.get_objects()))
 
-AfterStep.run = count_after
+AfterStep.after_step = count_after
 train.main(sys.argv[1:])
 """
 

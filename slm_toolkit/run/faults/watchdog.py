@@ -12,22 +12,23 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 import torch
 
 from slm_toolkit.base.errors import (
-    DISK_FULL,
     KILLED_OR_CRASHED,
     SAYS_DISK_FULL,
     STOPPED_AFTER,
     TIME_LIMIT_VARIABLE,
+    RunEnded,
     first_line,
 )
 from slm_toolkit.config.run_config import RunConfig
@@ -37,6 +38,8 @@ from slm_toolkit.record.run_record import RUN_DIR_VARIABLE, RunRecord
 from slm_toolkit.record.saved_files import CHECKPOINTS_DIR
 from slm_toolkit.run.checkpoint.start import by_order
 from slm_toolkit.run.data.sources import BadData
+from slm_toolkit.run.observe.observer import Observer
+from slm_toolkit.run.observe.progress import say
 from slm_toolkit.run.peers.failure import is_out_of_memory, write_failure
 from slm_toolkit.run.peers.machines import UNREACHED, Machines
 from slm_toolkit.run.peers.peer_store import PeerStore, open_peer_store
@@ -47,7 +50,7 @@ _SETTLE_SECONDS = 5.0
 "time to look for the cause of a failed collective: the process of the failed rank takes a while to end"
 _ANSWER_SECONDS = 10.0
 "a rank whose threads can run writes the place of its main thread in the peer store within this time"
-_PRINT_SECONDS = 5.0
+_PRINT_SECONDS = 3.0
 "time that another rank of this machine may take to print the message"
 _FROZEN_SECONDS = 5.0
 "if two looks are further apart, the process or the whole machine was stopped meanwhile"
@@ -57,20 +60,8 @@ _COMPILING_SECONDS = 3600.0
 "time limit for the first step of --kernels compiled; collectives have the same limit"
 
 
-@dataclass(frozen=True)
-class _Followed:
-    """The watched run, once it is set up."""
-
-    record: RunRecord
-    run_dir: Path
-    mark: int | None
-    "see `write_failure`"
-    limit_seconds: float
-    first_limit_seconds: float
-
-
-class Watchdog:
-    """Watch a whole rank: `with Watchdog() as watchdog`. Call `follow` after setup, `beat` at every step."""
+class Watchdog(Observer):
+    """Watches a whole rank: `with Watchdog() as watchdog`. Set-up calls `follow`, the loop `before_step`."""
 
     def __init__(self) -> None:
         self.rank = int(os.environ.get("RANK", "0"))
@@ -85,11 +76,10 @@ class Watchdog:
         is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
         self._compilers = CompilerNews() if by_deepspeed and is_first_here else None
         self._standstill = Standstill() if RUN_DIR_VARIABLE in os.environ else None
-        self._run: _Followed | None = None
+        self._record: RunRecord | None = None
+        self._run_dir: Path | None = None
         self._where = "before its first step"
-        self._num_beats = 0
-        self._beat_at = 0.0
-        self._frozen_seconds = 0.0
+        self._num_beats, self._beat_at, self._frozen_seconds = 0, 0.0, 0.0
         self._looked_at = time.monotonic()
         self._ended = threading.Event()
         self._message_lock = threading.Lock()
@@ -103,35 +93,54 @@ class Watchdog:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Note in the peer store that this rank ends. For a bug, Python then prints the traceback."""
-        if isinstance(error, Exception):
+        """Record a failure, and note in the peer store that this rank ends. For a bug, Python then prints."""
+        failed = None
+        if isinstance(error, RunEnded):
+            say(f"{'error' if error.exit_code else 'note'}: {error}")
+        elif isinstance(error, Exception):
             self.settle(error)
-            self._leave(_named(error))
-        else:
-            self._leave(None)
+            failed = _named(error)
+        if isinstance(error, Exception) and (failed or self.rank == 0):
+            self._write_failure(error)
+        self._leave(failed)
         self._ended.set()
         threading.excepthook = threading.__excepthook__
         if signal.getsignal(signal.SIGTERM) == self._terminated:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if isinstance(error, RunEnded):
+            raise SystemExit(error.exit_code) from None
 
-    def follow(self, record: RunRecord, run_dir: Path, *, mark: int | None, config: RunConfig) -> None:
-        """Watch this run: write failures to its record, too, and apply the time limit to its steps."""
-        limit = config.ddp_timeout
-        first = max(limit, _COMPILING_SECONDS) if config.compiles else limit
-        self._run = _Followed(record, run_dir, mark, limit, first)
+    def follow(
+        self, record: RunRecord, run_dir: Path, *, mark: int | None, config: RunConfig, num_steps: int
+    ) -> None:
+        """Write failures to this run's record, too, and apply its time limit to its steps.
+
+        `mark`: see `write_failure`.
+        """
+        self._record, self._run_dir, self._mark, self._num_steps = record, run_dir, mark, num_steps
+        self._step_seconds = config.ddp_timeout
+        self._first_step_seconds = max(config.ddp_timeout, _COMPILING_SECONDS * config.compiles)
+
+    def before_step(self, step: int) -> None:
+        self.beat(f"at step {step + 1} of {self._num_steps}")
+
+    def after_step(self, step: int, loss: torch.Tensor, norm: object) -> None:
+        self.beat(f"after step {step + 1} of {self._num_steps}")
+
+    def end(self, observed: dict[str, Any]) -> None:
+        self.beat("after the last step")
 
     def beat(self, where: str) -> None:
         """Note that the main thread begins a step, an evaluation or a checkpoint."""
-        self._where = where
-        self._frozen_seconds = 0.0
-        self._beat_at = time.monotonic()
+        self._where, self._frozen_seconds, self._beat_at = where, 0.0, time.monotonic()
         self._num_beats += 1
 
     def rest(self) -> None:
-        """Stop applying the time limit, because no more steps follow."""
+        """Stop applying the time limit, because no more steps follow, and take leave of other machines."""
         self._num_beats = 0
+        self.machines.part()
 
     def settle(self, error: Exception) -> None:
         """End this rank with a message if one line explains `error`; return if it is a bug.
@@ -151,7 +160,7 @@ class Watchdog:
 
     def _end_if_explained(self, error: BaseException) -> None:
         """End this rank with one line about `error`; return if the error needs its traceback."""
-        if (message := one_line(error, self._run.run_dir if self._run else None)) is not None:
+        if (message := one_line(error, self._run_dir)) is not None:
             self._leave(_named(error))
             problem, _, hint = message.partition("\nhint: ")
             self._give_up(f"rank {self.rank} {self._where}: {problem}", hint=hint)
@@ -166,19 +175,31 @@ class Watchdog:
         """Look once a second, in a thread of its own."""
         while not self._ended.wait(_LOOK_SECONDS):
             self._look(has_failed=False)
-            if self._run is None and self._compilers is not None:
+            if self._record is None and self._compilers is not None:
                 self._compilers.look()
             if self._standstill is not None:
                 self._standstill.look(self._num_beats)
             if time.monotonic() > self._ends_at:
                 self._confer(f"{STOPPED_AFTER} {self._limit_seconds:g} s, {self._where}")
-            late = self._seconds_over(fraction=1.0)
-            alarmed = self._seconds_over(fraction=0.5) and self._peer_store and self._peer_store.read("alarm")
-            if late or alarmed:
+            waited = self._waited_seconds()
+            if self._num_beats == 0:
+                continue
+            limit = self._step_seconds if self._num_beats > 1 else self._first_step_seconds
+            alarmed = waited > limit / 2 and self._peer_store and self._peer_store.read("alarm")
+            if waited > limit or alarmed:
                 self._confer(
-                    f"no progress for {self._step_limit_seconds:g} s (--ddp_timeout) {self._where}",
+                    f"no progress for {limit:g} s (--ddp_timeout) {self._where}",
                     hint="if a step does take that long, raise --ddp_timeout",
                 )
+
+    def _waited_seconds(self) -> float:
+        """Return the seconds since the last beat, without those in which the process was frozen."""
+        now = time.monotonic()
+        frozen = now - self._looked_at - _LOOK_SECONDS
+        if frozen > _FROZEN_SECONDS:
+            self._frozen_seconds += frozen
+        self._looked_at = now
+        return now - self._beat_at - self._frozen_seconds
 
     def _look(self, *, has_failed: bool) -> None:
         """End this rank if a rank of this machine, the launcher or another machine is gone."""
@@ -199,37 +220,18 @@ class Watchdog:
             return f"the launcher (pid {self._launcher}) {KILLED_OR_CRASHED} {self._where}"
         return None
 
-    def _seconds_over(self, *, fraction: float) -> float:
-        """Return by how many seconds the main thread has exceeded `fraction` of its time limit; else 0.
-
-        Time in which the process was frozen does not count.
-        """
-        now = time.monotonic()
-        frozen = now - self._looked_at - _LOOK_SECONDS
-        if frozen > _FROZEN_SECONDS:
-            self._frozen_seconds += frozen
-        self._looked_at = now
-        if self._run is None or self._num_beats == 0:
-            return 0.0
-        return max(0.0, now - self._beat_at - self._frozen_seconds - fraction * self._step_limit_seconds)
-
-    @property
-    def _step_limit_seconds(self) -> float:
-        return self._run.limit_seconds if self._num_beats > 1 else self._run.first_limit_seconds
-
     def _confer(self, problem: str, *, hint: str = "") -> NoReturn:
         """Publish this rank's place, read those of the others, and end with `problem` and its cause."""
-        own_stall = stall_of(self.rank, os.getpid())
-        stalls = {self.rank: own_stall}
-        if self._peer_store is not None:
-            self._peer_store.write(f"stall {self.rank}", asdict(own_stall))
-            self._peer_store.write("alarm", self.rank)
+        stalls = {self.rank: stall_of(self.rank, os.getpid())}
+        if (store := self._peer_store) is not None:
+            store.write(f"stall {self.rank}", asdict(stalls[self.rank]))
+            store.write("alarm", self.rank)
             deadline = time.monotonic() + _ANSWER_SECONDS
-            while len(stalls) < self._num_ranks and time.monotonic() < deadline:
-                for rank in set(range(self._num_ranks)) - stalls.keys():
-                    if (stall := self._peer_store.read(f"stall {rank}")) is not None:
-                        stalls[rank] = Stall(**stall)
-                time.sleep(_LOOK_SECONDS / 4)
+            for rank in {*range(self._num_ranks)} - stalls.keys():
+                while (stall := store.read(f"stall {rank}")) is None and time.monotonic() < deadline:
+                    time.sleep(_LOOK_SECONDS / 4)
+                if stall is not None:
+                    stalls[rank] = Stall(**stall)
         silent = sorted(set(range(self._num_ranks)) - stalls.keys())
         states = [self._local_ranks.state_of(rank) for rank in silent]
         cause = explain([stalls[rank] for rank in sorted(stalls)], states)
@@ -258,40 +260,34 @@ class Watchdog:
         Pass uses_peer_store=False if the store may be on the machine that is gone; then this rank prints.
         """
         if not self._message_lock.acquire(blocking=False):
-            time.sleep(6 * _PRINT_SECONDS)  # the other thread ends the process
+            time.sleep(10 * _PRINT_SECONDS)  # the other thread ends the process
             os._exit(1)
-        machine = os.environ.get("GROUP_RANK", "0")
-        peer_store = self._peer_store if uses_peer_store else None
-        prints = peer_store.is_first(f"prints {machine}", self.rank) if peer_store is not None else True
-        without_launcher = prints is None  # the launcher is gone, and its store too
-        if without_launcher:
+        store = self._peer_store if uses_peer_store else None
+        prints = store is None or store.is_first(f"prints {os.environ.get('GROUP_RANK', '0')}", self.rank)
+        if prints is None:  # the launcher is gone, and its store too
             prints = self.rank < min(self._local_ranks.living(), default=self.rank + 1)
+            time.sleep(2 * _LOOK_SECONDS)  # until other ranks have seen this rank alive
         if prints:
-            self._report(problem, hint, without_launcher=without_launcher)
-            time.sleep(2 * _LOOK_SECONDS * without_launcher)  # until other ranks have seen this rank alive
+            self._report(problem, hint)
             self._local_ranks.kill(silent or [])
-            if peer_store is not None:
-                peer_store.write(f"printed {machine}", True)
         else:
-            deadline = time.monotonic() + _PRINT_SECONDS
-            while time.monotonic() < deadline and not peer_store.read(f"printed {machine}"):
-                time.sleep(_LOOK_SECONDS / 10)
+            time.sleep(_PRINT_SECONDS)
         os._exit(1)  # not sys.exit: the training thread may wait forever
 
-    def _report(self, problem: str, hint: str, *, without_launcher: bool) -> None:
+    def _report(self, problem: str, hint: str) -> None:
         """Print the problem on stderr and write it to the record."""
-        saved = by_order(self._run.run_dir / CHECKPOINTS_DIR) if self._run is not None else []
         hints = [hint] if hint else []
-        if saved:  # without the launcher, other ranks train on for a moment
-            newer = ", or from a newer one that other ranks still write" if without_launcher else ""
-            hints.append(f"--resume_from_checkpoint latest resumes from {saved[-1]}{newer}")
+        if self._run_dir is not None and (saved := by_order(self._run_dir / CHECKPOINTS_DIR)):
+            hints.append(f"--resume_from_checkpoint latest resumes from {saved[-1]}")
         with suppress(OSError):  # stderr may go to the full disk
-            lines = [f"error: {problem}", *[f"hint: {'; '.join(hints)}"][: len(hints)]]
-            sys.stderr.write("\n".join(lines) + "\n")  # in one write, because other ranks may write too
+            lines = f"error: {problem}\n" + (f"hint: {'; '.join(hints)}\n" if hints else "")
+            sys.stderr.write(lines)  # in one write, because other ranks may write too
             sys.stderr.flush()
-        if self._run is not None:
-            run = self._run
-            write_failure(run.record, RuntimeError(problem), run.run_dir, mark=run.mark)
+        self._write_failure(RuntimeError(problem))
+
+    def _write_failure(self, error: Exception) -> None:
+        if self._record is not None:
+            write_failure(self._record, error, self._run_dir, mark=self._mark)
 
 
 def _named(error: BaseException) -> str:
@@ -313,67 +309,55 @@ class LocalRanks:
     def __init__(self, peer_store: PeerStore | None) -> None:
         rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
         num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        first = rank - local_rank
         self._peer_store = peer_store
-        self._unknown = {other for other in range(first, first + num_local) if other != rank}
-        self._processes: dict[int, psutil.Process] = {}
-        self._ended: dict[int, int] = {}
-        "process ids by rank"
+        self._others = {*range(rank - local_rank, rank - local_rank + num_local)} - {rank}
+        self._pids: dict[int, int] = {}
         if peer_store is None:
-            self._unknown = set()
+            self._others = set()
         else:
             peer_store.write(f"pid {rank}", os.getpid())
 
     def ended(self) -> dict[int, int]:
         """Return {rank: process id} of the ended ranks. Stops reading the store once it has all ids."""
-        for rank in sorted(self._unknown):
-            pid = self._peer_store.read(f"pid {rank}")
-            if pid is not None:
-                self._unknown.discard(rank)  # not remove: two threads may run this at once
-                try:
-                    self._processes[rank] = psutil.Process(pid)
-                except psutil.NoSuchProcess:
-                    self._ended[rank] = pid
-        for rank, process in list(self._processes.items()):
-            if _has_ended(process):
-                self._ended[rank] = process.pid
-                self._processes.pop(rank, None)
-        return dict(self._ended)
+        for rank in sorted(self._others - self._pids.keys()):
+            if (pid := self._peer_store.read(f"pid {rank}")) is not None:
+                self._pids[rank] = pid
+        return {rank: pid for rank, pid in sorted(self._pids.items()) if _status(pid) is None}
 
     def living(self) -> list[int]:
         """Return the ranks that have not ended. A rank whose process id is unknown counts as living."""
-        return sorted({*self._processes, *self._unknown})
+        return sorted(self._others - self.ended().keys())
 
     def state_of(self, rank: int) -> str:
         """Describe the state of a rank that does not answer, from this machine's process table."""
-        if rank in self._ended:
-            return f"rank {rank} (pid {self._ended[rank]}) has ended"
-        process = self._processes.get(rank)
-        if process is None:
+        if (pid := self._pids.get(rank)) is None:
             return f"rank {rank} does not answer"
-        with suppress(psutil.NoSuchProcess):
-            status = process.status()
-            name = f"rank {rank} (pid {process.pid})"
-            if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-                return f"{name} is stopped (SIGSTOP, a debugger?)"
-            if status == psutil.STATUS_DISK_SLEEP:
-                return f"{name} waits for a disk or a network file system"
-            return f"{name} does not answer: it is stuck in native code that holds the GIL"
-        return f"rank {rank} has ended"
+        state = _STATES.get(_status(pid), "does not answer: it is stuck in native code that holds the GIL")
+        return f"rank {rank} (pid {pid}) {state}"
 
     def kill(self, ranks: list[int]) -> None:
         """Kill ranks that can't end themselves, because the launcher would wait 30 s for each."""
-        for rank in ranks:
-            if rank in self._processes:
-                with suppress(psutil.NoSuchProcess):
-                    self._processes[rank].kill()
+        for rank in self._pids.keys() & ranks:
+            if _status(self._pids[rank]) is not None:
+                os.kill(self._pids[rank], signal.SIGKILL)
 
 
-def _has_ended(process: psutil.Process) -> bool:
+_STATES = {
+    None: "has ended",
+    psutil.STATUS_STOPPED: "is stopped (SIGSTOP, a debugger?)",
+    psutil.STATUS_TRACING_STOP: "is stopped (SIGSTOP, a debugger?)",
+    psutil.STATUS_DISK_SLEEP: "waits for a disk or a network file system",
+}
+"by the state of a rank's process that does not answer"
+
+
+def _status(pid: int) -> str | None:
+    """Return the state of a process; None if it has ended."""
     try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+        status = psutil.Process(pid).status()
     except psutil.NoSuchProcess:
-        return True
+        return None
+    return None if status == psutil.STATUS_ZOMBIE else status
 
 
 @dataclass(frozen=True)
@@ -458,12 +442,8 @@ def waits_for_others(frames: Sequence[str]) -> bool:
 
 
 def _frames_of_main_thread() -> list[str]:
-    frame = sys._current_frames()[threading.main_thread().ident]
-    frames = []
-    while frame is not None:
-        frames.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
-        frame = frame.f_back
-    return frames
+    stack = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident])
+    return [f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}" for frame, line in stack]
 
 
 def _gpu_is_busy() -> bool:
@@ -484,51 +464,35 @@ def _gpu_is_busy() -> bool:
 
 # Explain errors that are not bugs in one line: a folder that can't be written, bad data.
 
-_LITTLE_BYTES = 2**20
 
-
-def one_line(error: BaseException, run_dir: Path | None) -> str | None:
+def one_line(error: BaseException | None, run_dir: Path | None) -> str | None:
     """Return a message about `error`, with a hint on a second line; None for a bug: print its traceback."""
     if isinstance(error, BadData):  # a DataLoader puts its worker's traceback before the message
         return str(error).rpartition(f"{BadData.__module__}.{BadData.__name__}: ")[2]
-    chain, cause = [], error
-    while cause is not None and not any(cause is link for link in chain):  # pynvml's errors can't be compared
-        chain.append(cause)
-        cause = cause.__cause__ or cause.__context__
-    full = next((link for link in chain if _is_disk_full(link)), None)
-    if full is not None:
-        return _no_room(full, run_dir)
-    refused = next((link for link in chain if run_dir is not None and _names_file_in(link, run_dir)), None)
-    return refused and (
-        f"can't write {refused.filename}: {refused.strerror}\n"
-        f"hint: check that {run_dir} still exists and its disk is writable"
-    )
-
-
-def _names_file_in(error: BaseException, run_dir: Path) -> bool:
-    """Return True if `error` is an OSError about a file in the run's folder."""
-    names = (error.filename, error.filename2) if isinstance(error, OSError) else ()
-    return any(isinstance(name, str) and Path(name).is_relative_to(run_dir) for name in names)
-
-
-def _is_disk_full(error: BaseException) -> bool:
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno in DISK_FULL
-    return SAYS_DISK_FULL.search(str(error)) is not None
+    seen: list[int] = []  # not the errors: pynvml's can't be compared
+    while error is not None and id(error) not in seen:
+        if SAYS_DISK_FULL.search(str(error)):
+            return _no_room(error, run_dir)
+        if isinstance(error, OSError) and run_dir is not None and str(run_dir) in str(error):
+            return (
+                f"can't write {error.filename}: {error.strerror}\n"
+                f"hint: check that {run_dir} still exists and its disk is writable"
+            )
+        seen.append(id(error))
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _no_room(error: BaseException, run_dir: Path | None) -> str:
     """Return a message that names the full disk.
 
-    If the error names no file, it is the disk of the run, of the caches or of temporary files: the first that
-    is full now.
+    If the error names no file, it is the disk of the run, of the caches or of temporary files: the one with
+    the least room now.
     """
-    file_name, reason = (error.filename, error.strerror) if isinstance(error, OSError) else (None, None)
+    file_name, reason = getattr(error, "filename", None), getattr(error, "strerror", None)
     cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     places = [Path(file_name)] if file_name else [run_dir or Path.cwd(), cache, Path(tempfile.gettempdir())]
-    free = [(_free_bytes(place), place) for place in places]
-    full = [(free_bytes, place) for free_bytes, place in free if free_bytes < _LITTLE_BYTES]
-    free_bytes, place = (full or free)[0]
+    free_bytes, place = min((_free_bytes(place), place) for place in places)
     return (
         f"no room to write {'' if file_name else 'under '}{place} ({free_bytes:,} bytes free now): "
         f"{reason or first_line(error)}\n"

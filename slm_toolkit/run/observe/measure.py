@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from slm_toolkit.record.step_breakdown import Anatomy, anatomy_of, read_trace
 from slm_toolkit.run.engine.training_state import parameter_name
+from slm_toolkit.run.observe.progress import say
 
 READING_GRADIENTS = "slm_toolkit: reading gradients"
 "name of the profiler range around the probe's own collectives"
@@ -142,9 +143,9 @@ def peak_memory(device: torch.device) -> dict[str, int | None]:
     """Return this rank's peaks: allocated and reserved since the reset (None on CPU), RSS since start."""
     on_gpu = device.type == "cuda"
     return {
-        "allocated": torch.cuda.max_memory_allocated(device) if on_gpu else None,
-        "reserved": torch.cuda.max_memory_reserved(device) if on_gpu else None,
-        "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # Linux counts in KiB
+        "peak_allocated_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # Linux counts in KiB
     }
 
 
@@ -320,6 +321,7 @@ def profile_steps(step: Callable[[], object], folder: Path, accelerator: Acceler
     It writes each rank's trace into `folder`; open it in https://ui.perfetto.dev. Returns None if the GPU's
     driver shows no kernels, for example because only administrators may profile.
     """
+    say(f"profiling; traces: {folder}/trace-rank*.json.gz, table: slm report {folder}")
     path = folder / TRACE_FILE.format(rank=accelerator.process_index)
     has_gpu = torch.cuda.is_available()
     profiler = profile(
@@ -347,4 +349,10 @@ def profile_steps(step: Callable[[], object], folder: Path, accelerator: Acceler
         profiler.step()  # the last call writes the trace
     profiler.stop()
     anatomy = anatomy_of(read_trace(path))
-    return None if has_gpu and anatomy.device != "cuda" else anatomy
+    if has_gpu and anatomy.device != "cuda":
+        say(
+            "no step anatomy: the GPU driver reported no kernels; it may allow profiling to "
+            "administrators only"
+        )
+        return None
+    return anatomy

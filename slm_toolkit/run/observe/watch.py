@@ -140,60 +140,56 @@ class RunWatch:
             self.dataset_losses.add(batch, self.loss_recorder.last_of_tokens)
 
     def observed(self) -> dict[str, Any]:
-        """Return the record's fields, the same on all ranks. Every rank must call it."""
+        """Return the record's fields: of all ranks, but for the load of the host. Every rank must call it."""
         device = self.accelerator.device
-        on_gpu = device.type == "cuda"
         phases = self.clock.phase_seconds()  # waits for the device
         self.gpu.sample_last_again()
         if deepspeed_engine(self.accelerator) is not None:  # its step is part of backward
             phases = {name: seconds for name, seconds in phases.items() if name == "data"}
-        own_values = {
-            "peaks": peak_memory(device),
-            "seconds": self.clock.seconds,
-            "phases": phases,
-            "state": state_bytes(self.accelerator, self.model, self.optimizer, self.gradients.num_bytes),
-            "graphs": self.num_graphs_compiled,
-            "gpu": {
-                "num_processes_before": self.gpu_before.num_processes,
-                "used_bytes_before": self.gpu_before.used_bytes,
-                "energy_joules": self.gpu.energy_joules,
-                "throttle_reasons": self.gpu.throttle_reasons,
-                "clock_mhz": self.gpu.clock_mhz,
-                "utilization": self.gpu.utilization,
-                "allocator": allocator_retries(device),
-            },
-            "host": self.host.other_busy_cores(),
-            "drawn": self.num_tokens_drawn,
-            "in_loss": self.loss_recorder.num_tokens,
-            "padding": int(self.num_padding),
-            "host_ram": self.host.ram(),
-        }
-        ranks = gather_to_all(own_values)
+        ranks = gather_to_all(
+            {
+                "step_seconds": self.clock.seconds,
+                "phase_seconds": phases,
+                "num_graphs_compiled": self.num_graphs_compiled,
+                "state_bytes": state_bytes(
+                    self.accelerator, self.model, self.optimizer, self.gradients.num_bytes
+                ),
+                "gpu_watch": {
+                    "num_processes_before": self.gpu_before.num_processes,
+                    "used_bytes_before": self.gpu_before.used_bytes,
+                    "energy_joules": self.gpu.energy_joules,
+                    "throttle_reasons": self.gpu.throttle_reasons,
+                    "clock_mhz": self.gpu.clock_mhz,
+                    "utilization": self.gpu.utilization,
+                    "allocator": allocator_retries(device),
+                },
+                **peak_memory(device),
+                "drawn": self.num_tokens_drawn,
+                "in_loss": self.loss_recorder.num_tokens,
+                "padding": int(self.num_padding),
+            }
+        )
+        by_rank = {name: [rank[name] for rank in ranks] for name in ranks[0]}
+        drawn, in_loss, padding = (sum(by_rank.pop(name)) for name in ("drawn", "in_loss", "padding"))
         settings = optimizer_settings(self.optimizer, deepspeed_engine(self.accelerator))
-        return {
+        observed = by_rank | {
             "numerics": self.numerics and {**self.numerics, "optimizer_settings_at_end": settings},
             "parameter_grad_norms": {} if self.gradients.overflowed else self.gradients.norms,
             "num_probed_steps": self.num_probed_steps,
-            "step_seconds": [rank["seconds"] for rank in ranks],
-            "phase_seconds": [rank["phases"] for rank in ranks],
-            "num_graphs_compiled": [
-                max(graphs) for graphs in zip(*(rank["graphs"] for rank in ranks), strict=True)
-            ],
-            "tokens_counted": {name: sum(rank[name] for rank in ranks) for name in ("drawn", "in_loss")},
-            "num_padding_tokens": sum(rank["padding"] for rank in ranks),
-            "losses_by_dataset": self.dataset_losses.observed(self.accelerator)
-            if self.dataset_losses is not None
-            else {},
-            "host_ram": ranks[0]["host_ram"],
-            "gpu_watch": [rank["gpu"] for rank in ranks] if on_gpu else [],
-            "other_busy_cores": ranks[0]["host"],
+            "num_graphs_compiled": list(map(max, zip(*by_rank["num_graphs_compiled"], strict=True))),
+            "tokens_counted": {"drawn": drawn, "in_loss": in_loss},
+            "num_padding_tokens": padding,
+            "host_ram": self.host.ram(),
+            "other_busy_cores": self.host.other_busy_cores(),
             "num_cores": num_cores(),
-            # without a step there are no gradients to count
-            "state_bytes": [rank["state"] for rank in ranks if rank["seconds"]],
-            "peak_allocated_bytes": [rank["peaks"]["allocated"] for rank in ranks] if on_gpu else None,
-            "peak_reserved_bytes": [rank["peaks"]["reserved"] for rank in ranks] if on_gpu else None,
-            "peak_rss_bytes": [rank["peaks"]["rss"] for rank in ranks],
         }
+        if self.dataset_losses is not None:
+            observed["losses_by_dataset"] = self.dataset_losses.observed(self.accelerator)
+        if not self.num_graphs_compiled:  # without a step there are no gradients to count
+            observed["state_bytes"] = []
+        if device.type != "cuda":
+            observed |= {"gpu_watch": [], "peak_allocated_bytes": None, "peak_reserved_bytes": None}
+        return observed
 
 
 class DatasetLosses:
