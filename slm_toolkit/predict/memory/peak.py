@@ -108,12 +108,12 @@ def peak(setup: Setup) -> MemoryEstimate:
     for index in {last, max(0, last - 1), step.crowded_layer, min(1, last), 0}:
         below = sums[index] * num_tokens + residual + fixed
         for moment in layers[index].moments:
-            at = step.at_layer(index, made_at(moment))
+            at = step.at_layer(index, made_at[moment.stage])
             if not moment.makes_gradient:
                 at = replace(at, temporary=0)
             activations = below + moment.num_bytes * num_tokens
             consider(f"backward: layers.{index}.{moment.where}", at, activations, 0)
-            if weights.unpacked_bytes and moment.ffn_grads == 1:  # before the last of the three gradients
+            if weights.unpacked_bytes and moment.stage == 1:  # before the last of the three gradients
                 at = replace(at, temporary=at.temporary + weights.unpacked_bytes)
                 activations -= 2 * spec.ffn_size * num_tokens
                 consider(f"backward: layers.{index}, unpacking", at, activations, 0)
@@ -128,7 +128,7 @@ def peak(setup: Setup) -> MemoryEstimate:
             consider(f"backward: {found.place}, reducing", found.at, outside[found.place], 0)
             continue
         moments = layers[found.layer].moments
-        later = [m.num_bytes for m in moments if m.makes_gradient and made_at(m) >= found.made]
+        later = [m.num_bytes for m in moments if m.makes_gradient and made_at[m.stage] >= found.made]
         activations = (sums[found.layer] + (later[0] if later else 0)) * num_tokens + residual + fixed
         consider(f"backward: layers.{found.layer}, reducing", found.at, activations, 0)
     consider("backward: embed_tokens", step.at_embedding, max(residual, of_input) + fixed, 0)
