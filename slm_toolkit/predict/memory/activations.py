@@ -176,8 +176,9 @@ def _saved_by_layer(
     trained = adapters.targets if adapters else tuple(matrices_of(spec))
     is_compiled_autocast = kernels.compiled and kernels.compute == AUTOCAST
     of_weight = 0 if adapters else 4 if kernels.compute == FP32 or spec.norm_scales_in_fp32 else 2
-    in_fp32 = 2 * (not adapters and kernels.compute == AUTOCAST)  # the stream's normalised input
-    of_stream = kernels.residual if kernels.fused_norm else 4 + max(of_weight, 2 * in_fp32)
+    of_stream = kernels.residual
+    if not kernels.fused_norm:
+        of_stream = 4 + max(of_weight, kernels.residual * (not adapters))
     of_product = e if kernels.fused_norm else 4 + of_weight  # other norms read results of matrix products
     norm = (of_stream * h + 4) * (spec.norms != "after")
     behind = (of_product * h + 4) * (spec.norms != "before")

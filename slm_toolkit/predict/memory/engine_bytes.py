@@ -9,10 +9,9 @@ D: the trained ones of P, p and E.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from math import prod
 
-from slm_toolkit.model.model_spec import ModelSpec, hidden_matrices, layer_tensors
+from slm_toolkit.model.model_spec import hidden_matrices, layer_tensors
 from slm_toolkit.predict.setup.adapters import sharded_adapters
 from slm_toolkit.predict.setup.setup import AUTOCAST, FP32, Dtypes, Setup
 from slm_toolkit.strategy.settings import ZeroSettings
@@ -532,9 +531,9 @@ def optimizer_temporary(setup: Setup) -> float:
         elements = min(elements, zero_settings(setup).sub_group_size)
     if config.numerics == "stock" or setup.like is not None or strategy.is_deepspeed:
         return elements * updated * foreach
-    elements = largest_chunk(
-        tensor_shares(setup.spec, num_shards, weights.adapter_shapes, without_layers=is_muon)
-    )
+    hidden = setup.num_hidden / num_shards * is_muon  # Muon updates them, one matrix at a time
+    largest = max(weights.trained_vocabulary, weights.widest_trained * (not is_muon)) / num_shards
+    elements = min(elements - hidden, max(CHUNK_ELEMENTS, largest))
     temporary = elements * (updated * (updated != dtypes.kept_gradient) + updated * foreach)
     return max(temporary, muon_temporary(setup) if is_muon else 0)
 
@@ -558,39 +557,3 @@ def muon_temporary(setup: Setup) -> float:
     if num_ranks == 1 or setup.strategy.sharded_parts:
         return orthogonalizing
     return max(orthogonalizing, size * (3 * computed + cast))
-
-
-@lru_cache(maxsize=4096)
-def tensor_shares(
-    spec: ModelSpec,
-    num_shards: int,
-    adapter_shapes: tuple[tuple[int, int], ...] = (),
-    *,
-    without_layers: bool = False,
-) -> tuple[int, ...]:
-    """Return a rank's elements of the matrices that AdamW updates, in the model's order.
-
-    `without_layers`: Muon updates those of the layers.
-    """
-    if adapter_shapes:
-        return (*(-(-rows // num_shards) * columns for rows, columns in adapter_shapes),) * spec.num_layers
-    layer = [tensor.num_elements for tensor in layer_tensors(spec) if tensor.is_matrix]
-    matrices = [spec.embedding_params, *layer * (0 if without_layers else spec.num_layers)]
-    if not spec.tied:
-        matrices.append(spec.embedding_params)
-    return tuple(-(-size // num_shards) for size in matrices)
-
-
-@lru_cache(maxsize=4096)
-def largest_chunk(shares: tuple[int, ...]) -> int:
-    """Return the elements of the optimizer's largest chunk.
-
-    A chunk is a run of parameters, in the model's order, with at most CHUNK_ELEMENTS, or one larger
-    parameter.
-    """
-    largest = run = 0
-    for share in shares:
-        if run and run + share > CHUNK_ELEMENTS:
-            largest, run = max(largest, run), 0
-        run += share
-    return max(largest, run)

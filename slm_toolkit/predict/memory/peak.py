@@ -144,12 +144,8 @@ def _not_saved(setup: Setup) -> float:
     activation of the gate, up, and their product. LoRA needs four: the activation, up, and the adapter's
     output twice.
     """
-    if not setup.recomputed[-1]:
-        return 0
-    adapters, spec = setup.adapters, setup.spec
-    is_adapted = adapters is not None and {"up_proj", "gate_up_proj"} & {*adapters.targets}
-    widths = 2 * spec.hidden_size + (4 if is_adapted else 3) * spec.ffn_size
-    return widths * (2 if setup.compute == BF16 else 4) * setup.num_tokens
+    widths = 2 * setup.spec.hidden_size + (4 if setup.adapters else 3) * setup.spec.ffn_size
+    return widths * (2 if setup.compute == BF16 else 4) * setup.num_tokens * setup.recomputed[-1]
 
 
 def _shared(setup: Setup) -> float:

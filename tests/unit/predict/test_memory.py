@@ -156,15 +156,6 @@ def test_constants_are_the_trainers() -> None:
     assert optimizer_bytes.CHUNK_ELEMENTS == optimizer.CHUNK_ELEMENTS
 
 
-def test_every_parameter_is_counted_once_in_the_optimizers_chunks() -> None:
-    # TINY on one rank: all matrices, 2 x 320 + 2 x 640 = 1920 elements, far below one chunk
-    largest_chunk, tensor_shares = optimizer_bytes.largest_chunk, optimizer_bytes.tensor_shares
-    assert largest_chunk(tensor_shares(TINY, 1)) == 1920
-    assert largest_chunk(tensor_shares(TINY, 1, without_layers=True)) == 2 * 320  # the layers' are Muon's
-    wide = dataclasses.replace(TINY, vocab_size=2**26 // 8)  # each vocabulary matrix alone is two chunks
-    assert largest_chunk(tensor_shares(wide, 1)) == 2**26
-
-
 @pytest.mark.parametrize("half", ["development", "held_out"])
 def test_stored_traces_of_the_real_engines_are_met(half: str) -> None:
     accuracy = bench("memory_accuracy")
