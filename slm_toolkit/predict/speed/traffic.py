@@ -70,7 +70,7 @@ class Transfer:
         return self.sent_bytes - self.inter_node_bytes
 
 
-def transfers(setup: Setup, *, reduces_each_micro_step: bool = False) -> tuple[Transfer, ...]:
+def transfers(setup: Setup) -> tuple[Transfer, ...]:
     """Return the communication of a rank in one optimizer step; nothing for a single rank.
 
     With accumulation, FSDP reduces once per step (accelerate's no_sync), ZeRO-2 and ZeRO-3 in each
@@ -78,7 +78,7 @@ def transfers(setup: Setup, *, reduces_each_micro_step: bool = False) -> tuple[T
     """
     if setup.num_gpus == 1 or setup.strategy.is_single:
         return ()
-    sent = _of_engine(setup, reduces_each_micro_step=reduces_each_micro_step)
+    sent = _of_engine(setup)
     return (*sent, _of_muon(setup)) if setup.config.optim == "muon" else sent
 
 
@@ -110,7 +110,7 @@ def _of_muon(setup: Setup) -> Transfer:
     )
 
 
-def _of_engine(setup: Setup, *, reduces_each_micro_step: bool) -> tuple[Transfer, ...]:
+def _of_engine(setup: Setup) -> tuple[Transfer, ...]:
     strategy = setup.strategy
     weights, dtypes, shard_ranks = setup.weights, setup.dtypes, setup.shard_ranks
     micro_steps = setup.config.gradient_accumulation_steps
@@ -186,7 +186,7 @@ def _of_engine(setup: Setup, *, reduces_each_micro_step: bool) -> tuple[Transfer
                 ranks=secondary_ranks if secondary_ranks > 1 else shard_ranks,
             )
         )
-    times = micro_steps if strategy.is_deepspeed or reduces_each_micro_step else 1
+    times = micro_steps if is_deepspeed else 1
     reduced = weights.trained * INT4_SCALES if zero.zero_quantized_gradients else gradients
     sent.append(
         transfer(
