@@ -183,56 +183,42 @@ def _fsdp2(setup: Setup) -> Step:
     gathered during the whole step, or set the sharded gradients to zero instead of freeing them.
     """
     spec, weights, dtypes, copies = setup.spec, setup.weights, setup.dtypes, _copies(setup)
-    num_ranks, gathering_ranks = setup.gpu_state_ranks, setup.shard_ranks
     accumulates = setup.config.gradient_accumulation_steps > 1
-    reshards = setup.placement.reshard_after_forward
-    P, p, E, L = weights.total, weights.layer, weights.vocabulary, spec.num_layers
+    reshards, is_alone = setup.placement.reshard_after_forward, setup.shard_ranks == 1
+    P, p, share, trained_share, sent = _fsdp2_sizes(setup)
+    E, L, w, r = weights.vocabulary, spec.num_layers, dtypes.compute, dtypes.reduced
     G, g, D = weights.trained, weights.trained_layer, weights.trained_vocabulary
-    w, r = dtypes.compute, dtypes.reduced
     # one unit, which is gathered during the whole step: the head's gradient waits for the embedding's
     is_one_unit = spec.tied or (setup.like is not None and setup.like.root_holds_vocabulary)
     num_vocabularies = 2 if is_one_unit and not spec.tied else 1
     tail, trained_tail = num_vocabularies * E + spec.hidden_size, D + weights.trained_norm
-    share, trained_share, sent = P / num_ranks, G / num_ranks, g
-    if weights.is_frozen:  # adapters have few rows, so some ranks have one row and others none
-        if num_ranks == gathering_ranks:
-            trained_share = L * sharded_adapters(weights, num_ranks)
-        share = (P - G) / num_ranks + trained_share
-        sent = gathering_ranks * sharded_adapters(weights, gathering_ranks)
-        p += sent - g
-        P += L * (sent - g)
     gradients = trained_share * dtypes.kept_gradient
     state = State(
-        share * dtypes.parameter,
-        trained_share * dtypes.master,
-        trained_share * dtypes.moments,
+        *(share * dtypes.parameter, trained_share * dtypes.master, trained_share * dtypes.moments),
         gradients=gradients * setup.keeps_gradients,
     )
     gradients *= not setup.keeps_gradients  # they are in the state already
     before = G * max(dtypes.gradient, r) if accumulates else 0  # unsharded, in the reduction's dtype
     held, held_gradient = (tail, trained_tail) if is_one_unit else (0, 0)
-    next_unit = 0 if gathering_ranks == 1 else p
+    next_unit = 0 if is_alone else p
 
     def at_layer(layer: int, made: float) -> At:
-        ahead = 0 if gathering_ranks == 1 else p if layer else E * (not is_one_unit)
+        ahead = 0 if is_alone else p if layer else E * (not is_one_unit)
         units = held + p + ahead if reshards else num_vocabularies * E + (layer + 1) * p
         gathered = units * w + copies.in_backward(layer)
         if accumulates:
             return At(gathered, before + held_gradient * w, temporary=weights.widest_trained * w)
         last = 0 if is_one_unit else trained_tail
-        reduced = (last + (L - 1 - layer) * g) / G * gradients
-        return At(
-            gathered,
-            (held_gradient + made) * w + reduced,
-            communication=(last if layer == L - 1 else sent) * r,
-        )
+        kept = (held_gradient + made) * w + (last + (L - 1 - layer) * g) / G * gradients
+        return At(gathered, kept, communication=(last if layer == L - 1 else sent) * r)
 
     whole = 0 if reshards else P * w
-    flat = next_unit if is_one_unit else tail * (gathering_ranks > 1)
+    flat = next_unit if is_one_unit else tail * (not is_alone)
     # a frozen embedding sends no gradient, and the buffer of its all-gather is still allocated
-    end = E * (weights.is_frozen and not is_one_unit and gathering_ranks > 1)
+    end = E * (weights.is_frozen and not is_one_unit and not is_alone)
     in_backward = whole or (tail + next_unit) * w
-    gathers_head = not is_one_unit and gathering_ranks > 1
+    gathers_head = not is_one_unit and not is_alone
+    last = (3 if spec.tied else num_vocabularies) * D * w + (before or (G - D) / G * gradients)
     return Step(
         state,
         at_gather=At((whole or (p + tail) * w) + tail * w, before) if gathers_head else None,
@@ -241,13 +227,27 @@ def _fsdp2(setup: Setup) -> Step:
         at_head=At(in_backward + copies.at_loss, before + D * w),
         at_norm=At(in_backward + copies.at_norm, before + trained_tail * w),
         at_layer=at_layer,
-        at_embedding=At(
-            (tail + end) * w,
-            (3 if spec.tied else num_vocabularies) * D * w + (before or (G - D) / G * gradients),
-            communication=sent * r,
-        ),
+        at_embedding=At((tail + end) * w, last, communication=sent * r),
         at_optimizer=At(0, gradients, temporary=optimizer_temporary(setup)),
     )
+
+
+def _fsdp2_sizes(setup: Setup) -> tuple[float, float, float, float, float]:
+    """Return numbers of elements.
+
+    Those of the gathered model and layer, of a rank's share and its trained part, and of a layer's gradients
+    as they are sent.
+    """
+    weights, ranks, num_layers = setup.weights, setup.gpu_state_ranks, setup.spec.num_layers
+    share, trained_share = weights.total / ranks, weights.trained / ranks
+    sent = weights.trained_layer
+    if weights.is_frozen:  # adapters have few rows, so some ranks have one row and others none
+        if ranks == setup.shard_ranks:
+            trained_share = num_layers * sharded_adapters(weights, ranks)
+        share += trained_share - weights.trained / ranks
+        sent = setup.shard_ranks * sharded_adapters(weights, setup.shard_ranks)
+    more = sent - weights.trained_layer
+    return weights.total + num_layers * more, weights.layer + more, share, trained_share, sent
 
 
 def _fsdp1(setup: Setup) -> Step:

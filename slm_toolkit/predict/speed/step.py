@@ -384,7 +384,6 @@ def step_time(
     if communication is None:
         return None
     exposed, hidden = communication
-    # the slowest rank: 0 for a single one
     exposed += software.jitter * math.sqrt(2 * math.log(setup.num_gpus)) * micro_steps * busy
     offload = NO_OFFLOAD
     if strategy.offloads:
