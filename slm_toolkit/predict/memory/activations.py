@@ -315,15 +315,10 @@ def _saved_by_flash(spec: ModelSpec, element_bytes: int) -> int:
 def _moments(
     spec: ModelSpec, kernels: Kernels, adapters: Adapters | None, saved: _SavedByLayer
 ) -> list[Moment]:
-    """Return the instants of a layer's backward, without recomputation.
-
-    transformers' RMSNorm has six fp32 tensors at once in backward.
-    """
+    """Return the instants of a layer's backward, without recomputation."""
     h, i, a, q, v, e = _sizes(spec, kernels)
     is_autocast, seq_len = kernels.compute == AUTOCAST, kernels.seq_len
-    norm = 16 * h + 8 if kernels.fused_norm else 24 * h
-    if kernels.compute != BF16:
-        norm = 20 * h + 8
+    norm = norm_backward(h, kernels.compute, fused=kernels.fused_norm)
     above, inputs = saved.above, saved.ffn_inputs
     of_factors = saved.below_ffn + inputs  # without what the FFN saves
     # the gradients of the product, of silu(gate) and of up, after the product is freed
@@ -357,6 +352,13 @@ def _moments(
     if saved.has_input_gradient:
         moments.append(Moment("input_layernorm", norm, 6))
     return moments
+
+
+def norm_backward(width: int, compute: str, *, fused: bool) -> int:
+    """Return the bytes per token of a norm's backward: transformers' has six fp32 tensors at once."""
+    if compute != BF16:
+        return 20 * width + 8
+    return 16 * width + 8 if fused else 24 * width
 
 
 def _end_of_forward(spec: ModelSpec, kernels: Kernels, adapters: Adapters, saved: _SavedByLayer) -> float:
