@@ -121,7 +121,7 @@ def layer_memory(
     kept = float(residual * h)
     if checkpointing == "selective_op":
         outputs, unused = _saved_outputs(spec, e, adapters)
-        kept += outputs - unused * kernels.compiled
+        kept += outputs - unused * (kernels.compiled and not adapters)
         kept += 0 if kernels.eager else e * _widths_in_flash(spec, e)[0] + 4 * spec.num_heads
         extra += unused
     recomputed = (replace(moment, num_bytes=moment.num_bytes + extra) for moment in moments)
@@ -282,11 +282,11 @@ def _attention(
             kept += e * seq_len * spec.num_window_layers / spec.num_layers
         kept += e * (q + v) * is_copied  # the value is a view of the whole product
     output = e * q  # the flash kernels save it anyway, if they don't pad it
-    kept += output * (kernels.keeps_inputs and (kernels.eager or is_padded) and is_kept)
+    for_matrix = output * (kernels.keeps_inputs and (kernels.eager or is_padded) and is_kept)
     if adapters and "o_proj" not in adapters:
-        return kept
+        return kept + for_matrix
     if adapters and adapters.drops:
-        return kept + output + q
+        return kept + for_matrix + output + q
     is_cast = adapters is not None and kernels.compute == AUTOCAST
     # as contiguous as a concatenated query, the output is copied for the output projection
     return kept + output * (kernels.eager or is_padded or not is_kept or is_cast or is_copied)

@@ -337,16 +337,17 @@ def _zero_1_or_2(setup: Setup) -> Step:
     spec, weights, dtypes, zero = setup.spec, setup.weights, setup.dtypes, zero_settings(setup)
     G, g, D = weights.trained, weights.trained_layer, weights.trained_vocabulary
     w, L, bucket = dtypes.parameter, spec.num_layers, zero.reduce_bucket_size
-    of_head, sends_late = 0 if spec.tied else D, zero.stage == 1 and not zero.overlaps
-    share = G / setup.gpu_state_ranks
-    is_widened = dtypes.kept_gradient > w
+    of_head, widest = 0 if spec.tied else D, weights.widest_trained
+    sends_late = zero.stage == 1 and not zero.overlaps
+    share, is_widened, largest = G / setup.gpu_state_ranks, dtypes.kept_gradient > w, D or widest
     partition = G / setup.shard_ranks if is_widened else share
-    largest = D or weights.widest_trained
     of_muon = setup.num_hidden / setup.gpu_state_ranks * (setup.config.optim == "muon")
     # the last tensor of a partition is kept whole; widened gradients are cut
     kept = partition if is_widened else of_muon + max(share - of_muon, largest)
     kept *= dtypes.kept_gradient
-    at = _gradients_in_buckets(setup, partition, kept)
+    # rank 0 has the first layers' norms; all of its gradients are kept from the first of them on
+    kept_from = max(0, G - partition if is_widened else min(G - partition, G - D - L * g * share / G))
+    at = _gradients_in_buckets(setup, kept, kept_from)
 
     def copied(sent: float) -> float:
         """Return the bytes of copies while a bucket is sent; a large gradient is sent in pieces."""
@@ -357,9 +358,8 @@ def _zero_1_or_2(setup: Setup) -> Step:
 
     def at_layer(layer: int, made: float) -> At:
         above = of_head + (L - 1 - layer) * g
-        made += above
-        is_sent = made // bucket > above // bucket and not sends_late
-        return at(made, waiting, weights.widest_trained * w, copied(bucket) * is_sent)
+        is_sent = (above + made) // bucket > above // bucket and not sends_late
+        return at(above + made, waiting, widest * w, copied(bucket) * is_sent)
 
     # the embedding's gradient may have no room in the bucket; then the last bucket is sent
     filled = (G - D) % bucket
@@ -367,8 +367,7 @@ def _zero_1_or_2(setup: Setup) -> Step:
     last = D if is_full else filled + D
     ended = at(G, 0, 0, copied(last), last)
     arriving = at(G - D, max(3 * waiting, D * w + copied(filled) * is_full))
-    at_head = at(0, 0, D * w)
-    first_kept = (max(0, G - D - partition) // bucket + 1) * bucket
+    at_head_sent = at(0, 0, D * w + copied(D) * (bucket < D))
     group = max(of_muon, share - of_muon)
     flat = group * dtypes.kept_gradient * (not is_widened and group > largest)
     cast = group * dtypes.master * (dtypes.master != dtypes.kept_gradient)
@@ -377,11 +376,12 @@ def _zero_1_or_2(setup: Setup) -> Step:
         State(weights.total * w, share * dtypes.master, share * dtypes.moments),
         at_forward_loss=at(0),
         at_loss=at(0),
-        at_head=at_head,
-        at_head_sent=replace(at_head, communication=ended.communication) if of_head else None,
+        at_head=at(0, 0, D * w),
+        at_head_sent=replace(at_head_sent, communication=ended.communication) if of_head else None,
         at_norm=at(of_head, waiting),
         crowded_layers=tuple(
-            min(L - 1, max(0, L - 1 - int((sent - of_head) / g))) for sent in (bucket, first_kept)
+            min(L - 1, max(0, L - 1 - int((sent - of_head) / g)))
+            for sent in (bucket, (kept_from // bucket + 1) * bucket)  # the first ones sent and kept
         ),
         at_layer=at_layer,
         at_embedding=max(arriving, ended, key=lambda at: at.gradients),
@@ -389,13 +389,13 @@ def _zero_1_or_2(setup: Setup) -> Step:
     )
 
 
-def _gradients_in_buckets(setup: Setup, partition: float, kept: float) -> Callable[..., At]:
+def _gradients_in_buckets(setup: Setup, kept: float, kept_from: float) -> Callable[..., At]:
     """Return a function: the bytes when backward has made some gradients of ZeRO-1 or ZeRO-2.
 
     Gradients are copied into a bucket of `reduce_bucket_size` elements; `overlap_comm` fills one while the
     other is sent. One larger than a bucket stays where it is until the next one is made, under ZeRO-1 until
     the step ends. ZeRO-1 reduces in the last micro-step only, without overlap_comm when backward has ended.
-    `kept`: bytes of rank 0's partition, reduced.
+    `kept`: bytes of rank 0's partition, reduced; it exists once `kept_from` elements have been sent.
     """
     weights, dtypes, zero = setup.weights, setup.dtypes, zero_settings(setup)
     G, D, w, bucket = weights.trained, weights.trained_vocabulary, dtypes.parameter, zero.reduce_bucket_size
@@ -409,7 +409,7 @@ def _gradients_in_buckets(setup: Setup, partition: float, kept: float) -> Callab
     buckets = (1 + zero.overlaps) * bucket * w * zero.contiguous_gradients
 
     def kept_at(sent: float) -> float:
-        now = kept * (sent > max(0, G - D - partition))
+        now = kept * (sent > kept_from)
         return max(earlier, now) if dtypes.kept_gradient > w else earlier + now
 
     def outside(made: float) -> float:

@@ -242,7 +242,7 @@ def _products(
         for size in _shapes(spec)
     ]
     if adapters:
-        given["is_frozen"] = False
+        given |= {"padded": False, "is_frozen": False}
         shapes = itertools.chain.from_iterable(adapter_shapes(spec, adapters).values())
         of_layer += [seconds(rates, (inputs, outputs), **given) for outputs, inputs in shapes]
     chunk = setup.num_tokens
