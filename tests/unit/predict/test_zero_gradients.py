@@ -47,9 +47,9 @@ def test_one_bucket_for_all_gradients_is_copied_flat_when_backward_has_ended() -
 
 def test_rank_0s_gradients_are_kept_when_its_first_ones_are_sent() -> None:
     found = step_of_tiny(bucket=400)
-    # layer 0 with 256 elements has 320 + 656 + 256 = 1232 of 1960: two buckets of 400 are sent above it, more
-    # than the 660 of rank 1 without the embedding; the third is a flat copy beside rank 0's part
-    assert found.at_layer(0, 256).gradients == 2 * (980 + 400)
+    # layer 0 with 256 elements has 320 + 656 + 256 = 1232 of 1960: three buckets of 400 are sent, the third
+    # beyond rank 1's half
+    assert found.at_layer(0, 256).gradients == 2 * 980
     # layer 1 with 128: one bucket, of which rank 0 keeps nothing; it is sent as a flat copy
     assert found.at_layer(1, 128) == At(0, 2 * 400, 1600, 2 * 128)
 
