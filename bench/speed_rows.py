@@ -21,14 +21,16 @@ from functools import cache
 from pathlib import Path
 
 from slm_toolkit.config.run_config import RunConfig, in_todays_names
+from slm_toolkit.hardware.calibration import Calibration
 from slm_toolkit.hardware.gpus import Gpu, gpu_of_name
 from slm_toolkit.hardware.network import Cluster, cluster_of
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.setup.other_trainers import OtherTrainer, trainer_named
 from slm_toolkit.predict.setup.setup import Deployment, Setup
+from slm_toolkit.predict.speed.matmul import rates_of
 from slm_toolkit.predict.speed.software import Shares, Software
-from slm_toolkit.predict.speed.step import step_time
-from slm_toolkit.predict.speed.traffic import transfers
+from slm_toolkit.predict.speed.step import accumulation_seconds, step_time
+from slm_toolkit.predict.speed.traffic import Transfer, transfers
 from slm_toolkit.strategy.strategy import Strategy, find_strategy
 
 DATA = Path(__file__).parent / "data"
@@ -141,16 +143,22 @@ def setup_of(row: Row) -> Setup:
     )
 
 
-LLM_FOUNDRY = Software(  # fitted to llm-foundry's bf16 tables and torchtitan's rows
+@dataclass(frozen=True)
+class Composer(Software):
+    """Constants of llm-foundry's generation of software, with those of its attention kernel."""
+
+    attention_share: Shares = Shares(ampere=0.334, hopper=0.176)
+    "fraction of the bf16 peak that attention reaches for long sequences"
+    attention_half_length: float = 770.0  # triton-lang/triton#1917
+    "sequence length at which attention reaches half of attention_share"
+
+
+LLM_FOUNDRY = Composer(  # fitted to llm-foundry's bf16 tables and torchtitan's rows
     # its benchmarks ran FlashAttention 1 in Triton (submit_benchmarks.py: attn_impl triton). An A100 runs it
     # at half of FlashAttention-2's rate (triton-lang/triton#1917: 72 TFLOP/s with 2,048 tokens, both passes)
-    attention_share=Shares(ampere=0.334, hopper=0.176),
-    attention_half_length=770.0,  # triton-lang/triton#1917
     eager_slowdown=0.85,
     contention=6.37,
     step_seconds=0.0249,
-    fsdp_version=1,
-    reduces_each_micro_step=True,
 )
 "Composer with PyTorch 2.1 and flash-attn, January 2024: only for comparison with its tables"
 
@@ -161,9 +169,48 @@ def asked(row: Row, loss_kernel: str) -> Row:
     return row if has_flag else dataclasses.replace(row, loss_kernel=loss_kernel)
 
 
-def predicted_tokens_per_second_per_gpu(row: Row, software: Software) -> float:
-    setup = setup_of(row)
-    sent = transfers(setup, reduces_each_micro_step=software.reduces_each_micro_step)
+def predicted_tokens_per_second_per_gpu(row: Row, software: Software, *, has_fsdp1: bool = False) -> float:
+    """Return the predicted rate; `has_fsdp1`: the row is of the years of FSDP1."""
+    setup, more = setup_of(row), 0.0
+    is_composer = isinstance(software, Composer)
+    if has_fsdp1 or is_composer:
+        like = dataclasses.replace(row.like or trainer_named("trainer"), has_fsdp1=True)
+        setup = dataclasses.replace(setup, like=like)
+    sent = transfers(setup)
+    if is_composer:
+        software = dataclasses.replace(software, calibration=_attention_of(software, row.gpu))
+        if row.strategy.is_fsdp:
+            sent, more = _reduced_in_each_micro_step(setup, sent, software)
     time = step_time(setup, sent, software, loss_kernel=row.loss_kernel)
     assert time is not None
-    return time.tokens_per_second / row.num_gpus
+    return time.tokens / (time.step_seconds + more) / row.num_gpus
+
+
+def _attention_of(software: Composer, gpu: Gpu) -> Calibration:
+    share, half = software.attention_share.of(gpu.architecture), software.attention_half_length
+    return Calibration(
+        attention_forward_share_64=share,
+        attention_forward_half_64=half,
+        attention_backward_share_64=share,
+        attention_backward_half_64=half,
+    )
+
+
+def _reduced_in_each_micro_step(
+    setup: Setup, sent: tuple[Transfer, ...], software: Software
+) -> tuple[tuple[Transfer, ...], float]:
+    """Return Composer's transfers, and the seconds that adding shards of gradients spares, as a negative."""
+    number = setup.config.gradient_accumulation_steps
+    changed = tuple(
+        dataclasses.replace(
+            each,
+            num_bytes=number * each.num_bytes,
+            num_calls=number * each.num_calls,
+            in_last_micro_step=number == 1,
+        )
+        if each.name.startswith("reduce_")
+        else each
+        for each in sent
+    )
+    spared = 1 - 1 / setup.shard_ranks if "gradients" in setup.strategy.sharded_parts else 0
+    return changed, -(number - 1) * spared * accumulation_seconds(setup, rates_of(setup.gpu, software))

@@ -109,7 +109,7 @@ def _alignment(setup: Setup) -> Iterator[Finding]:
     yield _on(
         *(setup, "alignment", "wrong" if gain.speedup >= 1.25 else "unwise", "widths-off-tensor-cores"),
         f"{setup.spec.name}: {widths} is not a multiple of 8, so tensor cores can't run at full "
-        f"speed: with {gain.change} it should train {gain.speedup:.2f} times as fast on {gain.gpu}",
+        f"speed: with {gain.change} it should train {gain.speedup:.2f} times as fast on {setup.gpu.name}",
         why="rows of 2-byte numbers then start at addresses that are not multiples of 16 bytes, and cuBLAS "
         "uses kernels that load one number at a time",
         change=gain.change,
@@ -187,7 +187,7 @@ def _kernels(setup: Setup) -> Iterator[Finding]:
     if not row.fits or row.tokens_per_second is None:
         return
     bound = row.bottleneck.replace("_", " ")
-    for lever in [lever for lever in levers(setup) if lever.change.startswith("--")][:_MOST_LEVERS]:
+    for lever in levers(setup)[:_MOST_LEVERS]:
         yield _on(
             *(setup, "kernels", "could be faster", "faster-flag"),
             f"bound by {bound} on {setup.gpu.name} under {setup.strategy.name}: {lever.change} "

@@ -21,7 +21,7 @@ class Lever:
     """One change to a configuration, and its expected speedup."""
 
     change: str
-    "as flags of `slm`, or as a description"
+    "as flags of `slm`; of an alignment also the widths that differ, or another shape"
     speedup: float
     "tokens/s after over before"
     fits: bool | None
@@ -32,7 +32,7 @@ def levers(setup: Setup) -> list[Lever]:
     """Return the changes that raise the tokens per second of a setup, best first; the setup needs a GPU.
 
     Each change is tried alone. If the setup fits, changes that make it too large are left out. A kernel does
-    not change the arithmetic; alignment changes the model; a larger batch changes the training.
+    not change the arithmetic; a larger batch changes the training.
     """
     before = estimate(setup.launched)
     if before.tokens_per_second is None:
@@ -58,14 +58,9 @@ def _changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
         )
         return words, with_flags(setup, **flags)
 
-    aligned = aligned_sibling(spec)
-    trains_all = config.peft == "none"  # an adapter can't change the shape of its frozen model
-    if aligned != spec and trains_all and not config.pad_widths:
-        words = f"widths in multiples of 8: {describe_alignment(spec, aligned)}"
-        yield words, dataclasses.replace(setup, spec=aligned)
     if config.attn_implementation == "eager":
         yield changed(attn_implementation="sdpa")
-    for name in ("fused", "compiled") if trains_all else ("fused",):
+    for name in ("fused", "compiled") if config.peft == "none" else ("fused",):
         allowed = allowed_kernels(name, [config], [spec], [setup.strategy])
         kernels = config.with_kernels(*FLAGS["kernels"].parts_of(allowed)).kernels
         if kernels != config.kernels:
@@ -77,21 +72,11 @@ def _changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
     yield changed(per_device_train_batch_size=2 * config.per_device_train_batch_size)
 
 
-@dataclass(frozen=True)
-class AlignmentGain:
-    """The speedup from widths in multiples of 8 on one GPU type."""
-
-    gpu: str
-    change: str
-    "--pad_widths, or --model or another shape with the widths that differ"
-    speedup: float
-
-
-def alignment_gain(setup: Setup) -> AlignmentGain | None:
+def alignment_gain(setup: Setup) -> Lever | None:
     """Compare a setup with a padded one, or else with the preset's sibling or its own rounded shape.
 
-    Return None if all widths are aligned, or if an adapter is trained. The speedup is a ratio of tokens per
-    second. That of a sibling includes its different size.
+    Return None if all widths are aligned, or if an adapter is trained, which can't change the shape of its
+    frozen model. The speedup of a sibling includes its different size.
     """
     spec = setup.spec
     if not misaligned_widths(setup.launched.spec) or setup.config.peft != "none":
@@ -102,14 +87,14 @@ def alignment_gain(setup: Setup) -> AlignmentGain | None:
         change, aligned = "--pad_widths", padded
     else:
         spec = setup.launched.spec
-        sibling = hw_sibling(spec) or aligned_sibling(spec)
+        sibling = PRESETS.get(f"{spec.name}-hw") or aligned_sibling(spec)
         change = f"--model {sibling.name}" if sibling.name != spec.name else "another shape"
         change += f" ({describe_alignment(spec, sibling)})"
         aligned = dataclasses.replace(setup, spec=sibling)
     before, after = estimate(setup.launched), estimate(aligned.launched)
     if before.tokens_per_second is None or after.tokens_per_second is None:
         return None
-    return AlignmentGain(setup.gpu.name, change, after.tokens_per_second / before.tokens_per_second)
+    return Lever(change, after.tokens_per_second / before.tokens_per_second, after.fits)
 
 
 def misaligned_widths(spec: ModelSpec) -> dict[str, int]:
@@ -130,25 +115,20 @@ def aligned_sibling(spec: ModelSpec) -> ModelSpec:
     FFN and hidden size are rounded to the nearest multiple of 64, a head's width to the nearest multiple of
     8: the model keeps its size. The vocabulary is rounded up: every token needs its row.
     """
-    changes = {}
-    if not is_aligned(spec.ffn_size):
-        changes["ffn_size"] = _nearest(spec.ffn_size, ALIGNED_TO)
-    if not is_aligned(spec.hidden_size):
-        changes["hidden_size"] = _nearest(spec.hidden_size, ALIGNED_TO)
+    changes = {
+        name: _nearest(getattr(spec, name), ALIGNED_TO)
+        for name in ("ffn_size", "hidden_size")
+        if not is_aligned(getattr(spec, name))
+    }
     if not is_aligned(spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim):
         changes["head_dim"] = _nearest(spec.head_dim, ALIGNMENT)
     if not is_aligned(spec.vocab_size):
         changes["vocab_size"] = -(-spec.vocab_size // ALIGNED_TO) * ALIGNED_TO
-    return dataclasses.replace(spec, **changes) if changes else spec
+    return dataclasses.replace(spec, **changes)
 
 
 def _nearest(width: int, multiple: int) -> int:
     return max(multiple, round(width / multiple) * multiple)
-
-
-def hw_sibling(spec: ModelSpec) -> ModelSpec | None:
-    """Return the preset of the same size with aligned widths (`slm-500m-hw` for `slm-500m`), or None."""
-    return PRESETS.get(f"{spec.name}-hw")
 
 
 def describe_alignment(spec: ModelSpec, aligned: ModelSpec) -> str:

@@ -13,6 +13,7 @@ times and the OOMs, so this module uses 32 heads.
 
 import csv
 import dataclasses
+import math
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import product
@@ -24,6 +25,7 @@ from slm_toolkit.hardware.gpus import find_gpu, gpu_of_name
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.estimate import estimate
+from slm_toolkit.predict.setup.other_trainers import trainer_named
 from slm_toolkit.predict.setup.setup import Setup
 from slm_toolkit.predict.speed.software import Software
 from slm_toolkit.predict.speed.step import step_time
@@ -169,10 +171,26 @@ class PaperSoftware(Software):
 
     first_step_seconds: float = 0.0
     "extra time per step: the paper averages all of ten steps, and the first is slow"
+    layer_seconds: float = 0.0
+    "extra time per layer and step with several ranks; n ranks cost exp(-few_ranks / (n - 1)) of it"
+    sharded_layer_seconds: float = 0.0
+    "more of the same if parameters are sharded"
+    few_ranks: float = 1.0
+    "see layer_seconds"
+    ddp_seconds: float = 0.0
+    "per step of DDP"
+
+    def extra_seconds(self, setup: Setup) -> float:
+        """Return the seconds of a step that only the paper's protocol and software have."""
+        if setup.num_gpus == 1:
+            return self.first_step_seconds
+        of_layer = self.layer_seconds + self.sharded_layer_seconds * setup.strategy.shards_parameters
+        crowd = math.exp(-self.few_ranks / (setup.num_gpus - 1))
+        of_ddp = self.ddp_seconds * setup.strategy.is_replicated
+        return self.first_step_seconds + setup.spec.num_layers * crowd * of_layer + of_ddp
 
 
 PAPER = PaperSoftware(  # fitted to the paper's figures 1 to 4
-    fsdp_version=1,
     eager_slowdown=1.26,
     contention=0.0,
     layer_seconds=11.5e-3,
@@ -184,6 +202,7 @@ PAPER = PaperSoftware(  # fitted to the paper's figures 1 to 4
 "PyTorch 2.3 and transformers 4.4x over EFA, as in the paper"
 
 
+_FSDP1 = dataclasses.replace(trainer_named("trainer"), has_fsdp1=True)
 _EXTRA_BYTES = 13.0
 """per token, layer and element of h, on top of today's memory, in 2024; cause unknown. With 12.2 to 14 the
 estimates agree with all fits and OOMs of figures 1 to 4, with 32 heads as with heads of 64"""
@@ -203,10 +222,13 @@ def cell_token_per_dollar(cell: Cell, spec: ModelSpec, software: Software = PAPE
     if not cell_fits(cell, spec):
         return 0.0
     setup = _setup_of(cell, spec)
+    extra = 0.0
+    if isinstance(software, PaperSoftware):
+        extra = software.extra_seconds(setup)
+        setup = dataclasses.replace(setup, like=_FSDP1)
     time = step_time(setup, transfers(setup), software)
     assert time is not None  # the paper's GPUs have a known network
-    seconds = time.step_seconds + getattr(software, "first_step_seconds", 0.0)
-    return token_per_dollar(time.tokens / seconds / cell.num_gpus, cell.gpu)
+    return token_per_dollar(time.tokens / (time.step_seconds + extra) / cell.num_gpus, cell.gpu)
 
 
 def token_per_dollar(tokens_per_second_per_gpu: float, gpu: str) -> float:

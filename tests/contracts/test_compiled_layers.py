@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.predict.memory.activations import Kernels, frozen_layer_memory, layer_memory
+from slm_toolkit.predict.memory.activations import Kernels, layer_memory
 from slm_toolkit.predict.setup.adapters import KNOWN, Adapters
 from slm_toolkit.predict.setup.setup import AUTOCAST, BF16, FP32
 
@@ -121,22 +121,15 @@ def test_a_compiled_layer_in_float8_saves_less(recipe: str) -> None:
         if address not in known
         and tensor.numel() >= BATCH * SEQ_LEN  # smaller: scales of tensors and columns
     )
-    kernels = {"fused_norm": False, "compiled": True, "float8": True}
-    shape = {"seq_len": SEQ_LEN, "compute": BF16, "eager": False}
-    assert (
-        num_bytes / (BATCH * SEQ_LEN) == layer_memory(SHAPE, **shape, **kernels, checkpointing="none").saved
-    )
+    kernels = Kernels(SEQ_LEN, BF16, eager=False, fused_norm=True, compiled=True, float8=True)
+    assert num_bytes / (BATCH * SEQ_LEN) == layer_memory(SHAPE, kernels, checkpointing="none").saved
 
 
 def closed_form(
     compute: str, targets: tuple[str, ...], rank: int, dropout: float, *, has_input_gradient: bool
 ) -> float:
-    shape = {"seq_len": SEQ_LEN, "compute": compute, "eager": False}
-    if not targets:
-        kernels = {"fused_norm": False, "compiled": True}
-        return layer_memory(SHAPE, **shape, **kernels, checkpointing="none").saved
-    kernels = Kernels(**shape, fused_norm=True, keeps_inputs=False, compiled=True)
-    adapters = Adapters(targets, rank, drops=dropout > 0, is_quantized=False)
-    return frozen_layer_memory(
-        SHAPE, adapters, kernels, checkpointing="none", has_input_gradient=has_input_gradient
+    kernels = Kernels(SEQ_LEN, compute, eager=False, fused_norm=True, compiled=True)
+    adapters = Adapters(targets, rank, drops=dropout > 0, is_quantized=False) if targets else None
+    return layer_memory(
+        SHAPE, kernels, adapters, checkpointing="none", has_input_gradient=has_input_gradient
     ).saved

@@ -65,4 +65,4 @@ def test_a_padded_models_peak_is_estimated(kernel: str, tmp_path: Path) -> None:
     assert found["status"] == "ok", found["reason"]
     config = RunConfig(**flags).with_defaults(has_gpu=True)
     setup = Setup(find_model(model), find_strategy("fsdp_full_shard"), config, num_gpus=2).launched
-    assert peak(setup).peak_bytes == pytest.approx(found["peak_bytes"], rel=0.002)
+    assert peak(setup).peak_bytes == pytest.approx(found["peak_bytes"], rel=0.02)

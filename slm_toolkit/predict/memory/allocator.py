@@ -39,8 +39,7 @@ class CachingAllocator:
     """Allocate and free as PyTorch does. A segment stays reserved, so `reserved_bytes` is its own peak."""
 
     def __init__(self) -> None:
-        self.allocated_bytes = self.peak_allocated_bytes = 0
-        self.reserved_bytes = 0
+        self.allocated_bytes = self.reserved_bytes = 0
         self._next_address = 0
         self._free_blocks: dict[tuple[bool, int], list[tuple[int, int, Block]]] = {}
         "by pool and stream, sorted by size and address"
@@ -55,7 +54,6 @@ class CachingAllocator:
             self._split(block, size)
         block.is_free = False
         self.allocated_bytes += block.size_bytes
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return block
 
     def free(self, block: Block) -> None:

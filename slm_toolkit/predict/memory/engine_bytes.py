@@ -9,11 +9,11 @@ D: the trained ones of P, p and E.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from math import prod
 
-from slm_toolkit.model.model_spec import ModelSpec, hidden_matrices, layer_tensors
-from slm_toolkit.predict.setup.adapters import Weights, sharded_adapters
-from slm_toolkit.predict.setup.setup import FP32, Dtypes, Setup
+from slm_toolkit.model.model_spec import hidden_matrices, layer_tensors
+from slm_toolkit.predict.setup.adapters import sharded_adapters
+from slm_toolkit.predict.setup.setup import AUTOCAST, FP32, Dtypes, Setup
 from slm_toolkit.strategy.settings import ZeroSettings
 
 
@@ -37,22 +37,6 @@ class At:
     communication: float = 0.0
     temporary: float = 0.0
 
-    @property
-    def total(self) -> float:
-        return self.gathered + self.gradients + self.communication + self.temporary
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """An instant at which gradients are copied together to be sent."""
-
-    place: str
-    "lm_head, norm, embed_tokens, or end: after backward"
-    at: At
-    layer: int | None = None
-    made: float = 0.0
-    "elements of the layer's matrices that have gradients"
-
 
 @dataclass(frozen=True)
 class Step:
@@ -69,26 +53,45 @@ class Step:
     at_layer: Callable[[int, float], At]
     at_embedding: At
     at_optimizer: At
-    at_reductions: tuple[Reduction, ...] = ()
+    at_head_sent: At | None = None
+    "when the head's gradient is copied or added to be sent"
     at_last_layer: At | None = None
     "in the last layer's forward, if more is gathered then than later"
     at_gather: At | None = None
     "when forward gathers the head, if that is an instant of its own"
-    crowded_layer: int = 0
-    "the layer in whose backward the engine's buffers are largest"
+    crowded_layers: tuple[int, ...] = ()
+    "layers in whose backward the engine's buffers are largest"
+
+
+def step_of(setup: Setup) -> Step:
+    """Return the step of the setup's engine."""
+    strategy = setup.strategy
+    if strategy.is_replicated:
+        # accelerate starts a single rank without DDP
+        has_buckets = not strategy.is_single and setup.num_gpus > 1
+        return _replicated(setup, setup.dtypes, has_buckets, keeps_gradients=setup.keeps_gradients)
+    if setup.has_fsdp1:
+        return _fsdp1(setup)
+    if strategy.is_fsdp:
+        return _fsdp2(setup)
+    if strategy.is_zero_3:
+        return _zero_3(setup)
+    if strategy.zero_stage == 1 and setup.dtypes.kept_gradient > setup.dtypes.gradient:
+        return _zero_1_in_fp32(setup)
+    return _zero_1_or_2(setup)
 
 
 @dataclass(frozen=True)
-class Copies:
-    """Bytes of the bf16 copies that autocast makes of fp32 weights; 0 without autocast."""
+class _Copies:
+    """Bytes of the bf16 copies that autocast makes of fp32 weights."""
 
-    of_layer: float = 0.0
-    trained_of_layer: float = 0.0
+    of_layer: float
+    trained_of_layer: float
     "copies of trained weights: autocast caches them until forward ends"
-    of_head: float = 0.0
-    recomputed: tuple[bool, ...] = ()
+    of_head: float
+    recomputed: tuple[bool, ...]
     "whether each layer is checkpointed: its copies are then not saved for backward"
-    head_waits: bool = True
+    head_waits: bool
     "True if the head's copy is saved for backward"
 
     def waiting(self, num_layers: int) -> float:
@@ -97,349 +100,409 @@ class Copies:
 
     def in_backward(self, layer: int) -> float:
         """Return the bytes of copies in a layer's backward; a checkpointed layer makes its own again."""
-        again = self.of_layer if self.recomputed and self.recomputed[layer] else 0
-        return self.waiting(layer + 1) + again
+        return self.waiting(layer + 1) + self.of_layer * self.recomputed[layer]
+
+    @property
+    def at_norm(self) -> float:
+        return self.waiting(len(self.recomputed))
+
+    @property
+    def at_loss(self) -> float:
+        return self.at_norm + self.of_head * self.head_waits
 
     @property
     def in_forward(self) -> float:
-        """Bytes of the copies of all layers at the end of forward."""
-        return self.waiting(len(self.recomputed)) + self.trained_of_layer * sum(self.recomputed)
+        """Bytes of all copies at the end of forward."""
+        return self.at_norm + self.of_head + self.trained_of_layer * sum(self.recomputed)
 
 
-NO_COPIES = Copies()
+def _copies(setup: Setup) -> _Copies:
+    spec, weights = setup.spec, setup.weights
+    e = 2 * (setup.compute == AUTOCAST)  # 0: no autocast, no copies
+    of_layer = spec.matmul_params_per_layer
+    trained = weights.trained_layer if weights.is_frozen else of_layer
+    return _Copies(
+        e * (of_layer + trained * weights.is_frozen),
+        e * trained,
+        e * spec.embedding_params,
+        setup.recomputed,
+        head_waits=not (weights.is_frozen and setup.config.fuses_loss),
+    )
 
 
-def replicated(
-    spec: ModelSpec,
-    weights: Weights,
-    dtypes: Dtypes,
-    *,
-    has_buckets: bool,
-    accumulates: bool,
-    copies: Copies,
-    optimizer_temporary: float,
-    keeps_gradients: bool = False,
-) -> Step:
+def _replicated(setup: Setup, dtypes: Dtypes, has_buckets: bool, *, keeps_gradients: bool = False) -> Step:
     """Return the step of a single process or of DDP: every rank has the whole training state.
 
     DDP adds buckets as large as all gradients. If gradients are kept in a wider dtype, each is added to its
     sum and freed at once, as in nanotron; DDP makes empty gradients at the end of backward.
     `keeps_gradients`: a step sets gradients to zero instead of freeing them.
     """
-    P, L, e = weights.total, spec.num_layers, dtypes.gradient
+    weights, copies, tied = setup.weights, _copies(setup), setup.spec.tied
+    L, e, kept = setup.spec.num_layers, dtypes.gradient, dtypes.kept_gradient
     G, g, D = weights.trained, weights.trained_layer, weights.trained_vocabulary
-    kept, is_summed = dtypes.kept_gradient, dtypes.kept_gradient > e
-    buckets = G * e if has_buckets else 0
-    state = State(P * dtypes.parameter, G * dtypes.master, G * dtypes.moments, buckets)
-    exist_before = accumulates or keeps_gradients
+    is_summed = kept > e
+    exist_before = setup.config.gradient_accumulation_steps > 1 or keeps_gradients
     before = G * kept if exist_before else 0
-    widest = weights.widest_trained * e
-    held = D * e if spec.tied else 0  # the head's part of the gradient waits for the embedding's
+    held = D * e if tied else 0  # the head's part of the gradient waits for the embedding's
 
     def at_layer(layer: int, made: float) -> At:
-        recomputed = copies.of_layer if copies.recomputed and copies.recomputed[layer] else 0
-        gathered = copies.waiting(layer + 1) + recomputed
+        gathered = copies.in_backward(layer)
         if exist_before:
-            return At(gathered, before + held, temporary=widest)
-        head = D * e if is_summed and spec.tied else D * kept
-        sums = head + kept * (weights.trained_norm + (L - 1 - layer) * g + made)
-        return At(gathered, sums)
+            return At(gathered, before + held, temporary=weights.widest_trained * e)
+        head = held if is_summed and tied else D * kept
+        return At(gathered, head + kept * (weights.trained_norm + (L - 1 - layer) * g + made))
 
-    def at_embedding() -> At:
-        if not is_summed:
-            return At(0, G * e + (2 + exist_before if spec.tied else exist_before) * D * e)
-        sums = before or (G - D) * kept
-        parts = (3 if spec.tied else 1) * D * e  # both parts of a tied gradient, and what they add up to
-        return At(0, max(sums + parts, G * kept + D * e))
-
-    waiting = copies.waiting(L) + copies.of_head * copies.head_waits
     of_head = D * e  # at the final norm
-    if is_summed and not spec.tied:  # it is in the sum already
-        of_head = 0 if exist_before else D * kept
-    hooks: list[Reduction] = []
-    if is_summed and not spec.tied:
-        hooks.append(Reduction("lm_head", At(0, (before or D * kept) + D * e)))
-    if is_summed and has_buckets:
-        hooks.append(Reduction("end", At(0, G * (kept + e))))
+    at_embedding = G * e + (2 * tied + exist_before) * D * e
+    if is_summed:
+        if not tied:  # it is in the sum already
+            of_head = 0 if exist_before else D * kept
+        parts = (3 if tied else 1) * D * e  # both parts of a tied gradient, and what they add up to
+        at_embedding = max((before or (G - D) * kept) + parts, G * kept + D * e)
+    ended = G * e * (is_summed and has_buckets)
     return Step(
-        state,
-        at_forward_loss=At(copies.in_forward + copies.of_head, before),
-        at_loss=At(waiting, before),
-        at_head=At(waiting, before + D * e, temporary=copies.of_head * bool(D)),
-        at_norm=At(copies.waiting(L), before + of_head),
+        State(weights.total * dtypes.parameter, G * dtypes.master, G * dtypes.moments, G * e * has_buckets),
+        at_forward_loss=At(copies.in_forward, before),
+        at_loss=At(copies.at_loss, before),
+        at_head=At(copies.at_loss, before + D * e, temporary=copies.of_head * bool(D)),
+        at_head_sent=At(0, (before or D * kept) + D * e) if is_summed and not tied else None,
+        at_norm=At(copies.at_norm, before + of_head),
         at_layer=at_layer,
-        at_embedding=at_embedding(),
-        at_optimizer=At(0, G * kept, temporary=optimizer_temporary),
-        at_reductions=tuple(hooks),
+        at_embedding=At(0, at_embedding),
+        at_optimizer=At(0, G * kept, temporary=max(ended, optimizer_temporary(setup))),
     )
 
 
-def fsdp2(
-    spec: ModelSpec,
-    weights: Weights,
-    dtypes: Dtypes,
-    *,
-    num_ranks: int,
-    gathering_ranks: int,
-    reshard_after_forward: bool,
-    accumulates: bool,
-    optimizer_temporary: float,
-    keeps_gradients: bool = False,
-    root_holds_vocabulary: bool = False,
-    copies: Copies = NO_COPIES,
-) -> Step:
+def _fsdp2(setup: Setup) -> Step:
     """Return the step of FSDP2. accelerate's units: each layer, the embedding, the final norm with the head.
 
     The all-gather of a unit fills a flat buffer, which is copied into the unit's parameters; the buffer lives
     until the next unit's buffer is filled. The last unit stays gathered for backward, which gathers one unit
-    ahead. A single rank gathers nothing: it copies a unit when it needs it, and none ahead.
-    `num_ranks` is the number of shards of the GPU's state, `gathering_ranks` the number of ranks in an
-    all-gather; they differ if the state is offloaded. `keeps_gradients`: a step sets the sharded gradients to
-    zero instead of freeing them. `root_holds_vocabulary`: embedding, final norm and head are the root's unit,
-    which is gathered during the whole step. `copies`: of gathered fp32 weights, if autocast makes them.
+    ahead. A single rank gathers nothing: it copies a unit when it needs it, and none ahead. The state may be
+    offloaded, and a preset of `--like` may keep embedding, final norm and head in the root's unit, which is
+    gathered during the whole step, or set the sharded gradients to zero instead of freeing them.
     """
-    P, p, E, L = weights.total, weights.layer, weights.vocabulary, spec.num_layers
+    spec, weights, dtypes, copies = setup.spec, setup.weights, setup.dtypes, _copies(setup)
+    accumulates = setup.config.gradient_accumulation_steps > 1
+    reshards, is_alone = setup.placement.reshard_after_forward, setup.shard_ranks == 1
+    P, p, share, trained_share, sent = _fsdp2_sizes(setup)
+    E, L, w, r = weights.vocabulary, spec.num_layers, dtypes.compute, dtypes.reduced
     G, g, D = weights.trained, weights.trained_layer, weights.trained_vocabulary
-    w, r, kept = dtypes.compute, dtypes.reduced, dtypes.kept_gradient
     # one unit, which is gathered during the whole step: the head's gradient waits for the embedding's
-    is_one_unit = spec.tied or root_holds_vocabulary
+    is_one_unit = spec.tied or (setup.like is not None and setup.like.root_holds_vocabulary)
     num_vocabularies = 2 if is_one_unit and not spec.tied else 1
-    tail = num_vocabularies * E + spec.hidden_size
-    trained_tail = D + weights.trained_norm
-    share, trained_share, sent = P / num_ranks, G / num_ranks, g
-    if weights.is_frozen:  # adapters have few rows, so some ranks have one row and others none
-        if num_ranks == gathering_ranks:
-            trained_share = L * sharded_adapters(weights, num_ranks)
-        share = (P - G) / num_ranks + trained_share
-        sent = gathering_ranks * sharded_adapters(weights, gathering_ranks)
-        p += sent - g
-        P += L * (sent - g)
-    sharded = (share * dtypes.parameter, trained_share * dtypes.master, trained_share * dtypes.moments)
-    state = State(*sharded, gradients=trained_share * kept * keeps_gradients)
-    kept *= not keeps_gradients  # they are in the state already
+    tail, trained_tail = num_vocabularies * E + spec.hidden_size, D + weights.trained_norm
+    gradients = trained_share * dtypes.kept_gradient
+    state = State(
+        *(share * dtypes.parameter, trained_share * dtypes.master, trained_share * dtypes.moments),
+        gradients=gradients * setup.keeps_gradients,
+    )
+    gradients *= not setup.keeps_gradients  # they are in the state already
     before = G * max(dtypes.gradient, r) if accumulates else 0  # unsharded, in the reduction's dtype
-    widest = weights.widest_trained * w
     held, held_gradient = (tail, trained_tail) if is_one_unit else (0, 0)
-    is_alone = gathering_ranks == 1
-
-    def gathered_at(layer: int) -> float:
-        if not reshard_after_forward:
-            return (num_vocabularies * E + (layer + 1) * p) * w + copies.in_backward(layer)
-        ahead = p if layer else 0 if is_one_unit else E
-        return (held + p + ahead * (not is_alone)) * w + copies.in_backward(layer)
+    next_unit = 0 if is_alone else p
 
     def at_layer(layer: int, made: float) -> At:
+        ahead = 0 if is_alone else p if layer else E * (not is_one_unit)
+        units = held + p + ahead if reshards else num_vocabularies * E + (layer + 1) * p
+        gathered = units * w + copies.in_backward(layer)
         if accumulates:
-            return At(gathered_at(layer), before + held_gradient * w, temporary=widest)
+            return At(gathered, before + held_gradient * w, temporary=weights.widest_trained * w)
         last = 0 if is_one_unit else trained_tail
-        reduced_so_far = last + (L - 1 - layer) * g
-        return At(
-            gathered_at(layer),
-            (held_gradient + made) * w + reduced_so_far * trained_share / G * kept,
-            communication=(last if layer == L - 1 else sent) * r,
-        )
+        kept = (held_gradient + made) * w + (last + (L - 1 - layer) * g) / G * gradients
+        return At(gathered, kept, communication=(last if layer == L - 1 else sent) * r)
 
-    whole = P * w if not reshard_after_forward else 0
-    flat = 0 if is_alone else p if is_one_unit else tail
-    next_unit = 0 if is_alone else p
+    whole = 0 if reshards else P * w
+    flat = next_unit if is_one_unit else tail * (not is_alone)
     # a frozen embedding sends no gradient, and the buffer of its all-gather is still allocated
-    end = E if weights.is_frozen and not is_one_unit and not is_alone else 0
-    waiting = copies.waiting(L) + copies.of_head * copies.head_waits
+    end = E * (weights.is_frozen and not is_one_unit and not is_alone)
+    in_backward = whole or (tail + next_unit) * w
+    gathers_head = not is_one_unit and not is_alone
+    last = (3 if spec.tied else num_vocabularies) * D * w + (before or (G - D) / G * gradients)
     return Step(
         state,
-        at_gather=None if is_one_unit or is_alone else At((whole or (p + tail) * w) + tail * w, before),
-        at_forward_loss=At((whole or tail * w) + flat * w + copies.in_forward + copies.of_head, before),
-        at_loss=At((whole or tail * w) + waiting, before),
-        at_head=At((whole or (tail + next_unit) * w) + waiting, before + D * w),
-        at_norm=At((whole or (tail + next_unit) * w) + copies.waiting(L), before + trained_tail * w),
+        at_gather=At((whole or (p + tail) * w) + tail * w, before) if gathers_head else None,
+        at_forward_loss=At((whole or tail * w) + flat * w + copies.in_forward, before),
+        at_loss=At((whole or tail * w) + copies.at_loss, before),
+        at_head=At(in_backward + copies.at_loss, before + D * w),
+        at_norm=At(in_backward + copies.at_norm, before + trained_tail * w),
         at_layer=at_layer,
-        at_embedding=At(
-            (tail + end) * w,
-            (3 if spec.tied else num_vocabularies) * D * w + (before or (G - D) * trained_share / G * kept),
-            communication=sent * r,
-        ),
-        at_optimizer=At(0, trained_share * kept, temporary=optimizer_temporary),
+        at_embedding=At((tail + end) * w, last, communication=sent * r),
+        at_optimizer=At(0, gradients, temporary=optimizer_temporary(setup)),
     )
+
+
+def _fsdp2_sizes(setup: Setup) -> tuple[float, float, float, float, float]:
+    """Return numbers of elements.
+
+    Those of the gathered model and layer, of a rank's share and its trained part, and of a layer's gradients
+    as they are sent.
+    """
+    weights, ranks, num_layers = setup.weights, setup.gpu_state_ranks, setup.spec.num_layers
+    share, trained_share = weights.total / ranks, weights.trained / ranks
+    sent = weights.trained_layer
+    if weights.is_frozen:  # adapters have few rows, so some ranks have one row and others none
+        if ranks == setup.shard_ranks:
+            trained_share = num_layers * sharded_adapters(weights, ranks)
+        share += trained_share - weights.trained / ranks
+        sent = setup.shard_ranks * sharded_adapters(weights, setup.shard_ranks)
+    more = sent - weights.trained_layer
+    return weights.total + num_layers * more, weights.layer + more, share, trained_share, sent
+
+
+def _fsdp1(setup: Setup) -> Step:
+    """Return the step of FSDP1, whose units are each layer and the root; all weights are trained.
+
+    The root holds embedding, final norm and head as one flat parameter, which stays gathered during the whole
+    step; without an auto_wrap_policy it is the whole model. With BACKWARD_PRE, backward gathers one layer
+    ahead. When a unit's gradients are complete, they are joined in one flat gradient, which is reduced and
+    freed; the gradient of the head waits for that of the embedding. Autocast caches no copies of gathered
+    weights, because they are views. torch 2.13, distributed/fsdp/_runtime_utils.py.
+    """
+    spec, strategy, weights, dtypes = setup.spec, setup.strategy, setup.weights, setup.dtypes
+    copies, reshards = _copies(setup), setup.placement.reshard_after_forward
+    prefetches = not strategy.is_fsdp1 or strategy.fsdp.backward_prefetch == "BACKWARD_PRE"
+    wraps_layers = strategy.fsdp.auto_wrap_policy != "NO_WRAP"
+    P, D, L, w = weights.total, weights.trained_vocabulary, spec.num_layers, dtypes.compute
+    p = weights.layer if wraps_layers else 0
+    root, share = P - L * p, 1 / setup.gpu_state_ranks
+    accumulates = setup.config.gradient_accumulation_steps > 1
+    before = P * w if accumulates else 0  # unsharded flat gradients of earlier micro-steps
+    of_units = 0 if accumulates else p * share * dtypes.kept_gradient  # of a reduced one
+
+    def at_layer(layer: int, made: float) -> At:
+        num_units = 1 + (prefetches and layer > 0) if reshards else layer + 1
+        above = L - 1 - layer
+        unreduced = D + made + (0 if wraps_layers else above * weights.layer)
+        is_joined = made >= spec.matmul_params_per_layer
+        gathered = (root + p * num_units) * w + copies.in_backward(layer)
+        return At(gathered, before + unreduced * w + above * of_units, communication=p * w * is_joined)
+
+    after_forward = root * w if reshards else P * w
+    # the loss's backward begins with the gathering of the last layer
+    in_loss = after_forward + p * w * (prefetches and reshards)
+    # the tied head's part of the gradient, the embedding's, and their sum; then all of the root's, joined
+    at_end = max(2 * root, 3 * D * spec.tied) * w
+    return Step(
+        State(P * share * dtypes.parameter, P * share * dtypes.master, P * share * dtypes.moments),
+        at_forward_loss=At(after_forward + copies.at_norm + copies.of_head, before),
+        at_loss=At(in_loss + copies.at_loss, before),
+        at_head=At(in_loss + copies.at_loss, before + D * w),
+        at_norm=At(in_loss + copies.at_norm, before + D * w),
+        at_layer=at_layer,
+        at_embedding=At(root * w, before + at_end + L * of_units),
+        at_optimizer=At(0, P * share * dtypes.kept_gradient, temporary=optimizer_temporary(setup)),
+    )
+
+
+def zero_settings(setup: Setup) -> ZeroSettings:
+    return setup.strategy.deepspeed.zero_optimization.of_width(setup.spec.hidden_size)
 
 
 ZERO_1_SUMS_COPIED = 500_000_000
 "most elements of two sums that DeepSpeed copies together: MEMORY_OPT_ALLREDUCE_SIZE of runtime/engine.py"
 
 
-def zero_1_in_fp32(
-    spec: ModelSpec,
-    weights: Weights,
-    dtypes: Dtypes,
-    *,
-    num_ranks: int,
-    accumulates: bool,
-    optimizer_temporary: float,
-    has_buckets: bool = False,
-) -> Step:
+def _zero_1_in_fp32(setup: Setup) -> Step:
     """Return the step of ZeRO-1 with fp32 gradients: DeepSpeed's BF16_Optimizer.
 
     It keeps an fp32 sum of all gradients on every rank, between steps, too. The bf16 gradients of a step
     exist besides, because they are added to the sums only after backward. The sums of matrices and those of
     norms are reduced in place, or copied together if they are small (deepspeed 0.19.8,
-    runtime/bf16_optimizer.py, and `buffered_allreduce_fallback` of runtime/engine.py). `has_buckets`: the
-    model is wrapped in DDP, too, which reduces from its buckets (nanotron).
+    runtime/bf16_optimizer.py, and `buffered_allreduce_fallback` of runtime/engine.py). nanotron wraps the
+    model in DDP, too, which reduces from its buckets.
     """
-    G, w = weights.trained, dtypes.parameter
-    in_backward = replicated(
-        spec,
-        weights,
-        replace(dtypes, master=0, moments=0, kept_gradient=dtypes.gradient),
-        has_buckets=has_buckets,
-        accumulates=accumulates,
-        copies=Copies(),
-        optimizer_temporary=optimizer_temporary,
-    )
-    share = G / num_ranks
-    sums = G * dtypes.kept_gradient
+    dtypes, G = setup.dtypes, setup.weights.trained
+    has_buckets = setup.like is not None and setup.like.zero_1_has_buckets
+    found = _replicated(setup, replace(dtypes, kept_gradient=dtypes.gradient), has_buckets)
+    share, sums = 1 / setup.gpu_state_ranks, G * dtypes.kept_gradient
     copied = sums if G <= ZERO_1_SUMS_COPIED and not has_buckets else 0
-    buckets = in_backward.state.communication
-    return replace(
-        in_backward,
-        state=State(weights.total * w, share * dtypes.master, share * dtypes.moments, buckets, sums),
-        at_reductions=(Reduction("end", At(0, G * dtypes.gradient, temporary=copied)),),
+    state = replace(
+        found.state,
+        master_weights=share * found.state.master_weights,
+        optimizer=share * found.state.optimizer,
+        gradients=sums,
     )
+    ended = found.at_optimizer
+    return replace(found, state=state, at_optimizer=replace(ended, temporary=max(copied, ended.temporary)))
 
 
-def fsdp1(
-    spec: ModelSpec,
-    weights: Weights,
-    dtypes: Dtypes,
-    *,
-    num_ranks: int,
-    reshard_after_forward: bool,
-    prefetches: bool,
-    wraps_layers: bool,
-    accumulates: bool,
-    optimizer_temporary: float,
-    copies: Copies = NO_COPIES,
-) -> Step:
-    """Return the step of FSDP1, whose units are each layer and the root; all weights are trained.
+def _zero_1_or_2(setup: Setup) -> Step:
+    """Return the step of ZeRO-1 or ZeRO-2: whole parameters, gradients that are reduced in buckets.
 
-    The root holds embedding, final norm and head as one flat parameter, which stays gathered during the whole
-    step. Without `wraps_layers` the root is the whole model. `prefetches` is BACKWARD_PRE: backward gathers
-    one layer ahead. When a unit's gradients are complete, they are joined in one flat gradient, which is
-    reduced and freed; the gradient of the head waits for that of the embedding. `copies`: of gathered fp32
-    weights, if autocast makes them; it caches none of them, because they are views. torch 2.13,
-    distributed/fsdp/_runtime_utils.py.
+    A full bucket is sent as a flat copy, and rank 0 keeps its part: the gradients that backward makes last.
+    The optimizer takes norms in fp64, one gradient at a time. Then it copies the gradients of a group into a
+    flat tensor, and casts them to the master weights' dtype; widened gradients are flat already.
     """
-    P, p, D, L = weights.total, weights.layer, weights.trained_vocabulary, spec.num_layers
-    w, kept, root = dtypes.compute, dtypes.kept_gradient, P - L * p
-    if not wraps_layers:
-        root, p = P, 0
-    share = 1 / num_ranks
-    state = State(P * share * dtypes.parameter, P * share * dtypes.master, P * share * dtypes.moments)
-    before = P * w if accumulates else 0  # unsharded flat gradients of earlier micro-steps
+    spec, weights, dtypes, zero = setup.spec, setup.weights, setup.dtypes, zero_settings(setup)
+    G, g, D = weights.trained, weights.trained_layer, weights.trained_vocabulary
+    w, L, bucket = dtypes.parameter, spec.num_layers, zero.reduce_bucket_size
+    of_head, widest = 0 if spec.tied else D, weights.widest_trained
+    sends_late = zero.stage == 1 and not zero.overlaps
+    share, is_widened, largest = G / setup.gpu_state_ranks, dtypes.kept_gradient > w, D or widest
+    partition = G / setup.shard_ranks if is_widened else share
+    of_muon = setup.num_hidden / setup.gpu_state_ranks * (setup.config.optim == "muon")
+    # the last tensor of a partition is kept whole; widened gradients are cut
+    kept = partition if is_widened else of_muon + max(share - of_muon, largest)
+    kept *= dtypes.kept_gradient
+    # rank 0 has the first layers' norms; all of its gradients are kept from the first of them on
+    kept_from = max(0, G - partition if is_widened else min(G - partition, G - D - L * g * share / G))
+    at = _gradients_in_buckets(setup, kept, kept_from)
 
-    def gathered_at(layer: int) -> float:
-        if not reshard_after_forward:
-            return (root + (layer + 1) * p) * w
-        return (root + p * (1 + (prefetches and layer > 0))) * w
+    def copied(sent: float) -> float:
+        """Return the bytes of copies while a bucket is sent; a large gradient is sent in pieces."""
+        piece = min(sent, max(bucket, partition))
+        return piece * (w * (piece <= bucket) + dtypes.reduced * (dtypes.reduced != w))
 
-    def gradients_at(layer: int) -> float:
-        reduced = 0 if accumulates else (L - 1 - layer) * p * share * kept
-        waiting = D if wraps_layers else D + (L - 1 - layer) * weights.layer
-        return before + waiting * w + reduced
+    waiting = D * w * spec.tied  # the head's part of the gradient, for the embedding's
 
     def at_layer(layer: int, made: float) -> At:
-        return At(gathered_at(layer) + copies.in_backward(layer), gradients_at(layer) + made * w)
+        above = of_head + (L - 1 - layer) * g
+        is_sent = (above + made) // bucket > above // bucket and not sends_late
+        return at(above + made, waiting, widest * w, copied(bucket) * is_sent)
 
-    def joining(layer: int) -> At:
-        gathered = gathered_at(layer) + copies.waiting(layer)
-        return At(gathered, gradients_at(layer) + p * w, communication=p * w)
-
-    after_forward = root * w if reshard_after_forward else P * w
-    # the loss's backward begins with the gathering of the last layer
-    in_loss = after_forward + p * w * (prefetches and reshard_after_forward) + copies.waiting(L)
-    of_head = copies.of_head * copies.head_waits
-    # the tied head's part of the gradient, the embedding's, and their sum; then all of the root's, joined
-    at_end = 2 * root if wraps_layers else 2 * P
-    reduced = 0 if accumulates or not wraps_layers else L * p * share * kept
+    # the embedding's gradient may have no room in the bucket; then the last bucket is sent
+    filled = (G - D) % bucket
+    is_full = filled + D > bucket and not sends_late
+    last = D if is_full else filled + D
+    ended = at(G, 0, 0, copied(last), last)
+    arriving = at(G - D, max(3 * waiting, D * w + copied(filled) * is_full))
+    at_head_sent = at(0, 0, D * w + copied(D) * (bucket < D))
+    group = max(of_muon, share - of_muon)
+    flat = group * dtypes.kept_gradient * (not is_widened and group > largest)
+    cast = group * dtypes.master * (dtypes.master != dtypes.kept_gradient)
+    updating = max(8.0 * min(partition, largest), flat + cast, (cast or flat) + optimizer_temporary(setup))
     return Step(
-        state,
-        at_forward_loss=At(after_forward + copies.waiting(L) + copies.of_head, before),
-        at_loss=At(in_loss + of_head, before),
-        at_head=At(in_loss + of_head, before + D * w),
-        at_norm=At(in_loss, before + D * w),
+        State(weights.total * w, share * dtypes.master, share * dtypes.moments),
+        at_forward_loss=at(0),
+        at_loss=at(0),
+        at_head=at(0, 0, D * w),
+        at_head_sent=replace(at_head_sent, communication=ended.communication) if of_head else None,
+        at_norm=at(of_head, waiting),
+        crowded_layers=tuple(
+            min(L - 1, max(0, L - 1 - int((sent - of_head) / g)))
+            for sent in (bucket, (kept_from // bucket + 1) * bucket)  # the first ones sent and kept
+        ),
         at_layer=at_layer,
-        at_reductions=tuple(Reduction("", joining(layer), layer, p) for layer in {L - 1, min(1, L - 1), 0}),
-        at_embedding=At(root * w, before + max(at_end, 3 * D * spec.tied) * w + reduced),
-        at_optimizer=At(0, P * share * kept, temporary=optimizer_temporary),
+        at_embedding=max(arriving, ended, key=lambda at: at.gradients),
+        at_optimizer=At(0, kept, 0, updating),
     )
 
 
-def zero_3(
-    spec: ModelSpec,
-    weights: Weights,
-    dtypes: Dtypes,
-    zero: ZeroSettings,
-    *,
-    num_ranks: int,
-    needs_embedding: bool,
-    optimizer_temporary: float,
-    num_hidden: int = 0,
-) -> Step:
+def _gradients_in_buckets(setup: Setup, kept: float, kept_from: float) -> Callable[..., At]:
+    """Return a function: the bytes when backward has made some gradients of ZeRO-1 or ZeRO-2.
+
+    Gradients are copied into a bucket of `reduce_bucket_size` elements; `overlap_comm` fills one while the
+    other is sent. One larger than a bucket stays where it is until the next one is made, under ZeRO-1 until
+    the step ends. ZeRO-1 reduces in the last micro-step only, without overlap_comm when backward has ended.
+    `kept`: bytes of rank 0's partition, reduced; it exists once `kept_from` elements have been sent.
+    """
+    weights, dtypes, zero = setup.weights, setup.dtypes, zero_settings(setup)
+    G, D, w, bucket = weights.trained, weights.trained_vocabulary, dtypes.parameter, zero.reduce_bucket_size
+    of_head = 0 if setup.spec.tied else D
+    accumulates, is_zero_1 = setup.config.gradient_accumulation_steps > 1, zero.stage == 1
+    sums_all = accumulates and is_zero_1
+    earlier = kept * (accumulates and not is_zero_1)
+    # the part of a layer's gradients that is in tensors larger than a bucket
+    shapes = weights.adapter_shapes or hidden_matrices(setup.spec).values()
+    large = sum(size for size in map(prod, shapes) if size > bucket) / weights.trained_layer
+    buckets = (1 + zero.overlaps) * bucket * w * zero.contiguous_gradients
+
+    def kept_at(sent: float) -> float:
+        now = kept * (sent > kept_from)
+        return max(earlier, now) if dtypes.kept_gradient > w else earlier + now
+
+    def outside(made: float) -> float:
+        """Return the elements of gradients outside the buckets."""
+        if is_zero_1 and not (zero.overlaps and zero.contiguous_gradients):
+            return made
+        if not zero.contiguous_gradients:
+            return min(made, (1 + zero.overlaps) * bucket)
+        of_vocabulary = min(of_head, made) + max(0, made - (G - D))
+        if is_zero_1:
+            return of_vocabulary * (bucket < D) + large * (made - of_vocabulary)
+        latest = D if made > G - D else weights.widest_trained * (made > of_head)
+        return latest * (latest > bucket)
+
+    def at(
+        made: float,
+        waiting: float = 0.0,
+        temporary: float = 0.0,
+        copies: float = 0.0,
+        last: float | None = None,
+    ) -> At:
+        """Return the bytes when `made` elements have gradients.
+
+        `copies` live while a bucket is sent, until rank 0 keeps its part. `last`: elements of backward's last
+        bucket, which ends it.
+        """
+        if not made and not sums_all:
+            return At(0, earlier + waiting, 0, temporary)
+        sent = made - made % bucket if last is None else made
+        before = sent - (bucket if last is None else last)
+        if is_zero_1 and not zero.overlaps:
+            sent, before = made * (last is not None), 0
+        gradients = max(kept_at(sent), copies and kept_at(before) + copies) + outside(made) * w
+        if sums_all:
+            gradients = max(G * w, (G - made) * w + gradients)
+        return At(0, waiting + gradients, buckets, temporary)
+
+    return at
+
+
+def _zero_3(setup: Setup) -> Step:
     """Return the step of ZeRO-3: everything is sharded, and parameters are gathered ahead of use.
 
     Each module gathers at least one parameter ahead. So forward soon has all that backward needs, as far as
-    max_live allows, and backward only frees. `num_hidden`: parameters that Muon updates.
+    max_live allows, and backward only frees.
     """
-    P, E, G, D = weights.total, weights.vocabulary, weights.trained, weights.trained_vocabulary
-    w = dtypes.parameter
-    share = G / num_ranks
-    state = State(
-        P / num_ranks * w,
-        share * dtypes.master,
-        share * dtypes.moments,
-        zero.reduce_bucket_size * dtypes.reduced,
-        share * dtypes.kept_gradient,
-    )
-    widest = weights.widest_trained * w
-    held = D * w if spec.tied else 0  # the head's part of the gradient waits for the embedding's
+    spec, weights, dtypes, zero = setup.spec, setup.weights, setup.dtypes, zero_settings(setup)
+    num_ranks, L, tied = setup.gpu_state_ranks, spec.num_layers, spec.tied
+    E, D, w = weights.vocabulary, weights.trained_vocabulary, dtypes.parameter
+    needs_embedding = not weights.is_frozen or setup.has_input_gradient
+    share = weights.trained / num_ranks
     sizes = [tensor.num_elements for tensor in layer_tensors(spec)]
     sizes += [rows * columns for rows, columns in weights.adapter_shapes]
     of_layer = [size for size in sizes if size > zero.stage3_param_persistence_threshold]
-    persistent = (sum(sizes) - sum(of_layer)) * spec.num_layers + spec.norm_params
+    persistent = (sum(sizes) - sum(of_layer)) * L + spec.norm_params
     p, matrix = sum(of_layer), max(of_layer, default=0)
-    everything = spec.num_layers * p + E * (not spec.tied)  # that backward needs
-    everything += E * (spec.tied or needs_embedding)
+    everything = L * p + E * (not tied) + E * (tied or needs_embedding)  # that backward needs
     ahead = zero.stage3_prefetch_bucket_size
     max_live = zero.stage3_max_live_parameters * (ahead > 0)
     fits = everything <= max_live
-
-    # as under ZeRO-1 and 2, but only for one sub-group of the share at a time
-    stepped = min(max(num_hidden / num_ranks, share - num_hidden / num_ranks), zero.sub_group_size)
-    flat = stepped * dtypes.kept_gradient
-    cast = stepped * dtypes.master if dtypes.master != dtypes.kept_gradient else 0
-    updating = (cast or flat) + optimizer_temporary
 
     def gathered(elements: float) -> float:
         return (elements + persistent) * w if num_ranks > 1 else 0
 
     def at_layer(layer: int, made: float) -> At:
         below = p * (layer + 1 - made / weights.trained_layer)
-        is_all = below <= max_live
-        elements = below + E * needs_embedding if is_all else max_live + matrix
-        return At(gathered(elements), held, 0, widest)
+        elements = below + E * needs_embedding if below <= max_live else max_live + matrix
+        # the tied head's part of the gradient waits for the embedding's
+        return At(gathered(elements), D * w * tied, 0, weights.widest_trained * w)
 
     in_loss = everything if fits else max(max_live, E)
     # flat buffers: of the bucket that the head ends, or of two matrices
-    in_flat = min(everything, ahead + E * (not spec.tied)) if fits else 2 * matrix
+    in_flat = min(everything, ahead + E * (not tied)) if fits else 2 * matrix
+    # as under ZeRO-1 and 2, but only for one sub-group of the share at a time
+    of_muon = setup.num_hidden / num_ranks * (setup.config.optim == "muon")
+    stepped = min(max(of_muon, share - of_muon), zero.sub_group_size)
+    flat = stepped * dtypes.kept_gradient
+    cast = stepped * dtypes.master * (dtypes.master != dtypes.kept_gradient)
     return Step(
-        state,
+        State(
+            *(weights.total / num_ranks * w, share * dtypes.master, share * dtypes.moments),
+            zero.reduce_bucket_size * dtypes.reduced,
+            share * dtypes.kept_gradient,
+        ),
         at_last_layer=At(gathered(in_loss + in_flat)),
         at_forward_loss=At(gathered(in_loss)),
         at_loss=At(gathered(in_loss)),
         at_head=At(gathered(in_loss), D * w),
         at_norm=At(gathered(in_loss), D * w),
-        crowded_layer=min(spec.num_layers - 1, max(0, int(max_live // p) - 1)) if p else 0,
+        crowded_layers=(min(L - 1, max(0, int(max_live // p) - 1)),) if p else (),
         at_layer=at_layer,
-        at_embedding=At(E * w * (num_ranks > 1), (3 if spec.tied else 1) * D * w),
-        at_optimizer=At(temporary=max(flat + cast, updating)),
+        at_embedding=At(E * w * (num_ranks > 1), (3 if tied else 1) * D * w),
+        at_optimizer=At(temporary=max(flat + cast, (cast or flat) + optimizer_temporary(setup))),
     )
 
 
@@ -465,13 +528,12 @@ def optimizer_temporary(setup: Setup) -> float:
     foreach = config.optim == "adamw_torch"
     elements = weights.trained / num_shards  # of one flat tensor
     if strategy.is_zero_3:
-        zero = strategy.deepspeed.zero_optimization.of_width(setup.spec.hidden_size)
-        elements = min(elements, zero.sub_group_size)
+        elements = min(elements, zero_settings(setup).sub_group_size)
     if config.numerics == "stock" or setup.like is not None or strategy.is_deepspeed:
         return elements * updated * foreach
-    elements = largest_chunk(
-        tensor_shares(setup.spec, num_shards, weights.adapter_shapes, without_layers=is_muon)
-    )
+    hidden = setup.num_hidden / num_shards * is_muon  # Muon updates them, one matrix at a time
+    largest = max(weights.trained_vocabulary, weights.widest_trained * (not is_muon)) / num_shards
+    elements = min(elements - hidden, max(CHUNK_ELEMENTS, largest))
     temporary = elements * (updated * (updated != dtypes.kept_gradient) + updated * foreach)
     return max(temporary, muon_temporary(setup) if is_muon else 0)
 
@@ -495,39 +557,3 @@ def muon_temporary(setup: Setup) -> float:
     if num_ranks == 1 or setup.strategy.sharded_parts:
         return orthogonalizing
     return max(orthogonalizing, size * (3 * computed + cast))
-
-
-@lru_cache(maxsize=4096)
-def tensor_shares(
-    spec: ModelSpec,
-    num_shards: int,
-    adapter_shapes: tuple[tuple[int, int], ...] = (),
-    *,
-    without_layers: bool = False,
-) -> tuple[int, ...]:
-    """Return a rank's elements of the matrices that AdamW updates, in the model's order.
-
-    `without_layers`: Muon updates those of the layers.
-    """
-    if adapter_shapes:
-        return (*(-(-rows // num_shards) * columns for rows, columns in adapter_shapes),) * spec.num_layers
-    layer = [tensor.num_elements for tensor in layer_tensors(spec) if tensor.is_matrix]
-    matrices = [spec.embedding_params, *layer * (0 if without_layers else spec.num_layers)]
-    if not spec.tied:
-        matrices.append(spec.embedding_params)
-    return tuple(-(-size // num_shards) for size in matrices)
-
-
-@lru_cache(maxsize=4096)
-def largest_chunk(shares: tuple[int, ...]) -> int:
-    """Return the elements of the optimizer's largest chunk.
-
-    A chunk is a run of parameters, in the model's order, with at most CHUNK_ELEMENTS, or one larger
-    parameter.
-    """
-    largest = run = 0
-    for share in shares:
-        if run and run + share > CHUNK_ELEMENTS:
-            largest, run = max(largest, run), 0
-        run += share
-    return max(largest, run)

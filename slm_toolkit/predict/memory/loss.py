@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from slm_toolkit.config.loss_chunks import tokens_of_chunk, tokens_of_probabilities
-from slm_toolkit.predict.memory.activations import keeps_inputs
+from slm_toolkit.predict.memory.activations import keeps_inputs, norm_backward
 from slm_toolkit.predict.setup.setup import AUTOCAST, BF16, FP32, Setup
 
 
@@ -47,24 +47,18 @@ def _loss_memory(setup: Setup) -> LossMemory:
     """
     config, compute, is_frozen = setup.config, setup.compute, setup.weights.is_frozen
     h, V, T = setup.spec.hidden_size, setup.spec.vocab_size, setup.num_tokens
-    e = 4 if compute == FP32 else 2
-    fused_norm = config.fuses_norm
-    # saved by the final norm; includes the residual stream's gradient, which is as wide as the norm's input
-    if compute == BF16:
-        kept = (4 if fused_norm else 10 if setup.spec.norm_scales_in_fp32 else 8) * h + 4
-        norm_backward = 16 * h + 8 if fused_norm else 24 * h
-    elif compute == AUTOCAST:
-        kept = (6 if fused_norm else 10) * h + 4
-        norm_backward = 20 * h + 8
-    else:
-        kept = (8 if fused_norm else 12) * h + 4
-        norm_backward = 20 * h + 8
-    weight_gradient, output = V * h * e, 0
-    if is_frozen:
-        kept = (2 if compute == BF16 and fused_norm else 4) * h + 4
-        weight_gradient, output = 0, (2 if compute == BF16 else 4) * h
-        if keeps_inputs(setup.strategy) and not config.fuses_loss:
-            kept, output = kept + output, 0
+    e, stream = 4 if compute == FP32 else 2, 2 if compute == BF16 else 4
+    # saved by the final norm; it saves its input, the normalised input, and its output
+    kept = stream if config.fuses_norm else 4
+    weight_gradient, output = 0, stream * h
+    if not is_frozen:
+        normalised = max(stream, 4 if setup.spec.norm_scales_in_fp32 else 2)
+        kept += e + normalised * (not config.fuses_norm)
+        weight_gradient, output = V * h * e, 0
+    kept = kept * h + 4
+    if is_frozen and keeps_inputs(setup.strategy) and not config.fuses_loss:
+        kept, output = kept + output, 0
+    norm = norm_backward(h, compute, fused=config.fuses_norm)
     if config.fuses_loss:
         chunk = tokens_of_chunk(T, vocab_size=V, hidden_size=h)
         stores_fp32_probabilities = e == 2 and not (config.compiles or config.uses_triton)
@@ -75,12 +69,12 @@ def _loss_memory(setup: Setup) -> LossMemory:
         buffers = chunk * V * e + 4 * wide
         in_forward = (kept + output + cast) * T + gradients + buffers
         after = kept * T + gradients
-        return LossMemory(kept * T, in_forward, after, after, norm_backward * T)
+        return LossMemory(kept * T, in_forward, after, after, norm * T)
     if (own := setup.own_loss) is not None:
         forward, backward = (kept + output) * T + own.forward * V * T, kept * T + own.backward * V * T
-        return LossMemory(kept * T, forward, backward, kept * T + e * (V + h) * T, norm_backward * T)
+        return LossMemory(kept * T, forward, backward, kept * T + e * (V + h) * T, norm * T)
     in_forward = (kept + output) * T + (8 if compute == FP32 else 10) * V * T
     backward = kept * T + 12 * V * T
     head = kept * T + e * V * T + e * h * T
     freed_logits = 2 * V * T * (compute != FP32)
-    return LossMemory(kept * T, in_forward, backward, head, norm_backward * T, freed_logits)
+    return LossMemory(kept * T, in_forward, backward, head, norm * T, freed_logits)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.model.model_spec import ModelSpec, layer_tensors
+from slm_toolkit.model.model_spec import ModelSpec, hidden_matrices, layer_tensors
 
 ATTENTION_INPUTS = ("q_proj", "k_proj", "v_proj", "qkv_proj")
 FFN_INPUTS = ("gate_proj", "up_proj", "gate_up_proj")
@@ -111,18 +111,9 @@ def _target_names(config: RunConfig) -> set[str] | None:
 
 
 def matrices_of(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Return the (inputs, outputs) of each matrix of a decoder layer, by transformers' names."""
-    h, f = spec.hidden_size, spec.ffn_size
-    query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    if spec.fused_projections:
-        return {
-            "qkv_proj": (h, query + 2 * key),
-            "o_proj": (query, h),
-            "gate_up_proj": (h, 2 * f),
-            "down_proj": (f, h),
-        }
-    attention = {"q_proj": (h, query), "k_proj": (h, key), "v_proj": (h, key), "o_proj": (query, h)}
-    return attention | {"gate_proj": (h, f), "up_proj": (h, f), "down_proj": (f, h)}
+    """Return the (inputs, outputs) of each matrix of a decoder layer, in the order of forward."""
+    found = hidden_matrices(spec)
+    return {name: found[name] for name in KNOWN if name in found}
 
 
 def adapter_shapes(spec: ModelSpec, adapters: Adapters) -> dict[str, tuple[tuple[int, int], ...]]:

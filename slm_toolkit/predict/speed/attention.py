@@ -6,8 +6,11 @@ published tables in bench/data/attention_rates.csv (least squares of the logarit
 """
 
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Literal
 
+from slm_toolkit.base.typed_files import csv_rows
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import Gpu
 from slm_toolkit.model.model_spec import ModelSpec
@@ -18,58 +21,31 @@ Pass = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True)
-class Rate:
-    """Rate of one pass: flops = long_flops / (1 + half_length / sequence length), with causal FLOPs."""
-
-    long_flops: float
-    "per second, for long sequences"
-    half_length: float
-    """sequence length at which the kernel reaches half of long_flops: blocks on the diagonal are computed
-    whole, and short sequences leave multiprocessors idle"""
-
-
-@dataclass(frozen=True)
 class KernelRates:
-    """Rates of one kernel on one GPU for one head size."""
+    """Rates of one kernel on one GPU for one head size: a row of attention_rates.csv.
 
+    A pass reaches flops / (1 + half_length / sequence length), with causal FLOPs: blocks on the diagonal are
+    computed whole, and short sequences leave multiprocessors idle. `peak_flops`, dense bf16, is of the GPU
+    that was measured: another GPU of its kind (see `_kind_of`) gets the same share of its own.
+    """
+
+    kernel: str
+    kind: str
+    head_dim: int
     peak_flops: float
-    "dense bf16 peak of the GPU that was measured: another GPU of its kind gets the same share of its own"
-    forward: Rate
-    backward: Rate
+    forward_flops: float
+    forward_half_length: float
+    backward_flops: float
+    backward_half_length: float
+    source: str
 
 
-# keyed by kernel, kind of GPU and head size. The kinds are of `_kind_of`.
-_RATES = {
-    # Dao, arXiv 2307.08691: figure 4 has both passes together, its text 73 % and 63 % of the peak for one
-    ("flash_2", "ampere", 64): KernelRates(312e12, Rate(195.4e12, 505), Rate(168.8e12, 505)),
-    ("flash_2", "ampere", 128): KernelRates(312e12, Rate(215.4e12, 485), Rate(186.0e12, 485)),
-    # forward: Shah et al., arXiv 2407.08608, figure 5; both passes: Dao's figure 7
-    ("flash_2", "hopper", 64): KernelRates(989e12, Rate(307.7e12, 359), Rate(286.9e12, 615)),
-    ("flash_2", "hopper", 128): KernelRates(989e12, Rate(350.5e12, 403), Rate(327.4e12, 582)),
-    # without a mask, it is 1.10 and 1.13 times as fast as on an H100 with heads of 64
-    # (Dao-AILab/flash-attention#1589), and 0.975 times with heads of 128 (meta-pytorch/tritonbench#171)
-    ("flash_2", "blackwell", 64): KernelRates(2250e12, Rate(337e12, 359), Rate(324e12, 615)),
-    ("flash_2", "blackwell", 128): KernelRates(2250e12, Rate(342e12, 403), Rate(319e12, 582)),
-    # an RTX A5000 without a mask (gpu-mode/ring-attention#10); the mask adds to half_length as on an H100
-    ("flash_2", "workstation", 64): KernelRates(111.1e12, Rate(82.0e12, 280), Rate(79.4e12, 622)),
-    # an RTX 4090 with 2,048 tokens, with and without a mask (apache/tvm, tl_doc/flash_perf.md)
-    ("flash_2", "geforce", 64): KernelRates(165.2e12, Rate(168.9e12, 385), Rate(140.8e12, 940)),
-    ("flash_2", "geforce", 128): KernelRates(165.2e12, Rate(169.3e12, 245), Rate(140.5e12, 851)),
-    # arXiv 2407.08608, figures 5 and 6; its backward has no mask, which adds to half_length as in flash_2
-    ("cudnn", "hopper", 64): KernelRates(989e12, Rate(397.5e12, 391), Rate(451.2e12, 701)),
-    ("cudnn", "hopper", 128): KernelRates(989e12, Rate(561.0e12, 387), Rate(541.9e12, 684)),
-    ("flash_3", "hopper", 64): KernelRates(989e12, Rate(502.9e12, 822), Rate(496.1e12, 767)),
-    ("flash_3", "hopper", 128): KernelRates(989e12, Rate(655.1e12, 603), Rate(591.3e12, 735)),
-    # Dao-AILab/flash-attention#2605 (forward) and #2280 (backward with 8,192 tokens and heads of 128); heads
-    # of 64 and half_length of backward are in the ratio of forward
-    ("flash_4", "blackwell", 64): KernelRates(2250e12, Rate(902e12, 1147), Rate(870e12, 1147)),
-    ("flash_4", "blackwell", 128): KernelRates(2250e12, Rate(1348e12, 951), Rate(1300e12, 951)),
-    # flash_4 is up to 1.3 times as fast (Together AI's blog on FlashAttention-4, cuDNN 9.13)
-    ("cudnn", "blackwell", 64): KernelRates(2250e12, Rate(694e12, 1147), Rate(669e12, 1147)),
-    ("cudnn", "blackwell", 128): KernelRates(2250e12, Rate(1037e12, 951), Rate(1000e12, 951)),
-}
+@cache
+def _published() -> tuple[KernelRates, ...]:
+    return csv_rows(Path(__file__).parent / "attention_rates.csv", KernelRates)
+
+
 _KERNELS = {"sdpa_cudnn": "cudnn", "flash_attention_3": "flash_3", "flash_attention_4": "flash_4"}
-_HEAD_SIZES = (64, 128)
 _PADDED_HEADS = (32, 64, 96, 128, 192, 256)
 "head sizes that FlashAttention's kernels are built for; others are padded (csrc/flash_attn, HEADDIM_SWITCH)"
 _FP32_SHARE = 0.5
@@ -90,12 +66,13 @@ def attention_seconds(
     Layers with a window compute fewer scores if the kernel skips them. `fp32_flops` is the rate of matrix
     products if attention computes in fp32.
     """
-    kernel, windows = kernel_of(config.attn_implementation, gpu, software), _window_layers(spec, config)
-    parts = [(spec.num_layers - windows, config.seq_len / 2)]
-    if windows:
-        parts.append((windows, attended_tokens(spec, config)))
+    kernel, seq_len = kernel_of(config.attn_implementation, gpu, software), config.seq_len
+    is_shorter = spec.sliding_window is not None and spec.sliding_window < seq_len
+    windows = spec.num_window_layers if is_shorter else 0
     forward = backward = 0.0
-    for layers, attended in parts:
+    for layers, attended in ((spec.num_layers - windows, seq_len / 2), (windows, _in_window(spec, config))):
+        if not layers:
+            continue
         flop = layers / spec.num_layers * 4.0 * attended * tokens * spec.num_heads * spec.head_dim
         if fp32_flops is not None:
             seconds = flop / (_FP32_SHARE * fp32_flops)
@@ -107,13 +84,7 @@ def attention_seconds(
     return forward, backward
 
 
-def _window_layers(spec: ModelSpec, config: RunConfig) -> int:
-    """Return the layers whose window is shorter than the sequence."""
-    is_shorter = spec.sliding_window is not None and spec.sliding_window < config.seq_len
-    return spec.num_window_layers if is_shorter else 0
-
-
-def attended_tokens(spec: ModelSpec, config: RunConfig) -> float:
+def _in_window(spec: ModelSpec, config: RunConfig) -> float:
     """Return the scores that a kernel computes for each token of a layer with a window, on average.
 
     FlashAttention and flex_attention skip what is outside: window w of S tokens has w - w^2 / 2S. PyTorch's
@@ -121,7 +92,8 @@ def attended_tokens(spec: ModelSpec, config: RunConfig) -> float:
     """
     if not config.attn_implementation.startswith(("flash_attention", "flex_attention")):
         return config.seq_len
-    return spec.sliding_window - spec.sliding_window**2 / (2 * config.seq_len)
+    window = spec.sliding_window or 0
+    return window - window**2 / (2 * config.seq_len)
 
 
 def kernel_of(attn_implementation: str, gpu: Gpu, software: Software) -> str:
@@ -146,25 +118,20 @@ def pass_seconds(
     peak = gpu.dense_bf16_flops_per_second
     measured = software.calibration.attention(which, head_dim)
     if measured is not None and kernel == kernel_of("sdpa", gpu, software):  # the one that was timed
-        share, half = measured[0] / _padding(head_dim), measured[1]
-    elif software.attention_share is not None:
-        share, half = software.attention_share.of(gpu.architecture), software.attention_half_length
+        share, half = measured
     else:
         rates = rates_of_kernel(kernel, gpu, head_dim)
-        rate = rates.forward if which == "forward" else rates.backward
-        share = rate.long_flops / rates.peak_flops / _padding(head_dim)
-        half = rate.half_length
-    return flop / (share * peak) * (1 + half / seq_len)
+        share = getattr(rates, f"{which}_flops") / rates.peak_flops
+        half = getattr(rates, f"{which}_half_length")
+    return flop * _padding(head_dim) / (share * peak) * (1 + half / seq_len)
 
 
+@cache
 def rates_of_kernel(kernel: str, gpu: Gpu, head_dim: int) -> KernelRates:
     """Return the published rates of the nearest head size; a kernel that a GPU lacks runs as flash_2."""
     kind = _kind_of(gpu)
-    for name in (kernel, "flash_2"):
-        for size in sorted(_HEAD_SIZES, key=lambda size: abs(size - head_dim)):
-            if rates := _RATES.get((name, kind, size)):
-                return rates
-    raise AssertionError(f"no rates for {gpu.name}")
+    found = (rates for rates in _published() if rates.kind == kind and rates.kernel in (kernel, "flash_2"))
+    return min(found, key=lambda rates: (rates.kernel != kernel, abs(rates.head_dim - head_dim)))
 
 
 def _kind_of(gpu: Gpu) -> str:

@@ -51,6 +51,7 @@ class Rates:
     peak_flops: float = math.inf
     "dense bf16 peak, to which the shares of a calibration refer"
     peak_memory_bytes: float = math.inf
+    element_bytes: int = 2
     calibration: Calibration = NOT_CALIBRATED
 
     def misaligned_at(self, *widths: int) -> float:
@@ -113,15 +114,9 @@ class ProductSeconds:
     def backward(self) -> float:
         return self.input_gradient + self.weight_gradient
 
-    @property
-    def total(self) -> float:
-        return self.forward + self.backward
-
 
 @lru_cache(maxsize=65536)
-def product_seconds(
-    rates: Rates, *, rows: int, inputs: int, outputs: int, padded: bool, element_bytes: int = 2
-) -> ProductSeconds:
+def product_seconds(rates: Rates, *, rows: int, inputs: int, outputs: int, padded: bool) -> ProductSeconds:
     """Return the seconds of a linear layer's three products.
 
     A product takes the longer of compute and operand traffic, plus half of the shorter. If `padded`, Inductor
@@ -130,7 +125,7 @@ def product_seconds(
     aligned = is_aligned(inputs, outputs)
     rate = rates.matmul_flops * (1.0 if aligned or padded else rates.misaligned_at(inputs, outputs))
     flop = 2.0 * rows * inputs * outputs
-    operands = element_bytes * (rows * inputs + rows * outputs + inputs * outputs)
+    operands = rates.element_bytes * (rows * inputs + rows * outputs + inputs * outputs)
     moved = (
         operands / rates.memory_bytes * (3.0 if padded and not aligned else 1.0)
     )  # the copy reads and writes

@@ -50,29 +50,13 @@ class Software:
         14e-6  # 20 ms for a step of GPT-2 124M with one sequence, eager, on an H100 (gollem)
     )
     "host time to launch one kernel from Python; it limits small steps"
-    attention_share: Shares | None = None
-    "fraction of the bf16 peak that attention without stored scores reaches; None: rates of attention.py"
-    attention_half_length: float = 0.0
-    "sequence length at which attention reaches half of attention_share"
     sdpa_kernel: str = "flash_2"
     "kernel that PyTorch's sdpa takes on Hopper and Blackwell: flash_2 or cudnn"
-    layer_seconds: float = 0.0
-    "extra time per layer and step with several ranks; n ranks cost exp(-few_ranks / (n - 1)) of it"
-    sharded_layer_seconds: float = 0.0
-    "more of the same in each micro-step if parameters are sharded"
-    few_ranks: float = 1.0
-    "see layer_seconds"
-    ddp_seconds: float = 0.0
-    "per step of DDP"
     jitter: float = 0.0115
     """standard deviation of a rank's compute time, as a fraction of it. Sinha et al., SC 2022: equal GPUs of
     a cluster differ by 8 % on average, so the slowest of some 400 is 4 % = sqrt(2 ln 400) x 1.15 % behind"""
     step_seconds: float = 0.0
     "per step, independent of the computation"
-    fsdp_version: int = 2
-    "the FSDP of these runs, unless the strategy names its own; FSDP1 does not copy gathered parameters"
-    reduces_each_micro_step: bool = False
-    "True if FSDP reduces gradients in every micro-step; accelerate reduces them once per step"
     low: float = 0.88
     "factor on the expected rate: nine of ten published rows, left out of the fit, were at least as fast"
     high: float = 1.14

@@ -11,7 +11,9 @@ applies a slowdown.
 """
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from slm_toolkit.config.loss_chunks import tokens_of_chunk
@@ -20,7 +22,7 @@ from slm_toolkit.hardware.calibration import NOT_CALIBRATED
 from slm_toolkit.hardware.gpus import Gpu
 from slm_toolkit.hardware.network import Cluster
 from slm_toolkit.model.model_spec import ModelSpec, hidden_matrices
-from slm_toolkit.predict.setup.adapters import NF4_BLOCK, Adapters, matrices_of
+from slm_toolkit.predict.setup.adapters import NF4_BLOCK, Adapters, adapter_shapes, matrices_of
 from slm_toolkit.predict.setup.setup import AUTOCAST, FP32, Setup
 from slm_toolkit.predict.speed.attention import attention_seconds
 from slm_toolkit.predict.speed.collectives import transfer_seconds
@@ -38,7 +40,6 @@ class LayerTraffic:
     "forward and backward; a third of it in forward"
     num_kernels: int
     "in forward; backward launches twice as many"
-    is_compiled: bool
 
 
 # RMSNorm: to fp32 6, square 8, mean 4, scale 8, to bf16 6, weight 4 = 36 in forward, 54 in backward; two: 180
@@ -68,16 +69,15 @@ def layer_traffic(
     h, f = spec.hidden_size, spec.ffn_size
     if compiled:
         of_h, of_f = _COMPILED_LLAMA if spec.gated_ffn else _COMPILED_GPT
-        return LayerTraffic(of_h * h + of_f * f, _COMPILED_KERNELS, is_compiled=True)
+        return LayerTraffic(of_h * h + of_f * f, _COMPILED_KERNELS)
     if not spec.gated_ffn:
-        return LayerTraffic(_GPT[0] * h + _GPT[1] * f, _EAGER_GPT_KERNELS, is_compiled=False)
+        return LayerTraffic(_GPT[0] * h + _GPT[1] * f, _EAGER_GPT_KERNELS)
     norms = _TWO_FUSED_NORMS if fused_norm else _TWO_EAGER_RMS_NORMS
     more_norms = 2 * (spec.norms == "both") + 2 * (spec.qk_norm != "none")
     kernels_of_norms = (1 if fused_norm else _EAGER_NORM_KERNELS) * more_norms
     return LayerTraffic(
         norms * _norm_width(spec) + _ROPE_AND_RESIDUAL * h + _EAGER_SWIGLU * f,
         _EAGER_LLAMA_KERNELS - _FUSED_NORM_SAVES * fused_norm + kernels_of_norms,
-        is_compiled=False,
     )
 
 
@@ -121,61 +121,18 @@ _UNPACKED_BYTES = 0.5 + (1 + 4 + 8 + 4) / NF4_BLOCK + 2
 _UNPACKING_KERNELS = 3  # per matrix: unpack the scales, add their mean, unpack the weights
 
 
-@dataclass(frozen=True)
-class AdapterWork:
-    """The work of one decoder layer's adapters."""
-
-    forward_seconds: float
-    "products with A and B"
-    backward_seconds: float
-    "the products of their gradients"
-    bytes_per_token: float
-    "moved by element-wise kernels, forward and backward; a third of it in forward"
-    num_kernels: int
-    "in forward; backward launches twice as many"
-    unpacking_seconds: float
-    "for all frozen matrices, in each pass through the layer"
-
-
-def adapter_work(
-    spec: ModelSpec,
-    adapters: Adapters,
-    *,
-    tokens: int,
-    rates: Rates,
-    element_bytes: int,
-    compiled: bool = False,
-) -> AdapterWork:
-    """Return a layer's adapter work. LoRA's matrices are thin, so memory traffic dominates their time."""
+def adapter_traffic(spec: ModelSpec, adapters: Adapters, *, compiled: bool) -> LayerTraffic:
+    """Return the work of one layer's adapters besides their products."""
     matrices = matrices_of(spec)
-    forward = backward = moved = 0.0
-    for name in adapters.targets:
-        inputs, outputs = matrices[name]
-        for width, height in ((inputs, adapters.rank), (adapters.rank, outputs)):
-            seconds = product_seconds(
-                *(rates,),
-                rows=tokens,
-                inputs=width,
-                outputs=height,
-                padded=False,
-                element_bytes=element_bytes,
-            )
-            forward += seconds.forward
-            backward += seconds.backward
-        of_outputs = _COMPILED_LORA_BYTES_OF_OUTPUTS if compiled else _LORA_BYTES_OF_OUTPUTS
-        moved += of_outputs * outputs + _LORA_BYTES_OF_INPUTS * inputs
-        moved += _DROPOUT_BYTES * inputs * adapters.drops
-        moved += _DEFENSIVE_CLONE_BYTES * outputs * adapters.is_quantized
-    kernels = (_LORA_KERNELS + adapters.drops - compiled) * len(adapters.targets)
-    unpacking = 0.0
-    if adapters.is_quantized:
-        size = sum(inputs * outputs for inputs, outputs in matrices.values())
-        unpacking = _UNPACKED_BYTES * size / rates.memory_bytes
-        kernels += _UNPACKING_KERNELS * len(matrices)
-    return AdapterWork(forward, backward, moved, kernels, unpacking)
-
-
-NO_ADAPTERS = AdapterWork(0.0, 0.0, 0.0, 0, 0.0)
+    of_outputs = _COMPILED_LORA_BYTES_OF_OUTPUTS if compiled else _LORA_BYTES_OF_OUTPUTS
+    of_outputs += _DEFENSIVE_CLONE_BYTES * adapters.is_quantized
+    of_inputs = _LORA_BYTES_OF_INPUTS + _DROPOUT_BYTES * adapters.drops
+    sizes = [matrices[name] for name in adapters.targets]
+    kernels = (_LORA_KERNELS + adapters.drops - compiled) * len(sizes)
+    return LayerTraffic(
+        sum(of_inputs * inputs + of_outputs * outputs for inputs, outputs in sizes),
+        kernels + _UNPACKING_KERNELS * len(matrices) * adapters.is_quantized,
+    )
 
 
 _AUTOCAST_SLOWDOWN = 1.5  # x: element-wise kernels on an fp32 residual stream; hand count
@@ -198,99 +155,61 @@ _HEAD_KERNELS = 40  # embedding, final norm, head and loss, forward and backward
 class Work:
     """Seconds of one micro-step on the GPU."""
 
-    matmul: float
-    attention: float
-    memory_traffic: float
-    dequantization: float
-    recomputation: float
+    parts: dict[str, float]
+    "keyed by the first of PARTS; they add up to total"
     misaligned: float
-    num_kernels: int
+    num_kernels: float
 
     @property
     def total(self) -> float:
-        on_weights = self.matmul + self.dequantization
-        return on_weights + self.attention + self.memory_traffic + self.recomputation
+        return sum(self.parts.values())
 
 
 def micro_step_work(setup: Setup, rates: Rates, software: Software, loss_kernel: str) -> Work:
     """Return the work of forward and backward in one micro-step; `loss_kernel` is a key of LOGIT_BYTES."""
-    spec, config, adapters, compute = setup.spec, setup.config, setup.adapters, setup.compute
-    tokens, compiled = setup.num_tokens, config.compiles
-    element_bytes = 4 if compute == FP32 else 2
-    if compute == FP32:
+    spec, config, adapters, L = setup.spec, setup.config, setup.adapters, setup.spec.num_layers
+    tokens, compiled, mode = setup.num_tokens, config.compiles, config.gradient_checkpointing
+    if setup.compute == FP32:
         rates = _fp32_rates(rates, setup.gpu)
-    is_frozen, of_adapters = adapters is not None, NO_ADAPTERS
-    if is_frozen:
-        shape = {"tokens": tokens, "rates": rates, "element_bytes": element_bytes}
-        of_adapters = adapter_work(spec, adapters, **shape, compiled=compiled)
-    float8 = config.fp8 != "none"
-    products = _products(
-        spec, tokens, rates, padded=compiled, element_bytes=element_bytes, is_frozen=is_frozen, float8=float8
-    )
-    forward, backward, aligned = (spec.num_layers * seconds for seconds in products)
-    chunk = tokens
-    if loss_kernel == "fused_linear":
-        chunk = tokens_of_chunk(tokens, vocab_size=spec.vocab_size, hidden_size=spec.hidden_size)
-    head, ideal_head = (
-        tokens
-        / chunk
-        * sum(
-            _forward_and_backward(
-                *(rates, is_frozen),
-                rows=chunk,
-                inputs=spec.hidden_size,
-                outputs=width,
-                padded=loss_kernel == "compiled",
-                element_bytes=element_bytes,
-            )
-        )
-        for width in (spec.vocab_size, next_aligned(spec.vocab_size))
-    )
-    misaligned = forward + backward + head - aligned - ideal_head
-    forward += spec.num_layers * of_adapters.forward_seconds
-    backward += spec.num_layers * of_adapters.backward_seconds
-    attention_forward, attention_backward = (
-        spec.num_layers * seconds for seconds in _attention(setup, rates, software)
-    )
-    float8_casts, float8_kernels = _float8_casts(spec, tokens, compiled) if float8 else (0.0, 0)
-    traffic = layer_traffic(
-        spec,
-        compiled=compiled,
-        fused_norm=config.fuses_norm,
-    )
-    slowdown = software.compiled_slowdown if traffic.is_compiled else software.eager_slowdown
-    slowdown *= _slowdown_of(compute, compiled)
-    per_token = traffic.bytes_per_token + of_adapters.bytes_per_token
-    elementwise = spec.num_layers * (slowdown * per_token * tokens + float8_casts) / rates.memory_bytes
+    forward, backward, head = _products(setup, rates, loss_kernel)
+    ideal = sum(_products(setup, rates, loss_kernel, width_of=next_aligned))
+    attention = [L * seconds for seconds in _attention(setup, rates, software)]
+    traffic = layer_traffic(spec, compiled=compiled, fused_norm=config.fuses_norm)
+    per_token, num_kernels = traffic.bytes_per_token, traffic.num_kernels
+    unpacking = 0.0
+    if adapters:
+        of_adapters = adapter_traffic(spec, adapters, compiled=compiled)
+        per_token += of_adapters.bytes_per_token
+        num_kernels += of_adapters.num_kernels
+        unpacking = L * spec.matmul_params_per_layer * _UNPACKED_BYTES * adapters.is_quantized
+        unpacking /= rates.memory_bytes
+    slowdown = software.compiled_slowdown if compiled else software.eager_slowdown
+    moved = slowdown * _slowdown_of(setup.compute, compiled) * per_token * tokens
+    if config.fp8 != "none":
+        cast, cast_kernels = _float8_casts(spec, tokens, compiled)
+        moved, num_kernels = moved + cast, num_kernels + cast_kernels
+    if config.attn_implementation == "eager" and not compiled:
+        num_kernels += _SCORE_KERNELS
+    elementwise = L * moved / rates.memory_bytes
     arithmetic = loss_kernel
     if loss_kernel == "fused_linear":  # ours
         arithmetic = "triton" if config.uses_triton else "compiled" if compiled else "fused"
     logits = tokens * spec.vocab_size * LOGIT_BYTES[arithmetic] / rates.loss_bytes(arithmetic)
-    num_cast = (setup.weights.total + setup.weights.trained) * (compute == AUTOCAST)
+    num_cast = (setup.weights.total + setup.weights.trained) * (setup.compute == AUTOCAST)
     casts = num_cast * _AUTOCAST_CAST_BYTES / rates.memory_bytes
-
-    unpacking = spec.num_layers * of_adapters.unpacking_seconds
-    layer_forward = forward + attention_forward + elementwise / 3 + unpacking
-    recomputation = {
-        "none": 0.0,
-        "full": layer_forward,
-        "selective_layer": layer_forward / 2,
-        # everything except attention and every second product
-        "selective_op": _SELECTIVE_RECOMPUTED * (forward + unpacking) + elementwise / 3,
-    }[config.gradient_checkpointing]
-    of_scores = _SCORE_KERNELS if config.attn_implementation == "eager" and not compiled else 0
-    forward_kernels = spec.num_layers * (
-        traffic.num_kernels + of_adapters.num_kernels + of_scores + float8_kernels
-    )
-    kernels = 3 * forward_kernels + _HEAD_KERNELS
+    again = _LAYERS_AGAIN[mode] * (forward + attention[0] + elementwise / 3 + unpacking)
+    if mode == "selective_op":  # everything except attention and every second product
+        again = _SELECTIVE_RECOMPUTED * (forward + unpacking) + elementwise / 3
     return Work(
-        matmul=forward + backward + head,
-        attention=attention_forward + attention_backward,
-        memory_traffic=elementwise + logits + casts,
-        dequantization=2 * unpacking,  # forward and backward
-        recomputation=recomputation,
-        misaligned=misaligned,
-        num_kernels=kernels + round(_LAYERS_AGAIN[config.gradient_checkpointing] * forward_kernels),
+        {
+            "matmul": forward + backward + head,
+            "attention": sum(attention),
+            "memory_traffic": elementwise + logits + casts,
+            "dequantization": 2 * unpacking,  # forward and backward
+            "recomputation": again,
+        },
+        misaligned=forward + backward + head - ideal,
+        num_kernels=(3 + _LAYERS_AGAIN[mode]) * L * num_kernels + _HEAD_KERNELS,
     )
 
 
@@ -301,29 +220,38 @@ def _slowdown_of(compute: str, compiled: bool) -> float:
 
 
 def _products(
-    spec: ModelSpec,
-    tokens: int,
-    rates: Rates,
-    *,
-    padded: bool,
-    element_bytes: int,
-    is_frozen: bool,
-    float8: bool,
+    setup: Setup, rates: Rates, loss_kernel: str, *, width_of: Callable[[int], int] = int
 ) -> tuple[float, float, float]:
-    """Return one layer's seconds of matrix products: forward, backward, and both with aligned widths."""
+    """Return the seconds of all layers' matrix products in forward and in backward, and of the head's.
+
+    LoRA's matrices are thin, so memory traffic dominates their time. `width_of` changes every width.
+    """
+    spec, adapters, compiled = setup.spec, setup.adapters, setup.config.compiles
     in_float8 = dataclasses.replace(rates, matmul_flops=_FLOAT8_RATE * rates.matmul_flops)
-    forward = backward = aligned = 0.0
-    for inputs, outputs, count in _shapes(spec):
-        size = {"rows": tokens, "element_bytes": element_bytes, "padded": padded}
-        of_shape = in_float8 if float8 and fits_float8(inputs, outputs) else rates
-        of_forward, of_backward = _forward_and_backward(
-            of_shape, is_frozen, inputs=inputs, outputs=outputs, **size
-        )
-        ideal = {"inputs": next_aligned(inputs), "outputs": next_aligned(outputs)}
-        forward += count * of_forward
-        backward += count * of_backward
-        aligned += count * sum(_forward_and_backward(of_shape, is_frozen, **ideal, **size))
-    return forward, backward, aligned
+
+    def seconds(
+        rates: Rates, size: tuple[int, int], *, rows: int, padded: bool, is_frozen: bool
+    ) -> tuple[float, float]:
+        inputs, outputs = map(width_of, size)
+        found = product_seconds(rates, rows=rows, inputs=inputs, outputs=outputs, padded=padded)
+        return found.forward, found.input_gradient if is_frozen else found.backward
+
+    given = {"rows": setup.num_tokens, "padded": compiled, "is_frozen": adapters is not None}
+    of_layer = [
+        seconds(in_float8 if setup.config.fp8 != "none" and fits_float8(*size) else rates, size, **given)
+        for size in _shapes(spec)
+    ]
+    if adapters:
+        given |= {"padded": False, "is_frozen": False}
+        shapes = itertools.chain.from_iterable(adapter_shapes(spec, adapters).values())
+        of_layer += [seconds(rates, (inputs, outputs), **given) for outputs, inputs in shapes]
+    chunk = setup.num_tokens
+    if loss_kernel == "fused_linear":
+        chunk = tokens_of_chunk(chunk, vocab_size=spec.vocab_size, hidden_size=spec.hidden_size)
+    given = {"rows": chunk, "padded": loss_kernel == "compiled", "is_frozen": adapters is not None}
+    head = sum(seconds(rates, (spec.hidden_size, spec.vocab_size), **given)) * setup.num_tokens / chunk
+    forward, backward = (spec.num_layers * sum(of_pass) for of_pass in zip(*of_layer, strict=True))
+    return forward, backward, head
 
 
 def _float8_casts(spec: ModelSpec, tokens: int, compiled: bool) -> tuple[float, int]:
@@ -333,38 +261,18 @@ def _float8_casts(spec: ModelSpec, tokens: int, compiled: bool) -> tuple[float, 
     gradient twice, the input again and the weight again: products need two layouts.
     """
     each = _COMPILED_CAST_BYTES if compiled else _EAGER_CAST_BYTES
-    shapes = [shape for shape in _shapes(spec) if fits_float8(*shape[:2])]
-    elements = sum(
-        count * 2 * (tokens * (inputs + outputs) + inputs * outputs) for inputs, outputs, count in shapes
-    )
-    num_casts = 6 * sum(count for *_, count in shapes)
-    return each * elements, round(num_casts * (1 if compiled else _EAGER_CAST_KERNELS) / 3)
+    shapes = [shape for shape in _shapes(spec) if fits_float8(*shape)]
+    elements = sum(2 * (tokens * sum(shape) + math.prod(shape)) for shape in shapes)
+    return each * elements, 2 * len(shapes) * (1 if compiled else _EAGER_CAST_KERNELS)
 
 
-def _shapes(spec: ModelSpec) -> tuple[tuple[int, int, int], ...]:
-    """Return inputs, outputs and number of one layer's matrices."""
-    h, f = spec.hidden_size, spec.ffn_size
-    query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    # query, key and value are one matrix in a GPT, three matrices in Llama
-    qkv = ((h, query, 1), (h, key, 2)) if spec.gated_ffn else ((h, query + 2 * key, 1),)
-    return (*qkv, (query, h, 1), (h, f, spec.num_ffn_matrices - 1), (f, h, 1))
-
-
-def _forward_and_backward(
-    rates: Rates,
-    is_frozen: bool,
-    *,
-    rows: int,
-    inputs: int,
-    outputs: int,
-    padded: bool,
-    element_bytes: int,
-) -> tuple[float, float]:
-    """Return forward and backward seconds of a matrix; a frozen one has no weight gradient."""
-    seconds = product_seconds(
-        *(rates,), rows=rows, inputs=inputs, outputs=outputs, padded=padded, element_bytes=element_bytes
-    )
-    return seconds.forward, seconds.input_gradient if is_frozen else seconds.backward
+def _shapes(spec: ModelSpec) -> list[tuple[int, int]]:
+    """Return inputs and outputs of one layer's matrices."""
+    shapes = list(hidden_matrices(spec).values())
+    if not spec.gated_ffn:  # query, key and value are one matrix in a GPT
+        width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        shapes[:3] = [(spec.hidden_size, width)]
+    return shapes
 
 
 def _attention(setup: Setup, rates: Rates, software: Software) -> tuple[float, float]:
@@ -384,7 +292,9 @@ def _attention(setup: Setup, rates: Rates, software: Software) -> tuple[float, f
 def _fp32_rates(rates: Rates, gpu: Gpu) -> Rates:
     """Return the rates of fp32. Alignment is ignored: it matters little without tensor cores."""
     rate = gpu.fp32_flops_per_second * _FP32_SHARE
-    return dataclasses.replace(rates, matmul_flops=rate, misaligned=1.0, calibration=NOT_CALIBRATED)
+    return dataclasses.replace(
+        rates, matmul_flops=rate, misaligned=1.0, element_bytes=4, calibration=NOT_CALIBRATED
+    )
 
 
 PARTS = (
@@ -453,62 +363,42 @@ def step_time(
     `transfers` is the communication of a rank in the step. `loss_kernel` is a key of LOGIT_BYTES, for a
     kernel that the trainer does not have.
     """
-    spec, strategy, config = setup.spec, setup.strategy, setup.config
-    rates = rates_of(setup.gpu, software)
-    micro_steps = config.gradient_accumulation_steps
+    strategy, config = setup.strategy, setup.config
+    rates, micro_steps = rates_of(setup.gpu, software), config.gradient_accumulation_steps
     work = micro_step_work(
         setup, rates, software, loss_kernel or ("fused_linear" if config.fuses_loss else "hf")
     )
-    sharded = strategy.shards_parameters
-    num_kernels = work.num_kernels + (_hook_kernels(setup) if sharded else 0)
-    device = work.total
-    shards = setup.shard_ranks if strategy.sharded_parts else 1
-    by_muon = setup.num_hidden if config.optim == "muon" else 0
-    of_adamw = optimizer_bytes(setup, slowdown=OPTIMIZER_SLOWDOWN)
-    optimizer_seconds = of_adamw * (setup.weights.trained - by_muon) / shards / rates.optimizer_bytes
-    optimizer_seconds *= 1 - offloaded_fraction(setup)
-    if by_muon:
-        of_muon = optimizer_bytes(setup, slowdown=OPTIMIZER_SLOWDOWN, by_muon=True)
-        optimizer_seconds += of_muon * by_muon / shards / rates.optimizer_bytes
-        optimizer_seconds += _orthogonalizing_seconds(setup, rates)
-    optimizer_launch = max(0.0, _optimizer_kernels(setup) * software.kernel_seconds - optimizer_seconds)
-    launch = max(0.0, num_kernels * software.kernel_seconds - device)
-
-    forward = (device - work.recomputation + launch) / 3  # backward computes twice as much, and again
+    num_kernels = work.num_kernels + (_hook_kernels(setup) if strategy.shards_parameters else 0)
+    optimizer = _optimizer_seconds(setup, rates)
+    optimizer_launch = max(0.0, _optimizer_kernels(setup) * software.kernel_seconds - optimizer)
+    launch = max(0.0, num_kernels * software.kernel_seconds - work.total)
+    busy = work.total + launch
+    forward = (busy - work.parts["recomputation"]) / 3  # backward computes twice as much, and again
     communication = _communication(
         transfers,
         setup.cluster,
         seconds_per_byte=software.contention / rates.memory_bytes,
-        pass_seconds={"forward": forward, "backward": device + launch - forward},
+        pass_seconds={"forward": forward, "backward": busy - forward},
         micro_steps=micro_steps,
     )
     if communication is None:
         return None
     exposed, hidden = communication
-    staged = _staged_bytes(setup, transfers, software) / rates.memory_bytes
+    exposed += software.jitter * math.sqrt(2 * math.log(setup.num_gpus)) * micro_steps * busy
     offload = NO_OFFLOAD
     if strategy.offloads:
         offload = offload_seconds(
             setup,
             optimizer_bytes_per_parameter=optimizer_bytes(setup, on_host=True),
-            compute_seconds=micro_steps * (device + launch),
+            compute_seconds=micro_steps * busy,
         )
-    if setup.num_gpus > 1:
-        crowd = math.exp(-software.few_ranks / (setup.num_gpus - 1))
-        per_layer = software.layer_seconds + (micro_steps * software.sharded_layer_seconds if sharded else 0)
-        exposed += spec.num_layers * crowd * per_layer
-        exposed += software.ddp_seconds if strategy.is_replicated and not strategy.is_single else 0
-        exposed += software.jitter * math.sqrt(2 * math.log(setup.num_gpus)) * micro_steps * (device + launch)
+    parts = {name: micro_steps * seconds for name, seconds in work.parts.items()}
+    parts["memory_traffic"] += (micro_steps - 1) * accumulation_seconds(setup, rates)
+    parts["memory_traffic"] += _staged_bytes(setup, transfers) / rates.memory_bytes
     return StepTime(
         parts_seconds={
-            "matmul": micro_steps * work.matmul,
-            "attention": micro_steps * work.attention,
-            "memory_traffic": micro_steps * work.memory_traffic
-            + (micro_steps - 1) * _accumulation_seconds(setup, rates, software)
-            + staged,
-            "dequantization": micro_steps * work.dequantization,
-            "recomputation": micro_steps * work.recomputation,
-            "optimizer": optimizer_seconds,
+            **parts,
+            "optimizer": optimizer,
             "offload": offload.middle,
             "communication": exposed,
             "launch_overhead": micro_steps * launch + optimizer_launch,
@@ -516,8 +406,8 @@ def step_time(
         },
         tokens=setup.num_gpus * micro_steps * setup.num_tokens,
         hidden_communication_seconds=hidden,
-        overlappable_seconds=micro_steps * (device + launch),
-        last_micro_step_seconds=device + launch,
+        overlappable_seconds=micro_steps * busy,
+        last_micro_step_seconds=busy,
         misaligned_seconds=micro_steps * work.misaligned,
         offload=offload,
     )
@@ -558,6 +448,19 @@ def _communication(
     return exposed, total - exposed
 
 
+def _optimizer_seconds(setup: Setup, rates: Rates) -> float:
+    """Return the seconds of the optimizer's step on the GPU."""
+    shards = setup.shard_ranks if setup.strategy.sharded_parts else 1
+    by_muon = setup.num_hidden if setup.config.optim == "muon" else 0
+    num_bytes = optimizer_bytes(setup, slowdown=OPTIMIZER_SLOWDOWN) * (setup.weights.trained - by_muon)
+    num_bytes *= 1 - offloaded_fraction(setup)
+    multiplying = 0.0
+    if by_muon:
+        num_bytes += optimizer_bytes(setup, slowdown=OPTIMIZER_SLOWDOWN, by_muon=True) * by_muon
+        multiplying = _orthogonalizing_seconds(setup, rates)
+    return num_bytes / shards / rates.optimizer_bytes + multiplying
+
+
 def optimizer_bytes(
     setup: Setup,
     *,
@@ -590,22 +493,24 @@ def optimizer_bytes(
 
 
 def _orthogonalizing_seconds(setup: Setup, rates: Rates) -> float:
-    """Return the seconds of Newton-Schulz's products in a step; each rank computes some of the matrices."""
+    """Return the seconds of Newton-Schulz's products in a step; each rank computes some of the matrices.
+
+    Five times: the product of a matrix and its transpose, a polynomial of it, and that times the matrix.
+    """
     if setup.compute == FP32:
         rates = _fp32_rates(rates, setup.gpu)
     shapes = [sorted(shape) for shape in hidden_matrices(setup.spec).values()]
-    of_layer = 0.0
-    for small, large in shapes:
-        gram = product_seconds(rates, rows=small, inputs=large, outputs=small, padded=False)
-        polynomial = product_seconds(rates, rows=small, inputs=small, outputs=small, padded=False)
-        update = product_seconds(rates, rows=small, inputs=small, outputs=large, padded=False)
-        of_layer += 5 * (gram.forward + polynomial.forward + update.forward)
+    of_layer = sum(
+        5 * product_seconds(rates, rows=small, inputs=inputs, outputs=outputs, padded=False).forward
+        for small, large in shapes
+        for inputs, outputs in ((large, small), (small, small), (small, large))
+    )
     num_matrices = setup.spec.num_layers * len(shapes)
     num_ranks = setup.shard_ranks if setup.strategy.sharded_parts else setup.num_gpus
     return of_layer / len(shapes) * math.ceil(num_matrices / num_ranks)
 
 
-def _staged_bytes(setup: Setup, transfers: tuple[Transfer, ...], software: Software) -> float:
+def _staged_bytes(setup: Setup, transfers: tuple[Transfer, ...]) -> float:
     """Return the bytes that a step's copies around collectives read and write in the compute stream.
 
     Copies in other streams are part of `contention`: all of ZeRO-3's, FSDP1's casts and divisions. Left out:
@@ -615,7 +520,7 @@ def _staged_bytes(setup: Setup, transfers: tuple[Transfer, ...], software: Softw
     """
     strategy, trained = setup.strategy, setup.weights.trained
     micro_steps = setup.config.gradient_accumulation_steps
-    if setup.has_fsdp1 or (strategy.is_fsdp and software.fsdp_version == 1):
+    if setup.has_fsdp1:
         # parameters are pieces of one flat tensor, cut by torch.split, whose backward joins their gradients
         return micro_steps * 2 * setup.dtypes.gradient * trained
     moved = 0.0
@@ -672,7 +577,7 @@ def _optimizer_kernels(setup: Setup) -> int:
     return _STEP_KERNELS + num_params * per_param
 
 
-def _accumulation_seconds(setup: Setup, rates: Rates, software: Software) -> float:
+def accumulation_seconds(setup: Setup, rates: Rates) -> float:
     """Return the seconds of adding a micro-step's gradients: read the old and the new ones, write the sum.
 
     An engine that shards gradients and reduces them in each micro-step adds only its shard.
@@ -680,8 +585,8 @@ def _accumulation_seconds(setup: Setup, rates: Rates, software: Software) -> flo
     strategy = setup.strategy
     element_bytes = 2 if setup.compute not in (AUTOCAST, FP32) else 4
     sum_bytes = 4 if setup.reduces_in_fp32 else element_bytes
-    reduces_each = strategy.is_deepspeed or software.reduces_each_micro_step
-    num_shards = setup.shard_ranks if reduces_each and "gradients" in strategy.sharded_parts else 1
+    is_sharded = strategy.is_deepspeed and "gradients" in strategy.sharded_parts
+    num_shards = setup.shard_ranks if is_sharded else 1
     return (element_bytes + 2 * sum_bytes) * setup.weights.trained / num_shards / rates.memory_bytes
 
 

@@ -70,7 +70,7 @@ class Transfer:
         return self.sent_bytes - self.inter_node_bytes
 
 
-def transfers(setup: Setup, *, reduces_each_micro_step: bool = False) -> tuple[Transfer, ...]:
+def transfers(setup: Setup) -> tuple[Transfer, ...]:
     """Return the communication of a rank in one optimizer step; nothing for a single rank.
 
     With accumulation, FSDP reduces once per step (accelerate's no_sync), ZeRO-2 and ZeRO-3 in each
@@ -78,7 +78,7 @@ def transfers(setup: Setup, *, reduces_each_micro_step: bool = False) -> tuple[T
     """
     if setup.num_gpus == 1 or setup.strategy.is_single:
         return ()
-    sent = _of_engine(setup, reduces_each_micro_step=reduces_each_micro_step)
+    sent = _of_engine(setup)
     return (*sent, _of_muon(setup)) if setup.config.optim == "muon" else sent
 
 
@@ -89,111 +89,63 @@ def _of_muon(setup: Setup) -> Transfer:
     """
     is_sharded = bool(setup.strategy.sharded_parts)
     ranks = setup.shard_ranks if is_sharded else setup.num_gpus
-    per_node = gcd(ranks, setup.ranks_per_node)
     num_matrices = setup.spec.num_layers * len(hidden_matrices(setup.spec))
     of_all = setup.num_hidden * setup.dtypes.compute
+    if not is_sharded:
+        return _transfer(setup, "exchange_updates", "all_gather", of_all, num_matrices, overlaps=False)
     num_calls = 2 * ceil(num_matrices / ranks)
     if setup.strategy.zero_stage in (1, 2):  # only matrices at the end of a rank's partition are exchanged
         of_all *= min(1.0, (ranks - 1) / num_matrices)
         num_calls = min(num_calls, 2 * (ranks - 1))
-    return Transfer(
-        "exchange_updates",
-        "all_to_all" if is_sharded else "all_gather",
-        # each rank has 1/n of a sharded matrix, and sends and receives that
-        num_bytes=2 * of_all / ranks if is_sharded else of_all,
-        ranks=ranks,
-        ranks_per_node=per_node,
-        groups_per_node=max(1, setup.ranks_per_node // per_node),
-        num_calls=num_calls if is_sharded else num_matrices,
-        overlaps=False,
-        in_last_micro_step=True,
-    )
+    # each rank has 1/n of a sharded matrix, and sends and receives that
+    sent = {"num_bytes": 2 * of_all / ranks, "num_calls": num_calls, "ranks": ranks}
+    return _transfer(setup, "exchange_updates", "all_to_all", **sent, overlaps=False)
 
 
-def _of_engine(setup: Setup, *, reduces_each_micro_step: bool) -> tuple[Transfer, ...]:
-    strategy = setup.strategy
-    weights, dtypes, shard_ranks = setup.weights, setup.dtypes, setup.shard_ranks
-    micro_steps = setup.config.gradient_accumulation_steps
-    num_units = setup.spec.num_layers + 2
-    zero = strategy.deepspeed.zero_optimization if strategy.deepspeed else ZeroSettings()
-    zero = zero.of_width(setup.spec.hidden_size)
-    gradients = weights.trained * dtypes.reduced
-    is_deepspeed = strategy.is_deepspeed
-    bucket_bytes = zero.reduce_bucket_size * dtypes.reduced if is_deepspeed else DDP_BUCKET_BYTES
-    buckets = max(1.0, gradients / bucket_bytes)
-
-    def transfer(
-        name: str,
-        collective: str,
-        num_bytes: float,
-        num_calls: float,
-        *,
-        times: int = 1,
-        ranks: int = setup.num_gpus,
-        stride: int = 1,
-        overlaps: bool = True,
-    ) -> Transfer:
-        # a group of every `stride`-th rank has `places` ranks in a node; if it does not divide the node, some
-        # groups span two nodes, and the slowest group decides
-        places = max(1, setup.ranks_per_node // stride)
-        per_node = gcd(ranks, places)
-        groups = max(1, setup.ranks_per_node // per_node)
-        sizes = (times * num_bytes, ranks, per_node, groups)
-        return Transfer(name, collective, *sizes, times * num_calls, overlaps, times == 1)
-
+def _of_engine(setup: Setup) -> tuple[Transfer, ...]:
+    strategy, dtypes = setup.strategy, setup.dtypes
+    if not (strategy.is_replicated or strategy.zero_stage in (1, 2)):
+        return _of_shards(setup)
+    gradients, buckets = setup.weights.trained * dtypes.reduced, _num_buckets(setup)
     if strategy.is_replicated:
-        return (transfer("reduce_gradients", "all_reduce", gradients, buckets),)
+        return (_transfer(setup, "reduce_gradients", "all_reduce", gradients, buckets),)
+    updated = setup.weights.trained * dtypes.compute
+    gathered = _transfer(setup, "gather_updated", "all_gather", updated, 1, overlaps=False)
     if strategy.zero_stage == 1 and dtypes.kept_gradient > dtypes.gradient:  # whole sums, after backward
-        reduced = transfer("reduce_gradients", "all_reduce", gradients, buckets, overlaps=False)
-        updated = weights.trained * dtypes.compute
-        return reduced, transfer("gather_updated", "all_gather", updated, 1, overlaps=False)
-    if strategy.zero_stage in (1, 2):
-        reduced = transfer(
-            "reduce_gradients",
-            "reduce_scatter",
-            gradients,
-            buckets,
-            times=micro_steps if strategy.zero_stage == 2 else 1,
-            overlaps=zero.overlaps,
-        )
-        updated = weights.trained * dtypes.compute
-        return reduced, transfer("gather_updated", "all_gather", updated, 1, overlaps=False)
-    secondary_ranks = setup.placement.secondary_ranks
+        reduced = _transfer(setup, "reduce_gradients", "all_reduce", gradients, buckets, overlaps=False)
+        return reduced, gathered
+    times = setup.config.gradient_accumulation_steps if strategy.zero_stage == 2 else 1
+    overlap = {"overlaps": strategy.deepspeed.zero_optimization.overlaps, "times": times}
+    return _transfer(setup, "reduce_gradients", "reduce_scatter", gradients, buckets, **overlap), gathered
+
+
+def _of_shards(setup: Setup) -> tuple[Transfer, ...]:
+    """Return the transfers of FSDP and ZeRO-3, which gather parameters when they are used."""
+    weights, dtypes, shard_ranks = setup.weights, setup.dtypes, setup.shard_ranks
+    micro_steps, secondary_ranks = setup.config.gradient_accumulation_steps, setup.placement.secondary_ranks
+    is_deepspeed, num_units = setup.strategy.is_deepspeed, setup.spec.num_layers + 2
+    zero = _zero_settings(setup)
+    gradients = weights.trained * dtypes.reduced
     whole = dtypes.compute if not zero.zero_quantized_weights else INT8_SCALES
     num_gathers, num_reductions = num_units, float(num_units)
     if is_deepspeed:  # it gathers modules, or as many as fit into the prefetch bucket, not layers
         num_matrices = setup.spec.num_layers * (4 + setup.spec.num_ffn_matrices) + 2
         prefetched = weights.total / (zero.stage3_prefetch_bucket_size or 1)
-        num_gathers, num_reductions = min(num_matrices, max(1.0, prefetched)), buckets
-    sent = [
-        transfer(
-            "gather_forward",
-            "all_gather",
-            weights.total * whole,
-            num_gathers,
-            times=micro_steps,
-            ranks=shard_ranks,
-        )
-    ]
+        num_gathers, num_reductions = min(num_matrices, max(1.0, prefetched)), _num_buckets(setup)
+
+    def gather(name: str, element_bytes: float, ranks: int) -> Transfer:
+        num_bytes = weights.total * element_bytes
+        return _transfer(setup, name, "all_gather", num_bytes, num_gathers, times=micro_steps, ranks=ranks)
+
+    sent = [gather("gather_forward", whole, shard_ranks)]
     if setup.placement.reshard_after_forward:
-        sent.append(
-            transfer(
-                "gather_backward",
-                "all_gather",
-                weights.total * (dtypes.compute if secondary_ranks > 1 else whole),
-                num_gathers,
-                times=micro_steps,
-                ranks=secondary_ranks if secondary_ranks > 1 else shard_ranks,
-            )
-        )
-    times = micro_steps if strategy.is_deepspeed or reduces_each_micro_step else 1
+        of_backward = (dtypes.compute, secondary_ranks) if secondary_ranks > 1 else (whole, shard_ranks)
+        sent.append(gather("gather_backward", *of_backward))
+    times = micro_steps if is_deepspeed else 1
     reduced = weights.trained * INT4_SCALES if zero.zero_quantized_gradients else gradients
     sent.append(
-        transfer(
-            "reduce_gradients",
-            "reduce_scatter",
-            reduced,
-            num_reductions,
+        _transfer(
+            *(setup, "reduce_gradients", "reduce_scatter", reduced, num_reductions),
             times=times,
             ranks=shard_ranks,
             overlaps=not is_deepspeed or zero.overlaps,
@@ -201,14 +153,46 @@ def _of_engine(setup: Setup, *, reduces_each_micro_step: bool) -> tuple[Transfer
     )
     if shard_ranks < setup.num_gpus:  # copies of the model: each shard's gradients are reduced between copies
         sent.append(
-            transfer(
-                "reduce_between_copies",
-                "all_reduce",
-                gradients / shard_ranks,
-                num_units,
+            _transfer(
+                *(setup, "reduce_between_copies", "all_reduce", gradients / shard_ranks, num_units),
                 times=times,
                 ranks=setup.num_gpus // shard_ranks,
                 stride=shard_ranks,
             )
         )
     return tuple(sent)
+
+
+def _zero_settings(setup: Setup) -> ZeroSettings:
+    zero = setup.strategy.deepspeed.zero_optimization if setup.strategy.deepspeed else ZeroSettings()
+    return zero.of_width(setup.spec.hidden_size)
+
+
+def _num_buckets(setup: Setup) -> float:
+    reduced, bucket_bytes = setup.dtypes.reduced, DDP_BUCKET_BYTES
+    if setup.strategy.is_deepspeed:
+        bucket_bytes = _zero_settings(setup).reduce_bucket_size * reduced
+    return max(1.0, setup.weights.trained * reduced / bucket_bytes)
+
+
+def _transfer(
+    setup: Setup,
+    name: str,
+    collective: str,
+    num_bytes: float,
+    num_calls: float,
+    *,
+    times: int = 1,
+    ranks: int | None = None,
+    stride: int = 1,
+    overlaps: bool = True,
+) -> Transfer:
+    """Return a transfer that a step makes so many times, between every `stride`-th rank; None: all ranks.
+
+    If `stride` does not divide the node, some groups span two nodes, and the slowest group decides.
+    """
+    ranks = ranks or setup.num_gpus
+    per_node = gcd(ranks, max(1, setup.ranks_per_node // stride))
+    groups = max(1, setup.ranks_per_node // per_node)
+    sizes = (times * num_bytes, ranks, per_node, groups)
+    return Transfer(name, collective, *sizes, times * num_calls, overlaps, times == 1)

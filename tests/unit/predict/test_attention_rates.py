@@ -96,7 +96,7 @@ def test_every_gpu_has_rates_and_a_missing_kernel_runs_as_flash_2() -> None:
             rates = rates_of_kernel("flash_3", gpu, head_dim)
             if gpu.architecture != "hopper":
                 assert rates == rates_of_kernel("flash_2", gpu, head_dim)
-            assert 0 < rates.backward.long_flops <= rates.forward.long_flops * 1.2
+            assert 0 < rates.backward_flops <= rates.forward_flops * 1.2
 
 
 def test_a_head_size_between_two_kernels_pays_for_the_larger() -> None:

@@ -156,15 +156,6 @@ def test_constants_are_the_trainers() -> None:
     assert optimizer_bytes.CHUNK_ELEMENTS == optimizer.CHUNK_ELEMENTS
 
 
-def test_every_parameter_is_counted_once_in_the_optimizers_chunks() -> None:
-    # TINY on one rank: all matrices, 2 x 320 + 2 x 640 = 1920 elements, far below one chunk
-    largest_chunk, tensor_shares = optimizer_bytes.largest_chunk, optimizer_bytes.tensor_shares
-    assert largest_chunk(tensor_shares(TINY, 1)) == 1920
-    assert largest_chunk(tensor_shares(TINY, 1, without_layers=True)) == 2 * 320  # the layers' are Muon's
-    wide = dataclasses.replace(TINY, vocab_size=2**26 // 8)  # each vocabulary matrix alone is two chunks
-    assert largest_chunk(tensor_shares(wide, 1)) == 2**26
-
-
 @pytest.mark.parametrize("half", ["development", "held_out"])
 def test_stored_traces_of_the_real_engines_are_met(half: str) -> None:
     accuracy = bench("memory_accuracy")
@@ -172,8 +163,8 @@ def test_stored_traces_of_the_real_engines_are_met(half: str) -> None:
     errors = [abs(error) for error, _ in found]
     assert len(found) >= 100
     assert {row["strategy"] for _, row in found} == {"single", *STUDIED_STRATEGIES}
-    assert statistics.median(errors) <= 0.01
-    assert max(errors) <= 0.05
+    assert statistics.median(errors) <= 0.001
+    assert max(errors) <= 0.02
 
 
 def test_published_memory_is_met() -> None:
@@ -223,10 +214,10 @@ def test_fsdp1_keeps_the_root_gathered_and_joins_gradients(
     # slm-10m: 2 x 384 x 320 of embedding and head + 320 of the norm = 246,080; a layer has 1,239,680
     gathered = 2 * (246_080 + layers_gathered * 1_239_680)
     assert estimate.parts["gathered_parameters"] == gathered
-    # the head's gradient and the layer's gradients, and the layer's flat gradient; all in bf16
-    assert estimate.parts["gradients"] == 2 * (384 * 320 + 1_239_680)
+    # the head's gradient and those of the layer's matrices, and the layer's flat gradient; all in bf16
+    assert estimate.parts["gradients"] == 2 * (384 * 320 + 1_239_680 - 2 * 320)
     assert estimate.parts["communication"] == 2 * 1_239_680
-    assert estimate.peak_instant == "backward: layers.7, reducing"
+    assert estimate.peak_instant == "backward: layers.7.input_layernorm"
 
 
 def test_fsdp1_needs_more_than_fsdp2(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def state_bytes(found: MemoryEstimate) -> int:
 def test_gradients_summed_in_fp32_by_hand() -> None:
     # they need no copy in the optimizer's step
     in_bf16, in_fp32 = (estimate("single", num_gpus=1, seq_len=2, like=like) for like in (None, "nanotron"))
-    assert in_bf16.parts["temporary"] == 4 * (P - 5 * 8)  # all matrices are one chunk; norms are another
+    assert in_bf16.parts["temporary"] == 4 * P  # all of them are one chunk
     assert in_fp32.parts["temporary"] == 0
 
 
