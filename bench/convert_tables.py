@@ -1,12 +1,12 @@
-"""The tables of docs/doctor_and_convert.md, from those that `slm convert` uses."""
+"""The table of docs/doctor_and_convert.md, from the one that `slm convert` uses."""
 
 from typing import Any
 
-from slm_toolkit.convert.tables import FSDP_ALONE, INIT_FLAG, PAIRS, ZERO, ZERO_ALONE, Pair
+from slm_toolkit.convert.tables import INIT_FLAG, PAIRS, ZERO, Pair
 
 
-def tables() -> dict[str, str]:
-    """Return each table as Markdown, by its heading."""
+def pairs_table() -> str:
+    """Return the pairs of settings that convert both ways, as Markdown."""
     pairs = [
         (
             _setting_text(pair.fsdp, pair.fsdp_value),
@@ -14,38 +14,18 @@ def tables() -> dict[str, str]:
             pair.note or "nothing",
         )
         for pair in PAIRS
+        if pair.way == "both"
     ]
-    return {
-        "Pairs": _markdown(("FSDP2", "ZeRO", "what differs"), pairs),
-        "FSDP2 alone": _one_sided(FSDP_ALONE, "ZeRO"),
-        "ZeRO alone": _one_sided(ZERO_ALONE, "FSDP2"),
-    }
-
-
-def _one_sided(rows: dict[str, tuple[Any, ...]], other: str) -> str:
-    cells = []
-    for keys, (note, *values) in rows.items():
-        named = ", ".join(f"`{key.removeprefix(ZERO)}`" for key in keys.split())
-        same = dict.fromkeys(f"`{_value_text(value)}`" for value in values if value is not None)
-        cells.append((named, ", ".join(same) or "-", note))
-    return _markdown(("key", f"value that matches {other}", "under " + other), cells)
-
-
-def _markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [head, ("---",) * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    lines = [("FSDP2", "ZeRO", "what differs"), ("---",) * 3, *pairs]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
 
 
 def _setting_text(key: str, value: Any) -> str:
-    return f"`{key.removeprefix(ZERO)}: {_value_text(value)}`"
-
-
-def _value_text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return f"`{key.removeprefix(ZERO)}: {text}`"
 
 
 def _stages_text(pair: Pair) -> str:
-    """Return the stages that a pair needs, and its direction if it converts only one way."""
+    """Return the stages that a pair needs."""
     is_any = pair.zero == f"{ZERO}stage" or len(pair.stages) > 2 or pair.zero == INIT_FLAG
-    stages = "" if is_any else f" (stage {' and '.join(map(str, pair.stages))})"
-    return stages + {"both": "", "to_fsdp": ", to FSDP2 only", "to_zero": ", to ZeRO only"}[pair.way]
+    return "" if is_any else f" (stage {' and '.join(map(str, pair.stages))})"

@@ -25,10 +25,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import memory_accuracy
 import published_memory
-from convert_tables import tables
+from convert_tables import pairs_table
 
 from slm_toolkit.cli.main import _VERBS, main
-from slm_toolkit.cli.recipes import shipped_recipes
 from slm_toolkit.config import run_config
 from slm_toolkit.config.parser import VerbParser
 
@@ -113,25 +112,17 @@ class _Terminal(io.StringIO):
 
 def table_named(name: str, now: str) -> str:
     """A table in Markdown. `now`: as it stands; the traces' has words for each half, which stay."""
-    if name == "recipes":
-        recipes = [(each.question, f"`slm recipes {each.name}`") for each in shipped_recipes()]
-        return _table(("question", "answered by"), recipes)
-    if name in ("traces", "replays"):
-        find = errors_of_traces if name == "traces" else errors_of_replays
-        return re.sub(r"(\| `(\w+)`.*?) \|.*", lambda found: f"{found[1]} | {find(found[2])} |", now)
-    return tables()[name] + "\n"
+    if name == "traces":
+        return re.sub(
+            r"(\| `(\w+)`.*?) \|.*", lambda found: f"{found[1]} | {errors_of_traces(found[2])} |", now
+        )
+    return pairs_table()
 
 
 def errors_of_traces(half: str) -> str:
     errors = [error for error, _ in memory_accuracy.traces(memory_accuracy.FOLDER / f"{half}.csv")]
     date = json.loads((memory_accuracy.FOLDER / f"{half}.json").read_text())["date"]
     return f"{' | '.join(memory_accuracy.figures(errors))} | {date}"
-
-
-def errors_of_replays(half: str) -> str:
-    traces = memory_accuracy.traces(memory_accuracy.FOLDER / f"{half}.csv")
-    errors = [memory_accuracy.reserved_error(row) for _, row in traces if row.get("reserved_bytes")]
-    return " | ".join(memory_accuracy.figures(errors))
 
 
 def flags_page() -> str:

@@ -198,15 +198,6 @@ def test_an_unknown_recipe_is_answered_with_the_names() -> None:
 
 
 @pytest.mark.quick
-def test_the_table_in_the_docs_is_the_list() -> None:
-    text = (ROOT / "docs" / "getting_started.md").read_text()
-    shown = re.findall(r"^\| (.+\?) \| `slm recipes (\w+)` \|$", text, re.M)
-    assert {name: question for question, name in shown} == {
-        recipe.name: recipe.question for recipe in RECIPES.values()
-    }
-
-
-@pytest.mark.quick
 def test_a_head_that_is_none_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "x.sh").write_text(RECIPES["lora"].text.replace("# cost: ", "# price: "))
     with pytest.raises(TypeError, match="cost"):
