@@ -13,11 +13,10 @@ import torch
 from accelerate import Accelerator
 
 from slm_toolkit.base.errors import DISK_FULL, RunEnded
-from slm_toolkit.record.saved_files import CHECKPOINTS_DIR, delete, finished, sweep_checkpoints
+from slm_toolkit.record.saved_files import CHECKPOINTS_DIR, delete, finished, remove, sweep_checkpoints
 from slm_toolkit.run.checkpoint.files import (
     Manifest,
     finish,
-    remove,
     step_name,
     unfinished,
     write_rank_file,
@@ -121,9 +120,9 @@ class CheckpointWriter:
         return stretches(self.model, self.optimizer, rank=rank, world_size=world_size)
 
     def _rotate(self) -> None:
-        manifests = readable_manifests(self.folder).items()
-        of_run = [(m.order, path) for path, m in manifests if is_of(m, self.run)]
-        for _, old in sorted(of_run)[: -self.keep]:
+        manifests = readable_manifests(self.folder)
+        of_run = [path for path, manifest in manifests.items() if is_of(manifest, self.run)]
+        for old in of_run[: -self.keep]:
             remove(old)
 
     def _raise(self, problem: tuple[int | None, str] | None) -> None:

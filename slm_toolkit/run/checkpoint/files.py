@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from slm_toolkit.base.typed_files import field_problem
 from slm_toolkit.base.user_files import read_bytes
 from slm_toolkit.config.run_config import FLAGS
-from slm_toolkit.record.saved_files import delete, sync
+from slm_toolkit.record.saved_files import put_in_place, sync
 
 if TYPE_CHECKING:
     import torch
@@ -131,30 +131,15 @@ def finish(unfinished_folder: Path, manifest: Manifest) -> Path:
 
     An older checkpoint of the same step stays until then, even if the process is killed.
     """
-    folder = unfinished_folder.parent
-    final = folder / step_name(manifest.step)
+    final = unfinished_folder.parent / step_name(manifest.step)
     with (unfinished_folder / MANIFEST_FILE).open("w") as file:
         content = dataclasses.asdict(manifest)
         json.dump({"format": FORMAT, "sha256": digest_of(content), **content}, file)
         file.flush()
         os.fsync(file.fileno())
     sync(unfinished_folder)
-    replaced = folder / f".{final.name}.replaced"
-    if final.exists():
-        delete(replaced)
-        final.rename(replaced)
-    unfinished_folder.rename(final)
-    sync(folder)
-    delete(replaced)
+    put_in_place(unfinished_folder, final)
     return final
-
-
-def remove(checkpoint: Path) -> None:
-    """Delete a checkpoint. Rename it first, so that a kill never leaves half of it under its name."""
-    doomed = checkpoint.parent / f".{checkpoint.name.lstrip('.')}.deleted"
-    delete(doomed)
-    checkpoint.rename(doomed)
-    delete(doomed)
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
