@@ -24,17 +24,10 @@ nothing: on fake tensors, in the place of a kernel that allocates nothing"""
 
 @torch.no_grad()
 def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return each token's fp32 loss in the shape of `labels`, 0 without a label; reads the logits once.
-
-    By PyTorch's operations, with an fp32 copy of a chunk: only several datasets without LossHead need it.
-    """
-    targets, flat = _next_tokens(labels).to(logits.device), logits.flatten(0, -2)
-    rows = tokens_of_probabilities(len(flat), vocab_size=flat.shape[1])
-    losses = [
-        _chunk_losses_(part, target, None, torch.empty_like(part, dtype=torch.float32), with_gradient=False)
-        for part, target in zip(flat.split(rows), targets.split(rows), strict=True)
-    ]
-    return torch.cat(losses).view(labels.shape)
+    """Return each token's fp32 loss in the shape of `labels`, 0 without a label."""
+    targets, wide = _next_tokens(labels).to(logits.device), logits.flatten(0, -2).float()
+    losses = functional.cross_entropy(wide, targets, ignore_index=IGNORE_INDEX, reduction="none")
+    return losses.view(labels.shape)
 
 
 class LossHead(torch.nn.Linear):
@@ -242,7 +235,7 @@ def _fp32_buffer(logits: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor |
 def _chunk_losses_(
     logits: torch.Tensor,
     targets: torch.Tensor,
-    num_items: torch.Tensor | None,
+    num_items: torch.Tensor,
     wide: torch.Tensor | None,
     *,
     with_gradient: bool,
