@@ -113,7 +113,7 @@ _MOST_LEFT_OUT = 6
 
 def recommendation(args: argparse.Namespace) -> Recommendation:
     """Return the plans that the flags ask for. Raises ValueError for a user's mistake."""
-    from slm_toolkit.recommend.job import Length, configs_of, offers_of, workloads_of
+    from slm_toolkit.recommend.job import configs_of, offers_of, workloads_of
     from slm_toolkit.recommend.plans import search
     from slm_toolkit.recommend.ranking import best_plans
     from slm_toolkit.strategy.groups import strategies_asked
@@ -125,13 +125,7 @@ def recommendation(args: argparse.Namespace) -> Recommendation:
         gpus_per_node=args.gpus_per_node,
         deployment_of=deployments(args),
     )
-    length = Length(
-        num_tokens=args.tokens,
-        target_loss=args.target_loss,
-        num_epochs=args.epochs,
-        global_batch_tokens=args.global_batch_tokens,
-    )
-    workloads, notes = workloads_of(given, length)
+    workloads, notes = workloads_of(given, args)
     names = args.strategy or ["single", *STUDIED_STRATEGIES]
     strategies, of_strategies = strategies_asked(names, given, has_gpu=True)
     found = search(
