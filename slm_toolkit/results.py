@@ -157,6 +157,17 @@ class Recommendation(_Listed["Plan"]):
             )
         return plan_report(self.plans, top=top, objective=self.objective, width=width)
 
+    def write(self, folder: str | Path) -> list[Path]:
+        """Write the first plan's YAML and launch script; return the files.
+
+        Raises ValueError if there is no plan, and for a folder that can't be used.
+        """
+        from slm_toolkit.recommend.launch_files import write_launch
+
+        if not self.plans:
+            raise ValueError("there is no plan to write\nhint: table() says what comes nearest")
+        return write_launch(self.plans[0], Path(folder))
+
 
 @dataclass(frozen=True, repr=False)
 class Records:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from pathlib import Path
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.cli.deployment_flags import add_network_flag, add_price_flag, deployments, typed
@@ -20,7 +21,7 @@ strategies, batches, checkpointing and kernels by estimate. A flag that you give
 _EXAMPLES = """\
   slm recommend --model slm-1b                            every GPU type with a known price
   slm recommend --model slm-2b --tokens 40B --gpu h100-80gb:8,16@2.49 a100-80gb:8 --deadline_hours 72
-  slm recommend --model slm-500m slm-1b --target_loss 2.9 --gpu l40s:1,2,4,8 --budget_usd 500
+  slm recommend --model slm-500m slm-1b --target_loss 2.9 --gpu l40s:1,2,4,8 --budget_usd 500 --write plan/
 """
 
 
@@ -95,6 +96,12 @@ def fill(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--top", type=count, default=10, metavar="N", help="rows to show (default: 10)")
     parser.add_argument(
+        "--write",
+        type=Path,
+        metavar="DIR",
+        help="write the YAML and the launch script of the first row into DIR",
+    ).basic = True
+    parser.add_argument(
         "--json", action="store_true", help="print a list of rows; unknown values are null"
     ).basic = True
     add_price_flag(parser)
@@ -150,8 +157,14 @@ def recommendation(args: argparse.Namespace) -> Recommendation:
 def _recommend(args: argparse.Namespace) -> int:
     """Return exit code 0 if a plan was found, 1 if no plan is within the limits."""
     with user_errors():
+        from slm_toolkit.recommend.launch_files import check_folder
+
+        if args.write is not None:
+            check_folder(args.write)
         found = recommendation(args)
-    notes = [*found.notes, *(f"left out: {reason}" for reason in found.left_out[:_MOST_LEFT_OUT])]
+        written = found.write(args.write) if found.plans and args.write is not None else []
+    notes = [*found.notes, *(f"written: {path}" for path in written)]
+    notes += [f"left out: {reason}" for reason in found.left_out[:_MOST_LEFT_OUT]]
     if (more := len(found.left_out) - _MOST_LEFT_OUT) > 0:
         notes.append(f"left out: {more} more")
     notes += [

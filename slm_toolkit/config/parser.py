@@ -113,7 +113,6 @@ REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
     ),
     "merge_adapter": "--save_final_model merged",
     "dataset_config_name": "--dataset NAME:CONFIGURATION",
-    "write": "copy the command that is printed; each node runs it with its NODE_RANK and the HEAD_NODE",
     "records": "`slm report` prints the speed and the cost per token of your own runs",
     "like": "`slm estimate` takes it",
     "torch_compile_mode": "--kernels compiled+graphs is reduce-overhead",

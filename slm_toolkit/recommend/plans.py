@@ -14,7 +14,7 @@ from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.estimate import Estimate, estimate
 from slm_toolkit.predict.flag_checks import placement_problems
 from slm_toolkit.predict.setup.setup import Deployment, Setup, config_as_launched, unknown_to_estimates
-from slm_toolkit.recommend.scaling_laws import loss
+from slm_toolkit.recommend.scaling_laws import loss, loss_per_usd
 from slm_toolkit.strategy.strategy import Strategy, contradictions
 
 _ENOUGH_BATCHES = 2
@@ -71,6 +71,8 @@ class Plan:
     usd: float | None
     expected_loss: float | None
     "by a scaling law, for its data and tokenizer; None for fine-tuning, which no law covers"
+    loss_per_usd: float | None
+    "the paper's equation 1: how much one dollar more would lower the loss"
     slowed_by: float
     "the estimated rate is divided by it: see `_limited`"
 
@@ -248,6 +250,7 @@ def _plan(workload: Workload, row: Estimate, config: RunConfig, strategy: Strate
         hours=hours,
         usd=usd,
         expected_loss=loss(workload.spec.num_params, workload.num_tokens) if is_pretraining else None,
+        loss_per_usd=loss_per_usd(workload.num_tokens, usd) if usd and is_pretraining else None,
         slowed_by=slowed_by,
     )
 

@@ -1,4 +1,4 @@
-"""Choose the best plans and rank them."""
+"""Choose the best plans, and explain why the others rank lower."""
 
 from operator import attrgetter
 
@@ -85,10 +85,19 @@ def amount(plan: Plan, objective: str) -> float:
     return plan.gpu_hours if plan.usd is None else plan.usd
 
 
-def is_tie(plan: Plan, winner: Plan, objective: str) -> bool:
-    """Return whether a plan is too close to the winner to rank it; both have a price, or none has."""
-    if plan.estimate.verdict != winner.estimate.verdict:
-        return False
-    if objective == "cost" and (plan.usd is None) != (winner.usd is None):
-        return False
-    return abs(amount(plan, objective) / amount(winner, objective) - 1) < TIE
+def reason_of(plan: Plan, winner: Plan, *, objective: str) -> tuple[float, str]:
+    """Compare a plan with the winner, if both have a price or neither has one.
+
+    Return its dollars, GPU-hours or hours divided by the winner's, and the part of a step that explains most
+    of the difference.
+    """
+
+    def parts_of(each: Plan) -> dict[str, float]:
+        seconds = each.estimate.parts_seconds
+        per_second = amount(each, objective) / sum(seconds.values())
+        return {name: per_second * part for name, part in seconds.items()}
+
+    ratio = amount(plan, objective) / amount(winner, objective)
+    of_winner = parts_of(winner)
+    more = {name: part - of_winner[name] for name, part in parts_of(plan).items()}
+    return ratio, (max if ratio >= 1 else min)(more, key=more.get)

@@ -19,7 +19,7 @@ from slm_toolkit.config.flags import MODULE
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.model.names import find_model
-from slm_toolkit.recommend.command import launch_command
+from slm_toolkit.recommend.launch_files import write_launch
 from slm_toolkit.record.files import find_records
 from slm_toolkit.record.run_record import run_name_of
 from slm_toolkit.strategy.strategy import find_strategy
@@ -180,7 +180,7 @@ HOSTILE = (
 )
 
 
-def _plan(dataset: str) -> object:
+def _plan(folder: Path, dataset: str) -> object:
     import dataclasses
 
     (plan,) = plans_of("ddp", num_gpus=2)[:1]
@@ -188,15 +188,15 @@ def _plan(dataset: str) -> object:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_printed_command_says_hostile_names_and_runs_none(name: str, tmp_path: Path) -> None:
+def test_a_launch_script_says_hostile_names_and_runs_none(name: str, tmp_path: Path) -> None:
     """By bash, with an `slm` that only prints its words."""
     commands = tmp_path / "bin"
     commands.mkdir()
     (commands / "slm").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (commands / "slm").chmod(0o755)
-    command = launch_command(_plan(name))
+    written = write_launch(_plan(tmp_path, name), tmp_path / "plan")
     env = {**os.environ, "PATH": f"{commands}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = subprocess.run(["bash", written[1]], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     words = done.stdout.splitlines()
     assert words[words.index("--dataset") + 1] == name

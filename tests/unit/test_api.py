@@ -78,17 +78,22 @@ def test_the_largest_batch_is_that_of_the_verb() -> None:
     assert "batch with" in str(made)
 
 
-def test_recommendations_are_those_of_the_verb() -> None:
+def test_recommendations_are_those_of_the_verb(tmp_path: Path) -> None:
     made = slm.recommend(model="slm-1b", gpu="a100-40gb:8@2.5", tokens=2e9, strategy=["ddp", "ds_zero1"])
     words = ("--model", "slm-1b", "--gpu", "a100-40gb:8@2.5", "--tokens", "2B", "--strategy", "ddp")
     assert isinstance(made[0], Plan)
     assert as_json(made.to_dicts()) == printed_json("recommend", *words, "ds_zero1")
+    names = {path.name for path in made.write(tmp_path / "plan")}
+    assert "launch.sh" in names
+    assert names <= {path.name for path in (tmp_path / "plan").iterdir()}
 
 
 def test_without_a_plan_the_table_says_what_comes_nearest() -> None:
     made = slm.recommend(model="slm-1b", gpu="a100-40gb:8", tokens=2e9, strategy="ddp", budget_usd=1)
     assert len(made) == 0
     assert str(made).startswith("nothing is within $1.00\nthe fastest: 8 x a100-40gb, ddp")
+    with pytest.raises(ValueError, match="there is no plan to write"):
+        made.write("nowhere")
 
 
 def test_a_gpu_without_a_price_is_named() -> None:

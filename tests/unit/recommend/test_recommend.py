@@ -26,9 +26,9 @@ from slm_toolkit.hardware.gpus import gpus
 from slm_toolkit.hardware.prices import price_of
 from slm_toolkit.model.model_spec import model_flops_utilization
 from slm_toolkit.recommend import plans
-from slm_toolkit.recommend.plan_table import plan_report, ties
+from slm_toolkit.recommend.plan_table import plan_report, reasons
 from slm_toolkit.recommend.plans import HIGHEST_PUBLISHED_MFU, Plan
-from slm_toolkit.recommend.ranking import best_plans
+from slm_toolkit.recommend.ranking import best_plans, reason_of
 
 
 def recommended(*arguments: str, code: int | None = 0) -> list[dict]:
@@ -165,6 +165,15 @@ def test_every_problem_of_the_flags_is_named_at_once() -> None:
         assert problem in done.err
 
 
+def test_the_reason_is_the_part_that_costs_most_more() -> None:
+    found = plans_of("ds_zero1", "ds_zero3", num_gpus=16, inter_node_gbps=50)
+    ranked = best_plans(found, objective="cost")
+    assert [plan.estimate.strategy for plan in ranked] == ["ds_zero1", "ds_zero3"]
+    ratio, part = reason_of(ranked[1], ranked[0], objective="cost")
+    assert ratio == ranked[1].usd / ranked[0].usd > 1
+    assert part == "communication"
+
+
 def test_a_batch_that_fits_is_found_beyond_one_that_does_not() -> None:
     """FSDP keeps whole gradients while it accumulates: with one micro-step a larger batch may fit again."""
     asked = (
@@ -186,13 +195,15 @@ def test_a_batch_that_fits_is_found_beyond_one_that_does_not() -> None:
     assert (best["per_device_train_batch_size"], best["gradient_accumulation_steps"]) == (32, 1)
 
 
-def test_gpus_without_a_price_come_last() -> None:
+def test_gpus_without_a_price_come_last_and_are_not_compared_in_dollars() -> None:
     asked = ("--model", "slm-1b", "--gpu", "a40:8", "l4:8", "h100-80gb:8@2", "--tokens", "20B")
     rows = recommended(*asked)
     assert [row["usd"] is None for row in rows] == sorted(row["usd"] is None for row in rows)
     assert rows[-1]["gpu"] == "a40"
     shown = slm_here("recommend", *asked).out
     assert "8 x a40" in shown
+    assert "dollars against row 1 (main reason): row 2 +" in shown
+    assert ", row 3 " not in shown  # the a40
 
 
 @pytest.mark.parametrize(
@@ -300,7 +311,8 @@ def test_ties_go_to_the_simplest_strategy() -> None:
     # 103.5 is more than 3% above 100, and less than 3% above 102
     (zero3, zero2, ddp) = made_plans("ds_zero3", "ds_zero2", "ddp", usd=[100.0, 102.0, 103.5])
     assert names_of(best_plans([zero3, zero2, ddp], objective="cost")) == ["ds_zero2", "ds_zero3", "ddp"]
-    assert ties([zero2, zero3], objective="cost") == [
+    lines = reasons([zero2, zero3], objective="cost")
+    assert lines == [
         "rows within 3% of row 1, too close to rank: 2. Of these the simplest strategy comes first, then the "
         "fewest GPUs"
     ]
@@ -394,7 +406,22 @@ def test_the_report_says_what_may_not_fit() -> None:
     sure, unsure = made_plans("ddp", "ds_zero3", usd=[100.0, 50.0])
     unsure = on_gpus(unsure, 16, verdict="may fit", fit_probability=0.61)
     shown = report_of([on_gpus(sure, 8), unsure])
+    assert "dollars against row 1 (main reason): row 2 -50% (" in shown
     assert "estimated, may fit 61%" in shown
+
+
+def test_ranked_by_time_the_report_compares_hours() -> None:
+    first, second = made_plans("ddp", "ds_zero3", usd=[100.0, 150.0])
+    shown = report_of([first, second, on_gpus(second, 8)], objective="time")
+    assert "hours against row 1 (main reason): row 2 +50% (" in shown
+
+
+def test_a_cheaper_plan_is_explained_by_the_part_that_costs_less() -> None:
+    ddp, zero3 = plans_of("ddp", "ds_zero3", num_gpus=16, inter_node_gbps=50)
+    for objective in ("cost", "time"):
+        dearer, cheaper = (reason_of(a, b, objective=objective) for a, b in ((zero3, ddp), (ddp, zero3)))
+        assert dearer[1] == cheaper[1] == "communication"
+        assert dearer[0] > 1 > cheaper[0]
 
 
 def test_a_model_that_no_plan_can_have_is_refused() -> None:
@@ -419,7 +446,7 @@ def test_fine_tuning_needs_its_length_and_promises_no_loss(tmp_path: Path) -> No
         assert f"--model {model} has weights" in done.err
         assert "hint: --tokens 50M, or --dataset DATA --num_train_epochs 3" in done.err
         (row,) = recommended("--model", model, "--gpu", "h100-80gb:1@2", "--tokens", "50M")
-        assert row["expected_loss"] is None
+        assert (row["expected_loss"], row["loss_per_usd"]) == (None, None)
         assert row["tokens_per_step"] == 128 * 1024
     refused = slm_here("recommend", "--model", own, "--gpu", "l4:1", "--target_loss", "3")
     assert refused.code == 2

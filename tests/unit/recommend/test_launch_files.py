@@ -1,0 +1,119 @@
+"""What `slm recommend` gives to launch: it parses, it runs, and it refuses what would not."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT, SMALL_LLAMA, own_strategy, plans_of, slm_here
+from transformers import GPT2Config
+
+from slm_toolkit.cli.main import _parser, main
+from slm_toolkit.config.parser import with_underscores
+from slm_toolkit.recommend.launch_files import launch_command, write_launch
+
+
+def test_what_is_written_is_what_the_first_row_says(tmp_path: Path) -> None:
+    asked = ("--model", "slm-1b", "--gpu", "h100-80gb:16", "--strategy", "ds_zero3", "--tokens", "20B")
+    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit):
+        main(["recommend", "--json", *asked, "--write", str(tmp_path / "plan")])
+    row = json.loads(out.getvalue())[0]
+    script = (tmp_path / "plan" / "launch.sh").read_text()
+    (line,) = [line for line in script.splitlines() if line.startswith("slm train")]
+    words = shlex.split(line.replace('"$(dirname "$0")"', str(tmp_path / "plan")))
+    flags = dict(zip(words[2:], words[3:], strict=False))
+    assert flags["--num_processes"] == "16"
+    assert flags["--num_machines"] == "2"
+    assert flags["--main_process_ip"] == "$HEAD_NODE"
+    assert flags["--per_device_train_batch_size"] == str(row["per_device_train_batch_size"])
+    assert flags["--max_steps"] == str(row["num_steps"])
+    config = yaml.safe_load(Path(flags["--strategy"]).read_text())
+    assert (config["num_processes"], config["num_machines"]) == (16, 2)
+    assert config["deepspeed_config"]["deepspeed_multinode_launcher"] == "standard"
+    assert (tmp_path / "plan" / config["deepspeed_config"]["deepspeed_config_file"]).is_file()
+    again = slm_here("recommend", *asked, "--write", str(tmp_path / "plan"))
+    assert again.code == 2
+    assert "launch.sh exists\nhint: " in again.err
+
+
+def test_the_command_parses_for_shipped_and_own_files(tmp_path: Path) -> None:
+    own = own_strategy(tmp_path, "distributed_type: MULTI_GPU\nnum_processes: 8\n", name="mine")
+    for name in ("ddp", own):
+        words = shlex.split(launch_command(plans_of(name, num_gpus=8)[0]))
+        args = _parser().parse_args(with_underscores(words[1:]))
+        assert args.strategy == name
+
+
+def test_nodes_of_an_own_file_are_those_of_the_plan(tmp_path: Path) -> None:
+    text = "distributed_type: MULTI_GPU\nnum_processes: 16\nnum_machines: 2\nmachine_rank: 1\n"
+    (plan,) = plans_of(own_strategy(tmp_path, text, name="nodes"), num_gpus=8)
+    assert "--num_machines 1 " in launch_command(plan)
+    written, *_ = write_launch(plan, tmp_path / "plan")
+    config = yaml.safe_load(written.read_text())
+    assert (config["num_machines"], config["num_processes"]) == (1, 8)
+    assert "machine_rank" not in config
+
+
+def test_a_model_that_is_not_trained_here_has_nothing_to_launch(tmp_path: Path) -> None:
+    GPT2Config().save_pretrained(tmp_path / "gpt2")
+    asked = ("recommend", "--model", str(tmp_path / "gpt2"), "--gpu", "h100-80gb:1", "--tokens", "1B")
+    done = slm_here(*asked)
+    assert done.code == 0
+    assert "a gpt2 can be estimated, not trained here" in done.out
+    assert "slm train" not in done.out
+    assert slm_here(*asked, "--write", str(tmp_path / "plan")).code == 2
+
+
+def test_a_place_that_can_not_be_written_is_refused_before_all_else(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", Path("/proc/nowhere")):
+        done = slm_here("recommend", "--gpu", "h100-80gb:1", "--write", str(place))
+        assert done.code == 2
+        assert "can't write to " in done.err
+        assert "hint: " in done.err
+
+
+def test_a_plan_names_its_tokenizer_saves_and_evaluates() -> None:
+    def command(*asked: str) -> str:
+        shown = slm_here("recommend", "--gpu", "h100-80gb:8@2", *asked).out
+        return next(line for line in shown.splitlines() if line.startswith("slm train "))
+
+    named = command("--model", "qwen2.5-1.5b", "--tokens", "50M")
+    assert "--model Qwen/Qwen2.5-1.5B " in named
+    assert "--tokenizer_name Qwen/Qwen2.5-1.5B " in named
+    unnamed = command("--model", "slm-2b", "--tokens", "40B")
+    assert '--tokenizer_name "${TOKENIZER:?' in unnamed
+    assert "TOKENIZER" not in command("--model", "slm-1m", "--tokens", "1B")
+    words = shlex.split(command("--model", "slm-2b", "--dataset", "README.md", "--tokenizer_name", "byte"))
+    flags = dict(zip(words[2:], words[3:], strict=False))
+    assert flags["--tokenizer_name"] == "byte"
+    assert flags["--dataset"] == str(ROOT / "README.md")
+    assert flags["--save_steps"] == flags["--eval_steps"]
+
+
+def test_a_checkpoint_is_written_about_every_half_hour_and_at_least_once() -> None:
+    (plan,) = plans_of("ddp", num_gpus=2)
+    long = dataclasses.replace(plan, hours=10.0, num_steps=2000)  # 200 steps an hour
+    assert "--eval_steps 100 --save_steps 100 " in launch_command(long)
+    short = dataclasses.replace(plan, hours=0.01, num_steps=20)
+    assert "--save_steps 20 " in launch_command(short)
+
+
+def test_a_written_script_has_no_path_of_this_machine(tmp_path: Path) -> None:
+    shape = {**SMALL_LLAMA, "vocab_size": 1000}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    (tmp_path / "a.md").write_text("words")
+    own = ("--model", str(tmp_path / "config.json"), "--dataset", f"{tmp_path}/a.md=2,{tmp_path}=1")
+    asked = (*own, "--tokenizer_name", str(tmp_path), "--gpu", "h100-80gb:2", "--strategy", "ds_zero2")
+    done = slm_here("recommend", *asked, "--tokens", "1M", "--write", str(tmp_path / "plan"))
+    assert done.code == 0, done.err
+    for name in ("launch.sh", "ds_zero2.yaml"):
+        assert str(tmp_path) not in (tmp_path / "plan" / name).read_text()
+    script = (tmp_path / "plan" / "launch.sh").read_text()
+    assert '"$(dirname "$0")"/ds_zero2.yaml' in script
+    for variable in ("MODEL", "DATASET", "TOKENIZER"):
+        assert f"# set {variable}: a hub id" in script
