@@ -10,10 +10,8 @@ the find into its folder finds/, which tests/contracts/test_fuzz.py reads. Exits
 import argparse
 import contextlib
 import dataclasses
-import hashlib
 import io
 import json
-import math
 import os
 import re
 import tempfile
@@ -21,7 +19,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -103,59 +101,10 @@ def read_records(data: bytes, folder: Path) -> None:
 
 
 def read_checkpoint(data: bytes, folder: Path) -> None:
-    """Resumes from a manifest; or from {manifest, tensors}, which are written as files and signed."""
-    from slm_toolkit.run.checkpoint import resume, start
-    from slm_toolkit.run.checkpoint.files import FORMAT, MANIFEST_FILE, digest_of
+    from slm_toolkit.run.checkpoint.files import MANIFEST_FILE, read_manifest
 
-    with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError):
-        content = json.loads(data)
-        manifest = content["manifest"]
-        for name, tensors in content["tensors"].items():
-            (folder / Path(name).name).write_bytes(_safetensors(tensors))
-        for file in manifest["files"]:
-            written = (folder / file["name"]).read_bytes()
-            file |= {"num_bytes": len(written), "sha256": hashlib.sha256(written).hexdigest()}
-        data = json.dumps({"format": FORMAT, "sha256": digest_of(manifest), **manifest}).encode()
     (folder / MANIFEST_FILE).write_bytes(data)
-    model, optimizer, accelerator = _tiny_run()
-    run = {"model": "tiny", "seed": 0, "sequences_per_step": 4}
-    with _quiet():
-        found = start.find_checkpoints(str(folder), folder, run, num_steps=None)
-        checkpoint = resume.choose(found, accelerator)
-    resume.num_held_out(checkpoint)
-    resume.check_data(checkpoint, [{"num_sequences": 12, "digest": "0"}])
-    resume.load_weights(model, checkpoint)
-    resume.load_state(checkpoint, model, optimizer, accelerator)
-    resume.load_random_states(checkpoint, accelerator)
-
-
-def _safetensors(tensors: dict[str, Any]) -> bytes:
-    """A file of zeros with these dtypes and shapes. Zeros are no random state, which is read last."""
-    header, end = {}, 0
-    for name, tensor in tensors.items():
-        size = math.prod(tensor["shape"]) * {"F64": 8, "F32": 4, "F16": 2}.get(tensor["dtype"], 1)
-        header[name] = {"data_offsets": [end, end + size], **tensor}
-        end += size
-    text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + bytes(min(end, 2**22))
-
-
-@cache
-def _tiny_run() -> tuple[Any, ...]:
-    """Model, optimizer and accelerator of the run in tests/corpus/checkpoint, after one step."""
-    import torch
-    from accelerate import Accelerator
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from slm_toolkit.run.engine.optimizer import AdamWWithMasterWeights
-
-    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 64}
-    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
-    optimizer = AdamWWithMasterWeights(model.parameters(), max_grad_norm=1.0, fused=False, foreach=True)
-    tokens = torch.arange(16)[None]
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    optimizer.step()
-    return model, optimizer, Accelerator(cpu=True)
+    read_manifest(folder)
 
 
 def read_foreign(data: bytes, folder: Path) -> None:

@@ -444,4 +444,4 @@ def plans_of(*strategies: str, num_gpus: int, inter_node_gbps: float | None = No
     config = RunConfig(model=workload.asked_model, per_device_train_batch_size=8, kernels="norm")
     configs = [config.with_defaults(has_gpu=True)]
     found = [find_strategy(name) for name in strategies]
-    return search([workload], [offer], found, configs, gpus_per_node=8, observations={}).plans
+    return search([workload], [offer], found, configs, gpus_per_node=8).plans

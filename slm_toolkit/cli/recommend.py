@@ -10,15 +10,14 @@ from slm_toolkit.cli.output import print_notes
 from slm_toolkit.config.flags import add_flags, given_flags
 from slm_toolkit.config.parser import count, positive_number
 from slm_toolkit.config.run_config import number_of_tokens
-from slm_toolkit.predict.flag_checks import NOT_OF_AN_ESTIMATE, add_like_flag
+from slm_toolkit.predict.flag_checks import NOT_OF_AN_ESTIMATE
 from slm_toolkit.results import Recommendation
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, shipped_strategies
 
 _FOLLOW_FROM_TOKENS = ("gradient_accumulation_steps", "max_steps", "max_tokens", "seed")
 _DESCRIPTION = """\
 Find the cheapest or fastest way to train a model on the GPUs you can get. Ranks GPU types and numbers,
-strategies, batches, checkpointing and kernels by estimate, or by your own records if they match. A
-flag that you give is fixed."""
+strategies, batches, checkpointing and kernels by estimate. A flag that you give is fixed."""
 _EXAMPLES = """\
   slm recommend --model slm-1b                            every GPU type with a known price
   slm recommend --model slm-2b --tokens 40B --gpu h100-80gb:8,16@2.49 a100-80gb:8 --deadline_hours 72
@@ -95,15 +94,6 @@ def fill(parser: argparse.ArgumentParser) -> None:
         help="shipped strategies, YAMLs or DeepSpeed JSONs (default: single, "
         f"{', '.join(STUDIED_STRATEGIES)}). Shipped: {', '.join(shipped_strategies())}",
     )
-    parser.add_argument(
-        "--records",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="DIR",
-        help="folders with records of your runs and rehearsals. A matching record replaces the estimate",
-    ).basic = True
-    add_like_flag(parser)
     parser.add_argument("--top", type=count, default=10, metavar="N", help="rows to show (default: 10)")
     parser.add_argument(
         "--write",
@@ -130,52 +120,34 @@ _MOST_LEFT_OUT = 6
 
 def recommendation(args: argparse.Namespace) -> Recommendation:
     """Return the plans that the flags ask for. Raises ValueError for a user's mistake."""
-    from slm_toolkit.predict.setup.other_trainers import as_liked, notes_like, trainer_named
-    from slm_toolkit.recommend.job import Length, configs_of, offers_of, workloads_of
-    from slm_toolkit.recommend.plans import observations_of, search
+    from slm_toolkit.recommend.job import configs_of, offers_of, workloads_of
+    from slm_toolkit.recommend.plans import search
     from slm_toolkit.recommend.ranking import best_plans
     from slm_toolkit.strategy.groups import strategies_asked
 
-    if args.like is not None and args.records:
-        raise ValueError(
-            f"--like {args.like} with --records: the records are slm_toolkit's own runs\n"
-            "hint: give one of them"
-        )
-    own_flags, trainer = given_flags(args), trainer_named(args.like)
-    of_trainer = notes_like(trainer, own_flags)
-    given = as_liked(trainer, own_flags)
+    given = given_flags(args)
     offers = offers_of(
         args.gpu,
         num_gpus=args.num_gpus,
         gpus_per_node=args.gpus_per_node,
         deployment_of=deployments(args),
     )
-    length = Length(
-        num_tokens=args.tokens,
-        target_loss=args.target_loss,
-        num_epochs=args.epochs,
-        global_batch_tokens=args.global_batch_tokens,
-    )
-    workloads, notes = workloads_of(given, length)
-    names = args.strategy or ["single", *(trainer.strategies if trainer else STUDIED_STRATEGIES)]
+    workloads, notes = workloads_of(given, args)
+    names = args.strategy or ["single", *STUDIED_STRATEGIES]
     strategies, of_strategies = strategies_asked(names, given, has_gpu=True)
-    if trainer and (problems := trainer.problems(strategies)):
-        raise ValueError("\n".join(problems) + "\nhint: leave --strategy or --like out")
     found = search(
         workloads,
         offers,
         strategies,
         configs_of(given, gpus_per_node=args.gpus_per_node),
         gpus_per_node=args.gpus_per_node,
-        observations=observations_of(args.records),
-        like=trainer,
     )
     limits = {"deadline_hours": args.deadline_hours, "budget_usd": args.budget_usd}
     return Recommendation(
         plans=best_plans(found.plans, objective=args.objective, **limits),
         considered=found.plans,
         left_out=found.left_out,
-        notes=[*of_trainer, *notes, *of_strategies],
+        notes=[*notes, *of_strategies],
         offers=offers,
         objective=args.objective,
         **limits,

@@ -67,9 +67,9 @@ def slurm_nodes(*, num_nodes: int, gpus_per_node: int, options: str, template: P
         ) from None
     text = read_text(template, hint=f"the default template is {SLURM_TEMPLATE}")
     problems = [
-        f"--slurm_options has {word}, which `slm compare` sets itself: {_OURS[ours]}"
+        f"--slurm_options has {word}, which `slm compare` sets itself"
         for word, name in _named(words)
-        if word.startswith("-") and (ours := _ours(word, name)) is not None
+        if word.startswith("-") and _is_ours(word, name)
     ]
     if not gpus_per_node and (gpu_options := {name for _, name in _named(words)} & _ASKS_FOR_GPUS):
         problems.append(f"--slurm_options has {min(gpu_options)}: also set --gpus_per_node, one rank per GPU")
@@ -129,15 +129,12 @@ _NAMES = (
 )
 _NEEDED = ("log", "num_nodes", "num_processes", "options", "config_file", "train_flags")
 "without these, a job would run something else, or its output would be lost"
-_OURS = {
-    **dict.fromkeys(("nodes", "N"), "use --num_nodes"),
-    **dict.fromkeys(("ntasks", "n", "ntasks-per-node"), "one task per node; set ranks by --num_processes"),
-    **dict.fromkeys(("output", "o", "error", "e", "job-name", "J"), "each run has its own"),
-    "cpus-per-gpu": "use --cpus-per-task, because all ranks of a node are one task",
-    **dict.fromkeys(("array", "a", "wrap", "wait", "W", "test-only"), "each run is one job"),
-    **dict.fromkeys(("clusters", "M"), "run `slm compare` on a login node of that cluster"),
-}
-"sbatch's options that would contradict ours, with what replaces them"
+_OURS = (
+    *("nodes", "N", "ntasks", "n", "ntasks-per-node", "output", "o", "error", "e", "job-name", "J"),
+    *("cpus-per-gpu", "array", "a", "wrap", "wait", "W", "test-only", "clusters", "M"),
+)
+"""sbatch's options that would contradict ours: --num_nodes and --num_processes set nodes and ranks, all
+ranks of a node are one task, and each run is one job of this cluster with its own name and log"""
 _ASKS_FOR_GPUS = {"gres", "gpus", "G", "gpus-per-node", "gpus-per-task"}
 _CHOOSES_HARDWARE = (
     *("partition", "p", "constraint", "C", "nodelist", "w", "reservation"),
@@ -162,11 +159,9 @@ def _options(nodes: SlurmNodes, processes_per_node: int, timeout_seconds: float)
     return shlex.join([*ours, *nodes.options])
 
 
-def _ours(word: str, name: str) -> str | None:
-    """Return the key of `_OURS` that a user's option matches; sbatch accepts abbreviated long options."""
-    if name in _OURS:
-        return name
-    return next((ours for ours in _OURS if word.startswith("--") and ours.startswith(name)), None)
+def _is_ours(word: str, name: str) -> bool:
+    """Return whether a user's option is one of `_OURS`; sbatch accepts abbreviated long options."""
+    return name in _OURS or (word.startswith("--") and any(ours.startswith(name) for ours in _OURS))
 
 
 def _named(words: tuple[str, ...]) -> list[tuple[str, str]]:
@@ -182,7 +177,7 @@ def _named(words: tuple[str, ...]) -> list[tuple[str, str]]:
 
 
 UNKNOWN = "UNKNOWN"
-"our state for a job that left the queue unobserved, on a cluster without accounting"
+"our state for a job that left the queue unobserved: Slurm shows a job for 300 s after its end (MinJobAge)"
 
 
 @dataclass(frozen=True)
@@ -214,23 +209,6 @@ def queue() -> dict[str, SlurmJob]:
         if script not in jobs or jobs[script].job_id < job.job_id:
             jobs[script] = job
     return jobs
-
-
-def accounted(job: SlurmJob) -> SlurmJob:
-    """Return a job that has left the queue with its final state from accounting, UNKNOWN if there is none."""
-    words = ("--jobs", str(job.job_id), "--allocations", "--noheader", "--parsable2")
-    try:
-        output = command("sacct", *words, "--format=State,Elapsed").strip()
-    except ValueError:
-        output = ""
-    state, _, elapsed = output.partition("|")
-    state = state.partition(" ")[0]  # "CANCELLED by 1000"
-    has_ended = state != "" and state not in _LIVE
-    return (
-        SlurmJob(job.job_id, state, "", _seconds(elapsed))
-        if has_ended
-        else dataclasses.replace(job, state=UNKNOWN)
-    )
 
 
 def command(*words: str) -> str:
@@ -405,7 +383,7 @@ class SlurmJobs:
         """Return a live job's present state. It counts as lost only if it is unknown twice in a row."""
         now = in_queue
         if now is None or now.job_id < job.job_id:  # an older job: ours is not listed yet
-            now = accounted(job)
+            now = dataclasses.replace(job, state=UNKNOWN)
         if now.state == UNKNOWN and script not in self.unseen:
             self.unseen.add(script)
             return job

@@ -11,8 +11,6 @@ from slm_toolkit.base.user_files import exists, is_dir, is_file, typed_path
 
 FILE_FORMATS = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 "suffix: name of the loader in `datasets`"
-MOST_ENTRIES = 200_000
-"limit on the entries of a folder, at any depth: a whole disk is not a dataset"
 _LONGEST_PATH = 1000  # glob.glob takes quadratic time in a pattern's brackets
 _HUB_CONFIGURATION = r"(\w[\w.-]*(?:/[\w.-]+)?):([^:/*?]+)"
 _LOCAL = r"^[./]|[*?[~]|/.*/|.{1001}"  # a hub id is org/name
@@ -107,14 +105,7 @@ def local_files(dataset: str) -> list[str]:
 
 def _files_under(folder: Path) -> list[str]:
     """Return the data files of a folder at any depth. Links to folders are not followed."""
-    found, num_entries = [], 0
-    for place, folders, names in os.walk(folder):
-        num_entries += len(folders) + len(names)
-        if num_entries > MOST_ENTRIES:
-            raise ValueError(
-                f"{folder} has over {MOST_ENTRIES:,} files\nhint: give a folder with only the data"
-            )
-        found += [os.path.join(place, name) for name in names if Path(name).suffix.lower() in FILE_FORMATS]
+    found = [str(path) for path in folder.rglob("*") if path.suffix.lower() in FILE_FORMATS]
     if not found:
         raise ValueError(f"{folder} has no .txt, .jsonl or .parquet file\nhint: give a folder that has some")
     return sorted(found)

@@ -113,6 +113,8 @@ REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
     ),
     "merge_adapter": "--save_final_model merged",
     "dataset_config_name": "--dataset NAME:CONFIGURATION",
+    "records": "`slm report` prints the speed and the cost per token of your own runs",
+    "like": "`slm estimate` takes it",
     "torch_compile_mode": "--kernels compiled+graphs is reduce-overhead",
 }
 _LAUNCHERS_OWN = ("strategy", "config_file", "num_processes", "num_machines", "machine_rank")

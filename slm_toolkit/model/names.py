@@ -136,8 +136,6 @@ def _spec_from_hub(hub_id: str) -> ModelSpec:
 
 _SECONDS = 2.0
 "time limit for the hub's first answer if HF_HUB_ETAG_TIMEOUT is not set; an answer usually takes 0.2 s"
-_MOST_NAMED = 5
-"most cached copies that a hint names"
 
 
 def is_hub_id(name: str) -> bool:
@@ -155,7 +153,10 @@ def check_hub(hub_id: str, kind: str) -> None:
     if reason is None:
         return
     if not _is_cached(hub_id, kind):
-        raise not_here(hub_id, kind)
+        raise ValueError(
+            f"{reason}, and there is no cached copy of the {kind} {hub_id!r}\n"
+            "hint: download it once where there is a network, or give a file or folder of this machine"
+        )
     _note_cached_copies(reason)
 
 
@@ -167,25 +168,6 @@ def check_hub_names(config: RunConfig) -> None:
     tokenizer = config.tokenizer_name or "byte"
     if tokenizer != "byte" and not exists(typed_path(tokenizer)):
         check_hub(tokenizer, "tokenizer")
-
-
-def not_here(hub_id: str, kind: str) -> ValueError:
-    """Return the error for a hub id that has no cached copy while the hub does not answer."""
-    preset = preset_of(hub_id) if kind == "model" else None
-    advice = [f"--model {preset} has the same shape, with random weights"] if preset is not None else []
-    if names := [name for name in _cached(kind) if "/" in name]:
-        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-        advice.append(f"cached {kind}s: {', '.join(names[:_MOST_NAMED])}{more}")
-    advice = advice or [f"a {'file' if kind == 'dataset' else 'folder'} on this machine needs no network"]
-    return ValueError(
-        f"{why_offline()}, and there is no cached copy of the {kind} {hub_id!r}\nhint: {'; '.join(advice)}"
-    )
-
-
-def preset_of(hub_id: str) -> str | None:
-    """Return the preset of a published model or of its -Instruct or -Chat version, or None."""
-    name = re.sub(r"-(instruct|chat)(-.*)?$", "", hub_id.lower()).split("/")[-1]
-    return name if name in PRESETS and PRESETS[name].hub_id is not None else None
 
 
 @cache
@@ -223,27 +205,17 @@ def _note_cached_copies(reason: str) -> None:
 
 
 def _is_cached(hub_id: str, kind: str) -> bool:
-    return _plain(hub_id) in map(_plain, _cached(kind))
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    repo_type = "dataset" if kind == "dataset" else "model"
+    if Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=hub_id, repo_type=repo_type)).is_dir():
+        return True
+    made = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets")).expanduser()
+    names = {_plain(path.name.replace("___", "/")) for path in made.glob("*___*")}
+    return kind == "dataset" and _plain(hub_id) in names
 
 
 def _plain(hub_id: str) -> str:
     """Return a hub id without capitals and underscores: the datasets library changes them in folder names."""
     return hub_id.lower().replace("_", "")
-
-
-def _cached(kind: str) -> list[str]:
-    """Return the hub ids that are cached on this machine."""
-    from huggingface_hub import constants, scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
-
-    hub_ids = []
-    if kind == "dataset":  # the datasets library names its folders org___name
-        folder = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets"))
-        hub_ids = [path.name.replace("___", "/") for path in folder.expanduser().glob("*") if path.is_dir()]
-    try:
-        repos = scan_cache_dir().repos
-    except (CacheNotFound, OSError):
-        return sorted(hub_ids)
-    repo_type = "dataset" if kind == "dataset" else "model"
-    cached = {repo.repo_id for repo in repos if repo.repo_type == repo_type and repo.nb_files}
-    return sorted({*hub_ids, *cached})

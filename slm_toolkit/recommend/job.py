@@ -1,8 +1,8 @@
 """From what `slm recommend` is asked to its plans: offers of GPUs, workloads, a grid of flags."""
 
 import itertools
+from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
@@ -74,26 +74,18 @@ def _of_every_type(text: str) -> list[str]:
     return [gpu.name + colon + counts for gpu in gpus()] if name == "all" else [text]
 
 
-@dataclass(frozen=True)
-class Length:
-    """How long to train, as the user said it. At most one of the first three is given."""
-
-    num_tokens: float | None
-    target_loss: float | None
-    num_epochs: float | None
-    global_batch_tokens: float | None
-
-
 _PRETRAINING_BATCH_TOKENS = 524_288
 "0.5M, as GPT-3's 125M to 760M models took (Brown et al., arXiv 2005.14165, table 2.1)"
 _FINE_TUNING_BATCH_SEQUENCES = 128  # tatsu-lab/stanford_alpaca, README: batch size 128
 
 
-def workloads_of(given: dict[str, Any], length: Length) -> tuple[list[Workload], list[str]]:
+def workloads_of(given: dict[str, Any], asked: Namespace) -> tuple[list[Workload], list[str]]:
     """Return a workload for each model, and notes on models that never reach the target loss.
 
+    `asked` has tokens, target_loss, epochs and global_batch_tokens; at most one of the first three is given.
+
     A model without weights trains on as many tokens as the law calls compute-optimal if the length is not
-    given. Raises ValueError if no model reaches the target, and for fine-tuning of unknown length.
+    given. Raises ValueError if no model reaches the target, and for fine-tuning of unknown asked.
     """
     found, unreached, notes = [], [], []
     lengths = given.get("seq_len") or [RunConfig().with_defaults(has_gpu=True).seq_len]
@@ -110,17 +102,17 @@ def workloads_of(given: dict[str, Any], length: Length) -> tuple[list[Workload],
             raise all_of(problems, verb="recommend")
         notes += [note for n in lengths for note in unlike_the_model(spec, n)]
         # a published preset starts from its weights on the hub, unless a target loss asks for pretraining
-        on_hub = spec.hub_id if length.target_loss is None else None
+        on_hub = spec.hub_id if asked.target_loss is None else None
         starts_from = spec.path if has_weights(spec) else on_hub
         try:
-            tokens = _num_tokens(name, spec, starts_from, given, length)
+            tokens = _num_tokens(name, spec, starts_from, given, asked)
         except ValueError as error:
-            if length.target_loss is None:
+            if asked.target_loss is None:
                 raise
             unreached.append(f"{name}: {error}")
             continue
         default = _FINE_TUNING_BATCH_SEQUENCES * lengths[0] if starts_from else _PRETRAINING_BATCH_TOKENS
-        batch_tokens = length.global_batch_tokens or default
+        batch_tokens = asked.global_batch_tokens or default
         found.append(Workload(name, spec, tokens, batch_tokens, starts_from))
     if not found:
         raise ValueError("\n".join(unreached))
@@ -131,13 +123,13 @@ _KERNELS = ("attn_implementation", "kernels")
 
 
 def _num_tokens(
-    name: str, spec: ModelSpec, starts_from: str | None, given: dict[str, Any], length: Length
+    name: str, spec: ModelSpec, starts_from: str | None, given: dict[str, Any], asked: Namespace
 ) -> float:
     """Return the tokens to train on. Raises ValueError if only the user can know them."""
-    if length.num_tokens is not None:
-        return length.num_tokens
-    if length.num_epochs is not None:
-        return length.num_epochs * _tokens_of_dataset(name, starts_from, given)
+    if asked.tokens is not None:
+        return asked.tokens
+    if asked.epochs is not None:
+        return asked.epochs * _tokens_of_dataset(name, starts_from, given)
     adapters = [peft for peft in given.get("peft", []) if peft != "none"]
     if starts_from is not None or adapters:
         reason = f"--peft {adapters[0]}" if adapters else f"--model {name} has weights"
@@ -146,8 +138,8 @@ def _num_tokens(
             "hint: --tokens 50M, or --dataset DATA --num_train_epochs 3; --target_loss trains a preset from "
             "random weights"
         )
-    if length.target_loss is not None:
-        return tokens_for_loss(spec.num_params, length.target_loss)
+    if asked.target_loss is not None:
+        return tokens_for_loss(spec.num_params, asked.target_loss)
     return compute_optimal_tokens(spec.num_params)
 
 

@@ -46,7 +46,7 @@ def write_launch(plan: Plan, folder: Path) -> list[Path]:
     lines = [
         "#!/bin/sh",
         f"# {row.model} on {row.num_gpus} x {row.gpu}: {plan.num_tokens:.3g} tokens, "
-        f"{plan.hours:,.1f} h expected ({plan.evidence})",
+        f"{plan.hours:,.1f} h expected",
         *(f"# set {_VARIABLES[name]}: {_HOLDS[name]}" for name in _variables(values, is_here=False)),
     ]
     if num_nodes > 1:

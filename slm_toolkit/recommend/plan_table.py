@@ -22,7 +22,7 @@ from slm_toolkit.report.tables.fitted import (
 )
 
 _SPEED_EVIDENCE = {"compared": "rarely measured", "none": "never measured"}
-"cells of plans without a record whose GPU type has no fitted constants"
+"cells of plans whose GPU type has no fitted constants; others are estimated"
 _MOST_COMPARED = 4
 "plans that are compared with the first one, the next best first"
 
@@ -34,8 +34,6 @@ def plan_report(ranked: list[Plan], *, top: int, objective: str, width: int) -> 
     columns, _ = columns_that_fit(_columns(listed), width=width)
     same = same_settings([plan.estimate for plan in listed], _SETTINGS)
     lines = [f"all rows: {same}", *reasons(listed, objective=objective)]
-    if like := ranked[0].estimate.like:
-        lines.append(f"estimated as {like} trains; the command starts slm_toolkit's own trainer")
     if more := len(rows) - len(listed):
         lines.append(f"--top {len(rows)} shows {more} more, --json all")
     priced = [plan.estimate for plan in listed if plan.usd is not None]
@@ -64,7 +62,7 @@ def reasons(plans: list[Plan], *, objective: str) -> list[str]:
         if objective == "cost" and (plan.usd is None) != (winner.usd is None):
             continue  # GPUs without a price come last
         ratio, part = reason_of(plan, winner, objective=objective)
-        if abs(ratio - 1) < TIE and plan.verdict == winner.verdict:
+        if abs(ratio - 1) < TIE and plan.estimate.verdict == winner.estimate.verdict:
             ties.append(str(number))
         else:
             others.append(f"row {number} {ratio - 1:+.0%} ({part.replace('_', ' ')})")
@@ -149,10 +147,10 @@ def _columns(plans: list[Plan]) -> list[Column]:
             [f"{row.per_device_train_batch_size} x {row.gradient_accumulation_steps}" for row in rows],
             4,
         ),
-        Column("tokens/s", [rate(plan.tokens_per_second) for plan in plans], 3),
+        Column("tokens/s", [rate(row.tokens_per_second) for row in rows], 3),
         Column("hours", [_hours(plan.hours) for plan in plans]),
         Column("$", [_usd(plan.usd) for plan in plans]),
-        Column("headroom\nGiB", [gib(plan.headroom_bytes) for plan in plans], 2),
+        Column("headroom\nGiB", [gib(row.headroom_bytes) for row in rows], 2),
         texts("evidence", list(map(_evidence, plans)), 1),
     ]
 
@@ -168,11 +166,9 @@ def _hours(value: float) -> str:
 
 
 def _evidence(plan: Plan) -> str:
-    """Return what the speed stands on; then what the memory stands on, if it is something else."""
-    words = [_SPEED_EVIDENCE.get(plan.speed_evidence, plan.evidence)]
-    if plan.memory_evidence != plan.evidence:
-        words.append(f"memory {plan.memory_evidence}")
-    if plan.verdict != "fits":
+    """Return what the speed stands on, and what is unsure about the plan."""
+    words = [_SPEED_EVIDENCE.get(plan.speed_evidence, "estimated")]
+    if plan.estimate.verdict != "fits":
         words.append(f"may fit {plan.estimate.fit_probability:.0%}")
     if plan.slowed_by > 1:
         words.append(f"MFU held to {HIGHEST_PUBLISHED_MFU:.0%}")

@@ -3,26 +3,18 @@
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from statistics import median
 from typing import Any
 
-from slm_toolkit.config.run_config import FLAGS, RunConfig
+from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.calibration import is_calibrated
-from slm_toolkit.hardware.gpus import Gpu, find_gpu
+from slm_toolkit.hardware.gpus import Gpu
 from slm_toolkit.model.families import with_kernels_of
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.estimate import Estimate, estimate
 from slm_toolkit.predict.flag_checks import placement_problems
-from slm_toolkit.predict.setup.other_trainers import OtherTrainer
 from slm_toolkit.predict.setup.setup import Deployment, Setup, config_as_launched, unknown_to_estimates
 from slm_toolkit.recommend.scaling_laws import loss, loss_per_usd
-from slm_toolkit.record.files import find_records
-from slm_toolkit.record.run_record import RunRecord
-from slm_toolkit.report.recorded_estimate import config_that_ran, strategy_that_ran
-from slm_toolkit.report.rows import row_of
 from slm_toolkit.strategy.strategy import Strategy, contradictions
 
 _ENOUGH_BATCHES = 2
@@ -71,19 +63,10 @@ class Plan:
     num_tokens: float
     num_steps: int
     tokens_per_step: int
-    tokens_per_second: float
-    "measured if there is a record of the configuration, else estimated"
     starts_from: str | None
     "folder or hub id of the weights that are trained further; None: random weights"
-    evidence: str
-    "source of tokens_per_second: measured or estimated"
-    memory_evidence: str
-    "source of verdict and headroom: measured, rehearsed or estimated"
-    verdict: str
-    headroom_bytes: int
     speed_evidence: str
-    """what supports tokens_per_second: measured (a record), calibrated (kernels timed on this GPU type), or
-    fitted, compared or none (`Gpu.speed_evidence`)"""
+    "what supports tokens_per_second: calibrated (kernels timed on this GPU type) or `Gpu.speed_evidence`"
     hours: float
     usd: float | None
     expected_loss: float | None
@@ -96,32 +79,6 @@ class Plan:
     @property
     def gpu_hours(self) -> float:
         return self.hours * self.estimate.num_gpus
-
-
-@dataclass(frozen=True)
-class Observed:
-    """The measurements of one configuration in the records; None if no record has them."""
-
-    tokens_per_second: float | None
-    peak_allocated_bytes: int | None
-    memory_evidence: str | None
-    is_out_of_memory: bool
-
-
-Observations = Mapping[tuple, Observed]
-
-
-def observation_key(
-    spec: ModelSpec, gpu_name: str | None, num_gpus: int, strategy: Strategy, config: RunConfig
-) -> tuple:
-    """Return the key of a configuration; a record applies to a configuration with the same key.
-
-    The key holds the model's shape, the hardware, the sharding and the flags that an estimate counts.
-    """
-    shape = dataclasses.replace(spec, name="", source="", path=None)
-    names = (name for name, flag in FLAGS.items() if flag.estimate == "counts" and name != "model")
-    sharding = (strategy.name, strategy.engine, strategy.zero_stage, strategy.sharding.reshard_after_forward)
-    return shape, gpu_name, num_gpus, *sharding, *(getattr(config, name) for name in names)
 
 
 @dataclass(frozen=True)
@@ -141,8 +98,6 @@ def search(
     configs: list[RunConfig],
     *,
     gpus_per_node: int,
-    observations: Observations,
-    like: OtherTrainer | None = None,
 ) -> PlanSearch:
     """Return the plans of all workloads, GPUs and strategies, with the `configs` of each workload's model.
 
@@ -172,17 +127,15 @@ def search(
                     num_gpus=count,
                     gpus_per_node=gpus_per_node,
                     gpu=offer.gpu,
-                    like=like,
                     deployment=offer.deployment,
                 )
                 if setup.num_nodes > 1 and not setup.cluster.node_bytes_per_second(setup.ranks_per_node):
                     without_network.append(offer.gpu.name)
-                    if not observations:
-                        continue
+                    continue
                 if problems := placement_problems([strategy], num_gpus=[count], gpus_per_node=gpus_per_node):
                     result.left_out.extend(problems)
                     continue
-                _search_strategy(workload, setup, candidates[count], observations, result)
+                _search_strategy(workload, setup, candidates[count], result)
     if without_network:
         names = ", ".join(dict.fromkeys(without_network))
         result.left_out.append(
@@ -238,15 +191,14 @@ def _search_strategy(
     workload: Workload,
     setup: Setup,
     candidates: list[Candidate],
-    observations: Observations,
     result: PlanSearch,
 ) -> None:
     """Add the plans of one strategy on one number of GPUs to `result`.
 
-    The config of each candidate replaces that of `setup`. Two kinds of candidates without a record are
-    skipped: those with _ENOUGH_BATCHES larger batches that fit, and those that save memory although the same
-    batch fits without. Batches with one micro-step and with several are judged separately, because a single
-    micro-step may take less memory than several, and overlaps less communication.
+    The config of each candidate replaces that of `setup`. Two kinds of candidates are skipped: those with
+    _ENOUGH_BATCHES larger batches that fit, and those that save memory although the same batch fits without.
+    Batches with one micro-step and with several are judged separately, because a single micro-step may take
+    less memory than several, and overlaps less communication.
     """
     gpu, strategy = setup.gpu, setup.launched.strategy
     setup = dataclasses.replace(setup, strategy=strategy)
@@ -255,9 +207,8 @@ def _search_strategy(
     for candidate in candidates:
         config = candidate.config
         launched = dataclasses.replace(setup, config=config_as_launched(config, strategy))
-        observed = _observed(launched, observations)  # records name the model without padding
         enough_fit = num_fitting[candidate.with_any_batch] >= _ENOUGH_BATCHES
-        fits = observed is None and (enough_fit or candidate.with_any_saving in fit_unsaved)
+        fits = enough_fit or candidate.with_any_saving in fit_unsaved
         if not fits:
             if problems := [
                 *contradictions(strategy, config),
@@ -267,54 +218,22 @@ def _search_strategy(
                 result.left_out.extend(problems)
                 continue
             row = estimate(launched.launched)
-            plan = _plan(workload, row, config, strategy, gpu, observed)
-            result.plans.extend([plan] if plan else [])
-            fits = observed is None and row.verdict == "fits"
+            if row.verdict in ("fits", "may fit") and row.tokens_per_second is not None:
+                result.plans.append(_plan(workload, row, config, strategy, gpu))
+            fits = row.verdict == "fits"
         if fits:
             num_fitting[candidate.with_any_batch] += 1
             if config.gradient_checkpointing == "none":
                 fit_unsaved.add(candidate.with_any_saving)
 
 
-def _observed(setup: Setup, observations: Observations) -> Observed | None:
-    """Return the observation on this GPU type, else that of a rehearsal without a GPU, else None."""
-    for name in (setup.gpu.name, None) if observations else ():
-        key = observation_key(setup.spec, name, setup.num_gpus, setup.strategy, setup.config)
-        if key in observations:
-            return observations[key]
-    return None
-
-
-def _plan(
-    workload: Workload,
-    row: Estimate,
-    config: RunConfig,
-    strategy: Strategy,
-    gpu: Gpu,
-    observed: Observed | None,
-) -> Plan | None:
-    """Return the plan of an estimate, or None if it does not fit or its time is unknown."""
-    verdict, headroom, memory_evidence = row.verdict, row.headroom_bytes, "estimated"
-    measured = None
-    if observed is not None:
-        if observed.is_out_of_memory:
-            return None
-        measured = observed.tokens_per_second
-        if observed.peak_allocated_bytes is not None:
-            headroom = gpu.memory_bytes - row.parts["cuda_context"] - observed.peak_allocated_bytes
-            memory_evidence = observed.memory_evidence
-            is_measured = memory_evidence == "measured"
-            verdict = "fits" if is_measured or headroom >= 0 else "does not fit"
-    if verdict not in ("fits", "may fit") or (measured is None and row.tokens_per_second is None):
-        return None
-    speed_evidence, slowed_by = "measured", 1.0
-    if measured is None:
-        is_timed = row.calibration and is_calibrated(gpu.name)
-        speed_evidence = "calibrated" if is_timed else gpu.speed_evidence
-        row, slowed_by = _limited(row, speed_evidence)
-    tokens_per_second = measured or row.tokens_per_second
+def _plan(workload: Workload, row: Estimate, config: RunConfig, strategy: Strategy, gpu: Gpu) -> Plan:
+    """Return the plan of an estimate that fits and whose time is known."""
+    is_timed = row.calibration and is_calibrated(gpu.name)
+    speed_evidence = "calibrated" if is_timed else gpu.speed_evidence
+    row, slowed_by = _limited(row, speed_evidence)
     tokens_per_step = config.gradient_accumulation_steps * _tokens_per_micro_step(config, row.num_gpus)
-    hours = workload.num_tokens / tokens_per_second / 3600
+    hours = workload.num_tokens / row.tokens_per_second / 3600
     price = row.usd_per_gpu_hour
     usd = None if price is None else hours * row.num_gpus * price
     is_pretraining = config.peft == "none" and workload.starts_from is None
@@ -326,12 +245,7 @@ def _plan(
         num_tokens=workload.num_tokens,
         num_steps=math.ceil(workload.num_tokens / tokens_per_step),
         tokens_per_step=tokens_per_step,
-        tokens_per_second=tokens_per_second,
         starts_from=workload.starts_from,
-        evidence="estimated" if measured is None else "measured",
-        memory_evidence=memory_evidence,
-        verdict=verdict,
-        headroom_bytes=headroom,
         speed_evidence=speed_evidence,
         hours=hours,
         usd=usd,
@@ -371,51 +285,3 @@ def as_json(plan: Plan) -> dict[str, Any]:
     inputs = ("estimate", "spec", "config", "strategy")
     fields = {name: value for name, value in vars(plan).items() if name not in inputs}
     return {**vars(plan.estimate), **fields, "gpu_hours": plan.gpu_hours}
-
-
-# Measurements in records, for the configurations that `slm recommend` considers.
-
-
-def observations_of(folders: list[Path]) -> dict[tuple, Observed]:
-    """Return the observations of all records, keyed by `observation_key`.
-
-    A rehearsal without a GPU has the GPU None, and applies to all GPUs. Raise ValueError if there are no
-    records.
-    """
-    if not folders:
-        return {}
-    records, problems = find_records(folders)
-    if not records:
-        nothing = f"no records under {folders[0]}\nhint: `slm compare` writes them"
-        raise ValueError(problems[0] if problems else nothing)
-    groups: dict[tuple, list[tuple[Path, RunRecord]]] = {}
-    for path, record in records:
-        unknown = record.engine is None or record.world_size is None
-        if unknown or record.is_parity_reference or record.is_of_script:
-            continue
-        gpu = find_gpu(record.gpu)
-        if gpu is None and not (record.is_rehearsal and record.gpu is None):
-            continue  # CPU processes, and unknown GPUs
-        name = gpu.name if gpu else None
-        strategy, config = strategy_that_ran(record), config_that_ran(record)
-        key = observation_key(record.spec, name, record.world_size, strategy, config)
-        groups.setdefault(key, []).append((path, record))
-    return {key: _observed_in(launches) for key, launches in groups.items()}
-
-
-def _observed_in(launches: list[tuple[Path, RunRecord]]) -> Observed:
-    """Return the median rate and the largest peak of several launches.
-
-    The peak is that of measured launches; of rehearsals if none was measured.
-    """
-    rows = [row_of([launch]) for launch in launches]
-    ok = [row for row in rows if row.status == "ok"]
-    measured = [row for row in ok if not row.is_rehearsed]
-    rates = [row.tokens_per_second for row in measured if row.tokens_per_second is not None]
-    peaked = [row for row in measured or ok if row.peak_allocated_bytes is not None]
-    return Observed(
-        tokens_per_second=median(rates) if rates else None,
-        peak_allocated_bytes=max((row.peak_allocated_bytes for row in peaked), default=None),
-        memory_evidence=peaked[0].evidence if peaked else None,
-        is_out_of_memory=not ok and any(row.status == "oom" for row in rows),
-    )

@@ -24,7 +24,7 @@ def best_plans(
 
     def fastest_first(plan: Plan) -> tuple[bool, float, float]:
         """Of plans slowed to one MFU, the one with the fastest estimate comes first."""
-        return plan.verdict != "fits", round(plan.hours, 6), -plan.slowed_by
+        return plan.estimate.verdict != "fits", round(plan.hours, 6), -plan.slowed_by
 
     for plan in sorted(plans, key=fastest_first):
         is_late = deadline_hours is not None and plan.hours > deadline_hours
@@ -43,7 +43,7 @@ def _simplest_of_ties(plans: list[Plan], objective: str) -> list[Plan]:
     lowest: dict[tuple, float] = {}
     rest: list[tuple[tuple[bool, bool], float, Plan]] = []
     for plan in sorted(plans, key=lambda plan: amount(plan, objective)):
-        late = (plan.verdict != "fits", objective == "cost" and plan.usd is None)
+        late = (plan.estimate.verdict != "fits", objective == "cost" and plan.usd is None)
         value = amount(plan, objective)
         least = lowest.setdefault((late, _hardware(plan)), value)
         rest.append((late, least if value <= least * (1 + TIE) else value, plan))

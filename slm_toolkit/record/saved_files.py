@@ -24,7 +24,7 @@ def finished(folder: Path) -> list[Path]:
 
 
 def beside_model(model: Path, state: str) -> Path:
-    """Return the path of a model in another state: `unfinished`, `deleted` (in progress) or `replaced`."""
+    """Return the path of a model in another state: `unfinished` or `replaced`."""
     return model.with_name(f".{MODEL_DIR}.{state}")
 
 
@@ -61,16 +61,10 @@ def check_replaceable(model: Path) -> None:
 
 
 def delete_model(model: Path) -> None:
-    """Delete a run's model, if there is one. It is renamed first, so a kill leaves no half model behind.
-
-    Raises ValueError as `check_replaceable` does.
-    """
+    """Delete a run's model, if there is one. Raises ValueError as `check_replaceable` does."""
     check_replaceable(model)
     if model.exists():
-        deleted = beside_model(model, "deleted")
-        delete(deleted)
-        model.rename(deleted)
-        delete(deleted)
+        remove(model)
 
 
 def model_damage(model: Path) -> str | None:
@@ -105,6 +99,25 @@ def delete(path: Path) -> None:
         path.unlink() if path.is_symlink() or path.is_file() else shutil.rmtree(path, ignore_errors=True)
 
 
+def remove(folder: Path) -> None:
+    """Delete a checkpoint or a model. Rename it first, so that a kill leaves no half of it under its name."""
+    doomed = folder.with_name(f".{folder.name.lstrip('.')}.deleted")
+    delete(doomed)
+    folder.rename(doomed)
+    delete(doomed)
+
+
+def put_in_place(finished_folder: Path, final: Path) -> None:
+    """Rename a folder to its final name. An older folder of this name stays until then, even after a kill."""
+    replaced = final.with_name(f".{final.name}.replaced")
+    if final.exists():
+        delete(replaced)
+        final.rename(replaced)
+    finished_folder.rename(final)
+    sync(final.parent)
+    delete(replaced)
+
+
 def sync(path: Path) -> None:
     """Wait until a file's content, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -127,8 +140,7 @@ def sweep_checkpoints(folder: Path) -> None:
 def sweep(run_dir: Path) -> None:
     """Remove files that a killed run left half written or half deleted; called before a run trains here."""
     sweep_checkpoints(run_dir / CHECKPOINTS_DIR)
-    for state in ("unfinished", "deleted"):
-        delete(beside_model(run_dir / MODEL_DIR, state))
-    for pattern in (f".{RECORD_FILE}.*", Path(PROGRESS_FILE).with_suffix(".new").name):
+    of_model = (f".{MODEL_DIR}.unfinished", f".{MODEL_DIR}.*deleted")
+    for pattern in (*of_model, f".{RECORD_FILE}.*", Path(PROGRESS_FILE).with_suffix(".new").name):
         for path in run_dir.glob(pattern):
             delete(path)

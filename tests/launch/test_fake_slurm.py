@@ -20,7 +20,6 @@ from slm_toolkit.compare.slurm import (
     UNKNOWN,
     SlurmJob,
     SlurmJobs,
-    accounted,
     queue,
     script_path,
     slurm_nodes,
@@ -47,16 +46,6 @@ def fake(folder: Path, name: str, prints: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
 
-def test_accounting_is_asked_about_a_job_that_left_the_queue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = SlurmJob(7, "RUNNING", "None", 3.0)
-    fake(tmp_path, "sacct", "echo 'CANCELLED by 1000|00:01:05'", monkeypatch)
-    assert accounted(job) == SlurmJob(7, "CANCELLED", "", 65.0)
-    fake(tmp_path, "sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1", monkeypatch)
-    assert accounted(job).state == UNKNOWN
-
-
 def test_the_newest_job_of_a_script_counts_and_arrays_are_not_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,12 +55,11 @@ def test_the_newest_job_of_a_script_counts_and_arrays_are_not_ours(
 
 
 class Cluster:
-    """sbatch, squeue and sacct as programs that print what a test says, the last answer for good."""
+    """sbatch and squeue as programs that print what a test says, the last answer for good."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.monkeypatch = folder, monkeypatch
         folder.mkdir()
-        self.answers("sacct", "exit 1")
 
     def answers(self, name: str, *lines: str) -> None:
         (self.folder / f"{name}.0").write_text("0")

@@ -16,7 +16,6 @@ from transformers import ByT5Tokenizer
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import PRESETS
-from slm_toolkit.model.names import preset_of
 from slm_toolkit.run.model.model import build_model
 
 NOWHERE = "http://127.0.0.1:9"  # discard: nothing listens there
@@ -59,11 +58,9 @@ def test_a_hub_id_without_a_network_is_refused_in_one_line(tmp_path: Path) -> No
         f"error: can't reach {NOWHERE}, and there is no cached copy of the model "
         "'HuggingFaceTB/SmolLM2-135M-Instruct'"
     )
-    assert hint == "hint: --model smollm2-135m has the same shape, with random weights"
-    cache_model(tmp_path, "some/tiny")
-    first, hint = said(slm(*asked, env={**env_of(tmp_path), "HF_HUB_OFFLINE": "1"}))
+    assert hint.startswith("hint: download it once")
+    first, _ = said(slm(*asked, env={**env_of(tmp_path), "HF_HUB_OFFLINE": "1"}))
     assert first.startswith("error: HF_HUB_OFFLINE is set, and there is no cached copy of the model")
-    assert hint.endswith("; cached models: some/tiny")
 
 
 def test_a_hub_that_never_answers_costs_two_seconds(tmp_path: Path, silent: str) -> None:
@@ -71,7 +68,7 @@ def test_a_hub_that_never_answers_costs_two_seconds(tmp_path: Path, silent: str)
     first, hint = said(slm("estimate", "--model", "no/such", "--gpu", "l4", env=env_of(tmp_path, silent)))
     assert time.monotonic() - begun < 15  # on a busy machine; it was more than a minute
     assert first == f"error: can't reach {silent}, and there is no cached copy of the model 'no/such'"
-    assert hint == "hint: a folder on this machine needs no network"
+    assert hint.startswith("hint: download it once")
 
 
 @pytest.mark.parametrize(
@@ -145,7 +142,7 @@ def test_a_cached_dataset_is_read_offline(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     assert "weights: random, seed 0; tokenizer: bytes\n" in done.err
     refused = run(*TRAIN, *words[:3], "some/other", *words[4:], env=env_of(tmp_path))
-    assert said(refused)[-1] == "hint: cached datasets: some/tiny"
+    assert said(refused)[-2].endswith("no cached copy of the dataset 'some/other'")
 
 
 class _Hub(BaseHTTPRequestHandler):
@@ -192,17 +189,3 @@ def test_a_hub_that_answers_is_asked(tmp_path: Path) -> None:
     cached = slm("estimate", "--model", "some/small", *words, env=env_of(tmp_path))
     assert cached.code == 0, cached.err
     assert cached.err.startswith(f"note: can't reach {NOWHERE}: using cached copies\n")
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("hub_id", "preset"),
-    [
-        ("Qwen/Qwen2.5-1.5B", "qwen2.5-1.5b"),
-        ("Qwen/Qwen2.5-1.5B-Instruct", "qwen2.5-1.5b"),
-        ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "tinyllama-1.1b"),
-        ("Qwen/Qwen2.5-7B", None),
-    ],
-)
-def test_a_published_models_preset_is_found(hub_id: str, preset: str | None) -> None:
-    assert preset_of(hub_id) == preset

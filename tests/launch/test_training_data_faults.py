@@ -117,7 +117,7 @@ def test_a_streamed_file_that_vanishes_is_named_when_its_rows_are_due(tmp_path: 
     sequences = iter(load_data(config, PRESETS["slm-1m"], num_sequences=0).train)
     next(sequences)
     (tmp_path / "b.jsonl").unlink()
-    with pytest.raises(BadData, match=r"after 50 rows: \[Errno 2\] No such file or directory: '.*b\.jsonl'"):
+    with pytest.raises(BadData, match=r"after 50 rows: .*b\.jsonl, can't be read: \[Errno 2\] No such file"):
         list(sequences)
 
 
@@ -187,28 +187,13 @@ def load_with_tokenizer(data: Path, folder: Path) -> None:
         ("{{ 1 // 0 }}", "integer division or modulo by zero"),
         ("{{ 2.0 ** 100000 }}", "Numerical result out of range"),
         ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "maximum recursion depth exceeded"),
-        ("{{ 'x' * 10**10 }}", "it needs more than 256 MiB"),
-        ("{{ '%10000000000d' % 1 }}", "it needs more than 256 MiB"),
-        ("{{ 'x' * 10**7 }}", "it turns 24 characters into 10,000,000"),
-        (
-            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-            "it takes too long",
-        ),
     ],
-    ids=["zero", "overflow", "recursion", "gigabytes", "a wide format", "a long text", "endless"],
+    ids=["zero", "overflow", "recursion"],
 )
-def test_a_chat_template_that_fails_or_never_ends_is_refused_by_row(
-    template: str, said: str, tmp_path: Path
-) -> None:
-    import resource
-    import signal
-
-    before = signal.getsignal(signal.SIGVTALRM), resource.getrlimit(resource.RLIMIT_DATA)
+def test_a_chat_template_that_fails_is_refused_by_row(template: str, said: str, tmp_path: Path) -> None:
     folder = tokenizer(tmp_path / "mine", vocab=WORDS, template=template)
     with pytest.raises(BadData, match=rf"chats\.jsonl, row 1: the chat template fails .*{said}.*\nhint: "):
         load_with_tokenizer(chats(tmp_path / "chats.jsonl"), folder)
-    assert before == (signal.getsignal(signal.SIGVTALRM), resource.getrlimit(resource.RLIMIT_DATA))
-    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
 
 
 @pytest.mark.quick
@@ -218,18 +203,8 @@ def test_a_chat_template_that_fails_or_never_ends_is_refused_by_row(
         ({**WORDS, "the": 700_000}, {}, "has the id 700000 for 'the', but model slm-1m only ids below 384"),
         ({}, {}, "has no tokens for text"),
         ({"</s>": 0, "zzz": 1}, {}, "the tokenizer fails: WordLevel error: Missing"),
-        (
-            WORDS,
-            {
-                "normalizer": {
-                    "type": "Sequence",
-                    "normalizers": [{"type": "Replace", "pattern": {"String": "q"}, "content": "qqqq"}] * 30,
-                }
-            },
-            "its normalizer turns one character into more than 10,000",
-        ),
     ],
-    ids=["an id too large", "no vocabulary", "no unknown token", "a normalizer that multiplies"],
+    ids=["an id too large", "no vocabulary", "no unknown token"],
 )
 def test_a_tokenizer_that_does_not_fit_the_model_or_its_text_is_refused(
     vocab: dict[str, int], parts: dict, said: str, tmp_path: Path
@@ -237,69 +212,6 @@ def test_a_tokenizer_that_does_not_fit_the_model_or_its_text_is_refused(
     folder = tokenizer(tmp_path / "mine", vocab=vocab, **parts)
     with pytest.raises(ValueError, match=rf"{said}.*\nhint: "):
         load_with_tokenizer(lines(tmp_path / "a.jsonl", "", at_line=0, num_lines=4), folder)
-
-
-def deep(folder: Path) -> Path:
-    odd = '{"text": "x", "more": ' + "[" * 200_000 + "]" * 200_000 + "}"
-    return lines(folder / "a.jsonl", odd, at_line=70, num_lines=100)
-
-
-def wide(folder: Path) -> Path:
-    odd = json.dumps({"text": TEXT, **{f"c{n}": n for n in range(10**6)}})
-    return lines(folder / "a.jsonl", odd, at_line=3, num_lines=4)
-
-
-def wider_by_each_row(folder: Path) -> Path:
-    path = folder / "a.jsonl"
-    path.write_text("".join(json.dumps({"text": TEXT, f"c{n}": n}) + "\n" for n in range(20_000)))
-    return path
-
-
-def wide_inside(folder: Path) -> Path:
-    path = folder / "a.json"
-    path.write_text(json.dumps([{"text": TEXT, "more": [{f"c{n}": n} for n in range(20_000)]}], indent=1))
-    return path
-
-
-def wide_parquet(folder: Path) -> Path:
-    columns = {f"c{n}": pyarrow.nulls(1, pyarrow.int8()) for n in range(12_000)}
-    pyarrow.parquet.write_table(pyarrow.table({"text": [TEXT], **columns}), folder / "a.parquet")
-    return folder / "a.parquet"
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (deep, r"a\.jsonl, line 70: maximum recursion depth exceeded"),
-        (wide, r"a\.jsonl, line 3: more than 10,000 columns"),
-        (wider_by_each_row, r"a\.jsonl, line 10,000: more than 10,000 columns"),
-        (wide_inside, r"a\.json, row 1: more than 10,000 columns"),
-        (wide_parquet, r"a\.parquet has 12,001 columns, more than 10,000"),
-    ],
-    ids=["deep", "wide", "wider by each row", "wide inside", "a wide Parquet"],
-)
-def test_what_would_crash_or_stall_the_reader_is_refused_first(
-    make: Callable[[Path], Path], said: str, streaming: bool, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=rf"{said}.*\nhint: "):
-        load_and_read(make(tmp_path), streaming=streaming)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
-def test_packed_files_are_refused_by_their_bytes_whatever_their_name(streaming: bool, tmp_path: Path) -> None:
-    import bz2
-    import gzip
-    import lzma
-
-    for name, pack in (("gzip", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)):
-        for suffix in ("jsonl", "txt"):
-            path = tmp_path / f"{name}.{suffix}"
-            path.write_bytes(pack((GOOD + "\n").encode() * 100))
-            with pytest.raises(ValueError, match=rf"{path.name} is packed as {name}\nhint: unpack it"):
-                load_and_read(path, streaming=streaming)
 
 
 @pytest.mark.quick

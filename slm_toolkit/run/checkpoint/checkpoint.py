@@ -4,8 +4,8 @@ import dataclasses
 import hashlib
 import shutil
 import uuid
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,10 @@ import torch
 from accelerate import Accelerator
 
 from slm_toolkit.base.errors import DISK_FULL, RunEnded
-from slm_toolkit.record.saved_files import CHECKPOINTS_DIR, delete, finished, sweep_checkpoints
+from slm_toolkit.record.saved_files import CHECKPOINTS_DIR, delete, finished, remove, sweep_checkpoints
 from slm_toolkit.run.checkpoint.files import (
     Manifest,
     finish,
-    remove,
     step_name,
     unfinished,
     write_rank_file,
@@ -61,16 +60,13 @@ class CheckpointWriter:
         Raises RunEnded on all ranks if any rank fails.
         """
         accelerator = self.accelerator
-        problem, order, token = None, 0, uuid.uuid4().hex[:8]
-        if accelerator.is_main_process:
-            try:
+        order, token = 0, uuid.uuid4().hex[:8]
+        with self._all_ranks(self.folder):
+            if accelerator.is_main_process:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 sweep_checkpoints(self.folder)
                 unfinished(self.folder, step, token).mkdir()
                 order = 1 + max((m.order for m in readable_manifests(self.folder).values()), default=0)
-            except OSError as error:
-                problem = _problem(error, self.folder)
-        self._raise(problem)
         folder = unfinished(self.folder, step, gather_to_all(token)[0])
         share = {RANDOM_CPU: (0, torch.get_rng_state())}
         if torch.cuda.is_available():
@@ -95,21 +91,14 @@ class CheckpointWriter:
             num_elements={name: num_elements(param) for name, param in trained(self.model)},
             files=(),
         )
-        file = None
         try:
-            file = write_rank_file(folder, accelerator.process_index, share)
-        except OSError as error:
-            problem = _problem(error, folder)
-        try:
-            self._raise(problem)
+            with self._all_ranks(folder):
+                file = write_rank_file(folder, accelerator.process_index, share)
             files = tuple(gather_to_all(file))
-            if accelerator.is_main_process:
-                try:
+            with self._all_ranks(folder):
+                if accelerator.is_main_process:
                     finish(folder, dataclasses.replace(manifest, files=files))
                     self._rotate()
-                except OSError as error:
-                    problem = _problem(error, folder)
-            self._raise(problem)
         except RunEnded:
             if accelerator.is_main_process:
                 delete(folder)
@@ -121,13 +110,19 @@ class CheckpointWriter:
         return stretches(self.model, self.optimizer, rank=rank, world_size=world_size)
 
     def _rotate(self) -> None:
-        manifests = readable_manifests(self.folder).items()
-        of_run = [(m.order, path) for path, m in manifests if is_of(m, self.run)]
-        for _, old in sorted(of_run)[: -self.keep]:
+        manifests = readable_manifests(self.folder)
+        of_run = [path for path, manifest in manifests.items() if is_of(manifest, self.run)]
+        for old in of_run[: -self.keep]:
             remove(old)
 
-    def _raise(self, problem: tuple[int | None, str] | None) -> None:
-        """Raise RunEnded on all ranks if any rank has a problem: an error number and its description."""
+    @contextmanager
+    def _all_ranks(self, place: Path) -> Iterator[None]:
+        """Raise RunEnded on all ranks if the block raises OSError on any. Every rank must enter it."""
+        problem = None
+        try:
+            yield
+        except OSError as error:
+            problem = error.errno, f"{error.strerror or error}: {error.filename or place}"
         by_rank = enumerate(gather_to_all(problem))
         problems = {rank: rank_problem for rank, rank_problem in by_rank if rank_problem}
         if problems:
@@ -140,10 +135,6 @@ class CheckpointWriter:
             if finished(self.folder):
                 helps += "; --resume_from_checkpoint latest resumes from the last checkpoint"
             raise RunEnded(f"the checkpoint could not be written: {reasons}\nhint: {helps}")
-
-
-def _problem(error: OSError, place: Path) -> tuple[int | None, str]:
-    return error.errno, f"{error.strerror or error}: {error.filename or place}"
 
 
 def fingerprint_of_frozen(model: torch.nn.Module) -> str | None:

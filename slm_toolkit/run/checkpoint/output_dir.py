@@ -21,11 +21,12 @@ from slm_toolkit.record.saved_files import (
     delete_model,
     finished,
     list_model_files,
+    put_in_place,
+    remove,
     saved_model,
     sweep_checkpoints,
     sync,
 )
-from slm_toolkit.run.checkpoint.files import remove
 from slm_toolkit.run.checkpoint.model_card import CARD_FILE
 
 if TYPE_CHECKING:
@@ -183,9 +184,4 @@ def _in_place_of(model: Path) -> Iterator[Path]:
     except BaseException:
         delete(unfinished)
         raise
-    delete_model(replaced)
-    if model.exists():
-        model.rename(replaced)
-    unfinished.rename(model)
-    sync(model.parent)
-    delete_model(replaced)
+    put_in_place(unfinished, model)

@@ -156,7 +156,10 @@ def launch_description(config: RunConfig, strategy: Strategy, num_processes: int
 
 
 def readable_manifests(folder: Path, *, warn: bool = False) -> dict[Path, Manifest]:
-    """Return the readable manifests of a folder, by checkpoint. `warn`: name unreadable ones on stderr."""
+    """Return the readable manifests of a folder, by checkpoint, the newest last.
+
+    `warn`: name unreadable ones on stderr.
+    """
     manifests = {}
     for path in finished(folder):
         try:
@@ -165,13 +168,12 @@ def readable_manifests(folder: Path, *, warn: bool = False) -> dict[Path, Manife
             if warn and os.environ.get("RANK", "0") == "0":
                 reason = str(error).splitlines()[0]
                 print(f"warning: skipped the damaged checkpoint {path}: {reason}", file=sys.stderr)
-    return manifests
+    return dict(sorted(manifests.items(), key=lambda item: item[1].order))
 
 
 def by_order(folder: Path) -> list[Path]:
     """Return the readable checkpoints of a folder, the newest last."""
-    manifests = readable_manifests(folder)
-    return sorted(manifests, key=lambda path: manifests[path].order)
+    return list(readable_manifests(folder))
 
 
 def plain(description: dict[str, Any]) -> dict[str, Any]:
@@ -263,12 +265,10 @@ def open_checkpoint_of_others(folder: Path, run: dict[str, Any]) -> Checkpoint:
 def _newest(run_dir: Path, run: dict[str, Any], *, can_be_none: bool) -> list[Checkpoint]:
     folder = run_dir / CHECKPOINTS_DIR
     manifests = readable_manifests(folder, warn=True)
-    of_run = [(m.order, path) for path, m in manifests.items() if is_of(m, run)]
-    if of_run:
-        paths = [path for _, path in sorted(of_run, reverse=True)]
-        return [Checkpoint(path, manifests[path], Reader(path, manifests[path])) for path in paths]
+    if of_run := [Checkpoint(path, m, Reader(path, m)) for path, m in manifests.items() if is_of(m, run)]:
+        return of_run[::-1]
     if manifests:
-        newest = max(manifests, key=lambda path: manifests[path].order)
+        *_, newest = manifests
         _check_settings(newest, manifests[newest], run)
     elif unreadable := finished(folder):
         raise ValueError(
@@ -302,7 +302,7 @@ def check_place(run_dir: Path, run: dict[str, Any], *, starts: bool, has_ended: 
     if not starts:
         return
     if manifests:
-        newest = max(manifests, key=lambda path: manifests[path].order)
+        *_, newest = manifests
         ended = ", which has ended" if has_ended else ""
         resumes = " and a larger --max_steps resume" if has_ended else " resumes"
         raise ValueError(

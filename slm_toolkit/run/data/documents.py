@@ -1,16 +1,9 @@
 """Turn rows (text, chats in four formats, or tokens) into documents: tokens with labels."""
 
-import json
-import math
-import os
-import resource
-import signal
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import compress
-from pathlib import Path
 from typing import Any
 
 from slm_toolkit.base.errors import first_line
@@ -20,12 +13,6 @@ from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import check_hub, tokenizer_of
 from slm_toolkit.run.kernels.loss_kernels import IGNORE_INDEX
 
-TEMPLATE_SECONDS = 2.0
-"processor time that a chat template may take for a conversation, plus as much for each 100 turns"
-TEMPLATE_BYTES = 2**28
-"additional memory that a chat template may take for a conversation"
-_SECONDS_TO_NEXT_TIMEOUT = 0.1
-"raise TimeoutError again after this time, in case a template's code caught the first one"
 _COLUMNS = {  # format: the columns that it needs; `auto` takes the first format that fits a row
     "tokens": ("input_ids",),
     "messages": ("messages",),
@@ -105,10 +92,9 @@ def _pieces(
     if not turns:
         raise _not_a_chat("a conversation has no turns", row)
     messages = [_turn(turn, role, content) for turn in turns]
-    with _limits(TEMPLATE_SECONDS * (1 + len(messages) // 100)):
-        if loss_on == "all":
-            return [(_rendered(messages, tokenizer), True)], False
-        return _turns(messages, tokenizer, first=num_given), False
+    if loss_on == "all":
+        return [(_rendered(messages, tokenizer), True)], False
+    return _turns(messages, tokenizer, first=num_given), False
 
 
 def _turn(turn: Any, role: str, content: str) -> dict[str, str]:
@@ -154,20 +140,13 @@ def _turns(messages: list[dict[str, str]], tokenizer: Any, *, first: int) -> lis
 
 
 def _rendered(messages: list[dict[str, str]], tokenizer: Any, **options: bool) -> str:
-    num_given = sum(len(message["content"]) for message in messages)
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        if len(text) <= 2**20 + 10 * num_given:
-            return text
-        reason = f"it turns {num_given:,} characters into {len(text):,}"
-    except MemoryError:
-        reason = f"it needs more than {TEMPLATE_BYTES / 2**20:g} MiB"
-    except Exception as error:  # a template is a program: it may divide by zero, recurse, take too long
-        reason = str(error) or type(error).__name__
-    raise ValueError(
-        f"the chat template fails on a conversation: {reason[:200]}\n"
-        f"hint: correct the template, or remove the conversation, which begins: {str(messages)[:80]}"
-    )
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except Exception as error:  # a template is a program: it may divide by zero, recurse, raise
+        raise ValueError(
+            f"the chat template fails on a conversation: {(str(error) or type(error).__name__)[:200]}\n"
+            f"hint: correct the template, or remove the conversation, which begins: {str(messages)[:80]}"
+        ) from None
 
 
 def _tokenized(pieces: list[tuple[list[tuple[str, bool]], bool]], tokenizer: Any) -> list[Document]:
@@ -201,45 +180,14 @@ def _of_tokens(rows: dict[str, list[Any]]) -> list[Document]:
         )
         labels = tokens if labels is None else labels
         mask = [1] * len(tokens) if mask is None else mask
-        for name, numbers in (("input_ids", tokens), ("labels", labels), ("attention_mask", mask)):
-            if not (
-                isinstance(numbers, list)
-                and len(numbers) == len(tokens)
-                and {int, bool}.issuperset(map(type, numbers))
-                and (IGNORE_INDEX if name == "labels" else 0) <= min(numbers, default=0)
-            ):
-                raise ValueError(
-                    f"{name} of a row with {len(tokens)} input_ids is {str(numbers)[:80]}\n"
-                    f"hint: give a list of {len(tokens)} whole numbers, at least 0"
-                )
+        if not len(tokens) == len(labels) == len(mask) or min([*tokens, *mask], default=0) < 0:
+            raise ValueError(
+                f"a row has {len(tokens)} input_ids, {len(labels)} labels and {len(mask)} values of "
+                "attention_mask\nhint: give equally many whole numbers, tokens of at least 0"
+            )
         if kept := list(compress(tokens, mask)):
             documents.append(Document(kept, list(compress(labels, mask))))
     return documents
-
-
-@contextmanager
-def _limits(seconds: float) -> Iterator[None]:
-    """Limit third-party code: raise TimeoutError after `seconds` of processor time, and MemoryError when the
-    process needs TEMPLATE_BYTES more than now.
-
-    Time is limited only in the main thread, where Python handles signals.
-    """
-    with ExitStack() as undo:
-        if threading.current_thread() is threading.main_thread():
-            undo.callback(signal.signal, signal.SIGVTALRM, signal.signal(signal.SIGVTALRM, _too_long))
-            undo.callback(signal.setitimer, signal.ITIMER_VIRTUAL, 0)
-            signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _SECONDS_TO_NEXT_TIMEOUT)
-        # RLIMIT_DATA counts private memory, not the files that Arrow maps nor a GPU's address space
-        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        used = int(Path("/proc/self/statm").read_text().split()[5]) * os.sysconf("SC_PAGESIZE")
-        finite = [limit for limit in (used + TEMPLATE_BYTES, soft, hard) if limit != resource.RLIM_INFINITY]
-        resource.setrlimit(resource.RLIMIT_DATA, (min(finite), hard))
-        undo.callback(resource.setrlimit, resource.RLIMIT_DATA, (soft, hard))
-        yield
-
-
-def _too_long(number: int, frame: Any) -> None:
-    raise TimeoutError("it takes too long")
 
 
 # Load the tokenizer of a run. Refuse a tokenizer that the model or this machine can't use.
@@ -249,8 +197,6 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 "used if the tokenizer has no template; every turn ends with the end-of-text token, where generation stops"
-MOST_GROWTH = 10_000
-"limit for a tokenizer's replacements: replacing `a` by `aaaa` 30 times turns one character into 10^18"
 
 
 def load_tokenizer(config: RunConfig, spec: ModelSpec) -> Any:
@@ -270,12 +216,6 @@ def load_tokenizer(config: RunConfig, spec: ModelSpec) -> Any:
         raise ValueError(
             f"tokenizer {name!r} has no tokens for text, or no end-of-text token to put between documents\n"
             "hint: set its eos_token, or use --tokenizer_name byte"
-        )
-    normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast else None
-    if normalizer is not None and _growth(json.loads(normalizer.__getstate__())) > MOST_GROWTH:
-        raise ValueError(
-            f"tokenizer {name!r}: its normalizer turns one character into more than {MOST_GROWTH:,}\n"
-            "hint: remove such replacements from its tokenizer.json, or use another tokenizer"
         )
     token, largest = max(vocabulary.items(), key=lambda pair: pair[1])
     if largest >= spec.vocab_size:  # ids may have gaps
@@ -298,12 +238,3 @@ def tokenizer_errors(problem: str) -> Iterator[None]:
         raise ValueError(
             f"{problem}: {first_line(error)}\nhint: use --tokenizer_name byte, which needs no tokenizer files"
         ) from None
-
-
-def _growth(normalizer: dict[str, Any]) -> float:
-    """Return the largest number of characters into which a normalizer may turn one character."""
-    if normalizer["type"] == "Replace":
-        length = len(normalizer["content"])
-        replaced = len(normalizer["pattern"].get("String", ""))
-        return max(1, length / replaced) if replaced else 1 + length  # a Regex may match between characters
-    return math.prod(_growth(part) for part in normalizer.get("normalizers", ()))

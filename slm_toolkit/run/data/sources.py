@@ -1,6 +1,7 @@
 """Read the rows of a dataset from local files, from a folder that `datasets` saved, or from the hub."""
 
 import glob
+import json
 import math
 import time
 from collections.abc import Iterator
@@ -14,7 +15,6 @@ from slm_toolkit.config.dataset_files import FILE_FORMATS, Source, is_saved_data
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.names import check_hub
 from slm_toolkit.run.data.documents import format_of
-from slm_toolkit.run.data.json_rows import MOST_COLUMNS, JsonRows
 
 STREAM_ABOVE_BYTES = 2**30
 
@@ -54,7 +54,6 @@ def _load(source: Source, files: list[str], config: RunConfig) -> tuple[Any, boo
         rows = load_from_disk(str(typed_path(path))).with_format(None)
         return (rows.to_iterable_dataset(), True) if config.streaming else (rows, False)
     if files:
-        _check_files(files)
         kinds = sorted({FILE_FORMATS[Path(file).suffix.lower()] for file in files})
         if len(kinds) > 1:
             raise ValueError(f"{path} mixes {', '.join(kinds)} files\nhint: select one kind with a glob")
@@ -67,30 +66,7 @@ def _load(source: Source, files: list[str], config: RunConfig) -> tuple[Any, boo
         origin = {"path": path, "name": source.configuration}
         size_bytes = load_dataset_builder(**origin).info.download_size or math.inf  # unknown: may be huge
     streaming = config.streaming if config.streaming is not None else size_bytes > STREAM_ABOVE_BYTES
-    if files and origin["path"] == "json":
-        checked = JsonRows(tuple(files))
-        if streaming:
-            return checked, True
-        for _ in checked:
-            continue
     return load_dataset(**origin, split="train", streaming=streaming), streaming
-
-
-def _check_files(files: list[str]) -> None:
-    """Refuse files that `datasets` would unpack (2 MB may become 2 GB), or would read for minutes."""
-    import pyarrow.parquet
-    from datasets.utils.extract import Extractor
-
-    for file in files:
-        if kind := Extractor.infer_extractor_format(file):
-            raise ValueError(f"{file} is packed as {kind}\nhint: unpack it, and give the unpacked files")
-        if file.lower().endswith(".parquet"):
-            num_columns = pyarrow.parquet.read_metadata(file).num_columns
-            if num_columns > MOST_COLUMNS:
-                raise ValueError(
-                    f"{file} has {num_columns:,} columns, more than {MOST_COLUMNS:,}\n"
-                    "hint: keep only the columns to train on"
-                )
 
 
 class BadData(ValueError):
@@ -139,7 +115,7 @@ def fault_in(files: list[str]) -> str | None:
 
 
 def _places(file: str) -> Iterator[str]:
-    """Yield each place of a Parquet or text file, then read it. JsonRows names the places of JSON."""
+    """Yield each place of a file, then read it."""
     kind = FILE_FORMATS[Path(file).suffix.lower()]
     if kind == "parquet":
         import pyarrow.parquet
@@ -150,8 +126,13 @@ def _places(file: str) -> Iterator[str]:
                 start, end = end + 1, end + parquet.metadata.row_group(group).num_rows
                 yield f"rows {start:,} to {end:,}"
                 parquet.read_row_group(group)
-    elif kind == "text":
-        with open(file, "rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                yield f"line {number:,}"
-                line.decode("utf-8")
+        return
+    with open(file, "rb") as lines:
+        if file.endswith(".json"):  # one value over all lines
+            json.load(lines)
+            return
+        for number, line in enumerate(lines, start=1):
+            yield f"line {number:,}"
+            text = line.decode("utf-8")
+            if kind == "json" and text.strip() and not isinstance(json.loads(text), dict):
+                raise ValueError(f"{text[:80]!r} is not an object with columns")

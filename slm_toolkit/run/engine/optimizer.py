@@ -1,7 +1,6 @@
 """AdamW and Muon with master weights for a module in 16 bits."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ CHUNK_ELEMENTS = 2**25
 ADAMW_KERNEL = "slm_toolkit::adamw_kernel"
 "name under which a profile shows a call of `kernel`"
 CPU_CHUNK_ELEMENTS = 2**20
-"the same on a CPU, which launches no kernels: chunks of 4 MiB fit into caches, and malloc reuses them"
+"the same on a CPU, which launches no kernels: chunks of 4 MiB fit into caches"
 
 
 class AdamWWithMasterWeights(torch.optim.AdamW):
@@ -42,7 +41,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
     ) -> None:
         """`max_grad_norm` 0 means no clipping; `options` are AdamW's; `muon` updates the groups of Muon.
 
-        in_pieces: for a CPU, work in chunks of CPU_CHUNK_ELEMENTS and cut larger parameters.
+        in_pieces: for a CPU, work in chunks of CPU_CHUNK_ELEMENTS.
         holds_flat_shards: each parameter is a plain tensor with this rank's shard, as under FSDP1.
         kernel: updates the parameters of a group in place of PyTorch's operations (`AdamWKernel`).
         """
@@ -67,17 +66,15 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         """
         assert closure is None
         chunks = [
-            (group, pieces)
+            (group, params)
             for group in self.param_groups
-            for pieces in _chunks(
+            for params in _chunks(
                 [param for param in group["params"] if param.grad is not None],
                 CPU_CHUNK_ELEMENTS if self.in_pieces else CHUNK_ELEMENTS,
-                cuts=self.in_pieces,
             )
         ]
-        scratch = self._scratch()
-        norms = [norm for _, pieces in chunks for norm in _norms(pieces, scratch)]
-        a_gradient = chunks[0][1][0].param.grad
+        norms = [norm for _, params in chunks for norm in _norms(params)]
+        a_gradient = chunks[0][1][0].grad
         self.grad_norm = _global_norm(norms, a_gradient, holds_flat_shards=self.holds_flat_shards)
         if self.loss_scale is not None:
             self.grad_norm = self.grad_norm / self.loss_scale.value
@@ -96,48 +93,36 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         if self.kernel is not None:
             self._update_by_kernel(factor, found_inf)
             return
-        for group, pieces in chunks:
+        for group, params in chunks:
             if not is_muon(group):
-                self._update(group, pieces, factor, scratch, found_inf)
-
-    def _scratch(self) -> torch.Tensor | None:
-        """With `in_pieces`, return a buffer for a chunk's fp32 gradients; reusing it avoids fragmentation."""
-        return torch.empty(CPU_CHUNK_ELEMENTS, dtype=torch.float32) if self.in_pieces else None
+                self._update(group, params, factor, found_inf)
 
     def _update(
         self,
         group: dict[str, Any],
-        pieces: list["_Piece"],
+        params: list[torch.Tensor],
         factor: torch.Tensor | None,
-        scratch: torch.Tensor | None,
         found_inf: torch.Tensor | None,
     ) -> None:
-        """Do one step on the masters of some pieces of a group, then copy them to the parameters.
+        """Do one step on the masters of some parameters of a group, then copy them to the parameters.
 
         factor: of the gradients, for clipping and the loss scale; None: 1.
         """
-        states = [self.state_of(piece.param) for piece in pieces]
-        gradients = _in_dtype(pieces, self.master_dtype, scratch)
+        states = [self.state_of(param) for param in params]
+        gradients = [local_part(param.grad).to(self.master_dtype) for param in params]
         if factor is not None:
             torch._foreach_mul_(gradients, factor)
         masters = [
-            piece.of(state.get("master", piece.param)) for state, piece in zip(states, pieces, strict=True)
+            local_part(state.get("master", param)) for state, param in zip(states, params, strict=True)
         ]
-        moments = [
-            [piece.of(state[kind]) for state, piece in zip(states, pieces, strict=True)] for kind in MOMENTS
-        ]
-        # an update increments the count for each piece, so all pieces but the last get a copy
-        steps = [
-            state["step"] if piece.is_last else state["step"].clone()
-            for state, piece in zip(states, pieces, strict=True)
-        ]
+        moments = [[local_part(state[kind]) for state in states] for kind in MOMENTS]
         beta1, beta2 = group["betas"]
         adamw(
             masters,
             gradients,
             *moments,
             max_exp_avg_sqs=[],
-            state_steps=steps,
+            state_steps=[state["step"] for state in states],
             foreach=group["foreach"],
             fused=group["fused"],
             found_inf=found_inf,
@@ -152,7 +137,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         followers = [index for index, state in enumerate(states) if "master" in state]
         if followers:
             torch._foreach_copy_(
-                [pieces[index].of(pieces[index].param) for index in followers],
+                [local_part(params[index]) for index in followers],
                 [masters[index] for index in followers],
             )
 
@@ -216,64 +201,24 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         return state
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A parameter, or a slice of this rank's elements of a large parameter."""
-
-    param: torch.Tensor
-    stretch: slice | None = None
-    "None: all elements"
-    is_last: bool = True
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a view of this piece in the parameter or in a tensor of its state."""
-        local = local_part(tensor)
-        return local if self.stretch is None else local.view(-1)[self.stretch]
-
-    @property
-    def gradient(self) -> torch.Tensor:
-        local = local_part(self.param.grad)
-        return local if self.stretch is None else local.reshape(-1)[self.stretch]
-
-
-def _chunks(params: list[torch.Tensor], num_elements: int, *, cuts: bool) -> Iterator[list[_Piece]]:
-    """Yield groups of parameters of at most `num_elements` together.
-
-    A larger parameter is its own group; with `cuts`, it is cut.
-    """
-    chunk: list[_Piece] = []
+def _chunks(params: list[torch.Tensor], num_elements: int) -> Iterator[list[torch.Tensor]]:
+    """Yield groups of parameters of at most `num_elements` together; a larger parameter is its own group."""
+    chunk: list[torch.Tensor] = []
     in_chunk = 0
     for param in params:
         size = local_part(param).numel()
         if chunk and in_chunk + size > num_elements:
             yield chunk
             chunk, in_chunk = [], 0
-        if cuts and size > num_elements:
-            for start in range(0, size, num_elements):
-                end = min(size, start + num_elements)
-                yield [_Piece(param, slice(start, end), is_last=end == size)]
-        else:
-            chunk.append(_Piece(param))
-            in_chunk += size
+        chunk.append(param)
+        in_chunk += size
     if chunk:
         yield chunk
 
 
-def _in_dtype(pieces: list[_Piece], dtype: torch.dtype, scratch: torch.Tensor | None) -> list[torch.Tensor]:
-    """Return the gradients of one chunk in `dtype`; copies are made in `scratch`, if given."""
-    gradients = [piece.gradient for piece in pieces]
-    if scratch is None or dtype != scratch.dtype or gradients[0].dtype == dtype:
-        return [gradient.to(dtype) for gradient in gradients]
-    sizes = [gradient.numel() for gradient in gradients]
-    parts = scratch[: sum(sizes)].split(sizes)
-    return [part.view_as(gradient).copy_(gradient) for part, gradient in zip(parts, gradients, strict=True)]
-
-
-def _norms(pieces: list[_Piece], scratch: torch.Tensor | None) -> list[torch.Tensor]:
-    """Return the 2-norm of each piece's gradient, computed in fp32."""
-    if scratch is not None:
-        return torch._foreach_norm(_in_dtype(pieces, torch.float32, scratch), 2)
-    return torch._foreach_norm([piece.gradient for piece in pieces], 2, dtype=torch.float32)
+def _norms(params: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the 2-norm of each parameter's gradient, computed in fp32."""
+    return torch._foreach_norm([local_part(param.grad) for param in params], 2, dtype=torch.float32)
 
 
 def _global_norm(

@@ -24,17 +24,10 @@ nothing: on fake tensors, in the place of a kernel that allocates nothing"""
 
 @torch.no_grad()
 def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return each token's fp32 loss in the shape of `labels`, 0 without a label; reads the logits once.
-
-    By PyTorch's operations, with an fp32 copy of a chunk: only several datasets without LossHead need it.
-    """
-    targets, flat = _next_tokens(labels).to(logits.device), logits.flatten(0, -2)
-    rows = tokens_of_probabilities(len(flat), vocab_size=flat.shape[1])
-    losses = [
-        _chunk_losses_(part, target, None, torch.empty_like(part, dtype=torch.float32), with_gradient=False)
-        for part, target in zip(flat.split(rows), targets.split(rows), strict=True)
-    ]
-    return torch.cat(losses).view(labels.shape)
+    """Return each token's fp32 loss in the shape of `labels`, 0 without a label."""
+    targets, wide = _next_tokens(labels).to(logits.device), logits.flatten(0, -2).float()
+    losses = functional.cross_entropy(wide, targets, ignore_index=IGNORE_INDEX, reduction="none")
+    return losses.view(labels.shape)
 
 
 class LossHead(torch.nn.Linear):
@@ -89,17 +82,8 @@ class LossHead(torch.nn.Linear):
             if self.is_plain:
                 self.last_loss = _plain_sum(hidden, weight[: self.vocab_size], targets) / num_items
                 return self.last_loss
-            with_gradient = torch.is_grad_enabled()
-            sums = (
-                targets,
-                num_items,
-                with_gradient,
-                self.arithmetic,
-                self.has_chunks_of_cpu,
-                losses,
-                self.vocab_size,
-            )
-            loss = _FusedLinearLoss.apply(hidden, weight, *sums)
+            rest = (targets, num_items, losses, torch.is_grad_enabled())
+            loss = _FusedLinearLoss.apply(hidden, weight, self, *rest)
         self.last_loss = loss.detach()
         return loss
 
@@ -110,33 +94,31 @@ class _FusedLinearLoss(torch.autograd.Function):
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
+        head: LossHead,
         targets: torch.Tensor,
         num_items: torch.Tensor,
-        with_gradient: bool,
-        arithmetic: Arithmetic,
-        on_cpu: bool,
         token_losses: torch.Tensor | None,
-        num_known: int | None,
+        with_gradient: bool,
     ) -> torch.Tensor:
-        vocab_size, hidden_size = weight.shape
-        flat = hidden.reshape(-1, hidden_size)
-        rows = tokens_of_chunk(len(flat), vocab_size=vocab_size, hidden_size=hidden_size, on_cpu=on_cpu)
+        sizes = dict(zip(("vocab_size", "hidden_size"), weight.shape, strict=True))
+        flat = hidden.flatten(0, -2)
+        rows = tokens_of_chunk(len(flat), **sizes, on_cpu=head.has_chunks_of_cpu)
         grad_hidden = torch.empty_like(flat) if with_gradient else None
         # a frozen head needs no gradient
         grad_weight = torch.zeros_like(weight) if with_gradient and ctx.needs_input_grad[1] else None
         total = torch.zeros((), device=hidden.device, dtype=torch.float32)
-        buffer = flat.new_empty(rows, vocab_size)
-        wide = _fp32_buffer(buffer, arithmetic)
+        buffer = flat.new_empty(rows, len(weight))
+        wide = _fp32_buffer(buffer, head.arithmetic)
         for start in range(0, len(flat), rows):
             chunk, part = flat[start : start + rows], targets[start : start + rows]
             logits = torch.mm(chunk, weight.t(), out=buffer[: len(chunk)])
-            if num_known is not None:
-                logits[:, num_known:] = -torch.inf
+            if head.vocab_size is not None:
+                logits[:, head.vocab_size :] = -torch.inf
             total += _sum_of_losses_(
                 logits,
                 part,
                 num_items,
-                arithmetic=arithmetic,
+                arithmetic=head.arithmetic,
                 with_gradient=with_gradient,
                 wide=wide,
                 token_losses=None if token_losses is None else token_losses[start : start + rows],
@@ -154,7 +136,7 @@ class _FusedLinearLoss(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_weight is not None:
             grad_weight.mul_(upstream)
-        return grad_hidden.mul_(upstream), grad_weight, None, None, None, None, None, None, None
+        return grad_hidden.mul_(upstream), grad_weight, None, None, None, None, None
 
 
 def give_labels_to_head(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -242,7 +224,7 @@ def _fp32_buffer(logits: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor |
 def _chunk_losses_(
     logits: torch.Tensor,
     targets: torch.Tensor,
-    num_items: torch.Tensor | None,
+    num_items: torch.Tensor,
     wide: torch.Tensor | None,
     *,
     with_gradient: bool,

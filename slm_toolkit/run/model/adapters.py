@@ -31,9 +31,8 @@ def check_adapters(config: RunConfig) -> None:
         check_peft_version(min_version=MIN_PEFT_VERSION)
     except ValueError:
         raise ValueError(
-            f"--peft {config.peft}: transformers {version('transformers')} needs peft {MIN_PEFT_VERSION}, "
-            f"but peft {version('peft')} is installed\nhint: pip install -U peft; if PyPI has no newer peft, "
-            f'pip install "transformers<{version("transformers")}"'
+            f"--peft {config.peft}: transformers needs peft {MIN_PEFT_VERSION}, but peft {version('peft')} "
+            "is installed\nhint: pip install -U peft"
         ) from None
 
 

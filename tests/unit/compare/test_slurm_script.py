@@ -61,10 +61,10 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     )
     assert done.code == 2
     for problem in (
-        "--slurm_options has --nodes=3, which `slm compare` sets itself: use --num_nodes",
+        "--slurm_options has --nodes=3, which `slm compare` sets itself",
         "--slurm_options has -J, which `slm compare` sets itself",
         "--slurm_options has --job-nam=x, which `slm compare` sets itself",  # sbatch accepts it, too
-        "--slurm_options has -M, which `slm compare` sets itself: run `slm compare` on a login node",
+        "--slurm_options has -M, which `slm compare` sets itself",
         "own.sh: unknown {{optoins}}",
         "own.sh has no {{options}}",
         "hint: ",

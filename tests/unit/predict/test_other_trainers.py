@@ -111,13 +111,3 @@ def test_a_sharding_that_the_trainer_does_not_have_is_refused() -> None:
         api.estimate(like="torchtune", peft="lora")
     with pytest.raises(ValueError, match="invalid choice: 'axolotl'"):
         api.estimate(like="axolotl")
-
-
-def test_recommend_ranks_what_the_trainer_would_do() -> None:
-    found = api.recommend(gpu="h100-80gb:8", model="slm-1b", tokens=1e9, like="torchtitan")
-    assert {plan.estimate.like for plan in found} == {"torchtitan"}
-    assert {plan.config.numerics for plan in found} == {"stock"}
-    assert {plan.config.kernels for plan in found} == {"norm"}  # no other kernel of ours is tried
-    assert "estimated as torchtitan trains; the command starts slm_toolkit's own trainer" in str(found)
-    with pytest.raises(ValueError, match="--like torchtitan with --records"):
-        api.recommend(gpu="h100-80gb:8", like="torchtitan", records="runs")

@@ -1,4 +1,4 @@
-"""`slm recommend`: what it ranks, why, what it writes, and what records change."""
+"""`slm recommend`: what it ranks, why, and what it writes."""
 
 import contextlib
 import dataclasses
@@ -13,7 +13,6 @@ from conftest import (
     SMALL_LLAMA,
     bench,
     drawn,
-    made_record,
     own_strategy,
     plans_of,
     slm_here,
@@ -28,9 +27,8 @@ from slm_toolkit.hardware.prices import price_of
 from slm_toolkit.model.model_spec import model_flops_utilization
 from slm_toolkit.recommend import plans
 from slm_toolkit.recommend.plan_table import plan_report, reasons
-from slm_toolkit.recommend.plans import HIGHEST_PUBLISHED_MFU, Plan, observations_of
+from slm_toolkit.recommend.plans import HIGHEST_PUBLISHED_MFU, Plan
 from slm_toolkit.recommend.ranking import best_plans, reason_of
-from slm_toolkit.record.files import write_record
 
 
 def recommended(*arguments: str, code: int | None = 0) -> list[dict]:
@@ -155,42 +153,6 @@ def test_padded_widths_are_faster_without_a_compiler() -> None:
     assert padded["usd"] < plain["usd"] / 2  # it is 2.22 times as fast
 
 
-RECORDED = (  # the flags of conftest's made_record
-    *("--model", "slm-100m", "--gpu", "h100-80gb:2@3", "--strategy", "ddp", "--tokens", "1B"),
-    *("--per_device_train_batch_size", "4", "--global_batch_tokens", "8192", "--kernels", "plain"),
-    *("--gradient_checkpointing", "none"),
-)
-
-
-@pytest.mark.usefixtures("uncalibrated")
-def test_a_measured_record_stands_before_the_estimate(tmp_path: Path) -> None:
-    (before,) = recommended(*RECORDED)
-    write_record(made_record(), tmp_path)
-    (after,) = recommended(*RECORDED, "--records", str(tmp_path))
-    assert (before["evidence"], before["memory_evidence"]) == ("estimated", "estimated")
-    assert (after["evidence"], after["memory_evidence"]) == ("measured", "measured")
-    assert after["tokens_per_second"] == 16_384  # 2 x 4 x 1024 tokens in 0.5 s
-    assert after["hours"] == pytest.approx(1e9 / 16_384 / 3600)
-    # 79.11 GiB less 500,000,000 bytes of CUDA, 544 MiB of NCCL, and the 3 GiB that the fuller rank took
-    assert after["headroom_bytes"] / 2**30 == pytest.approx(79.11 - 0.4657 - 0.53125 - 3, abs=0.01)
-
-
-@pytest.mark.usefixtures("uncalibrated")
-def test_a_rehearsal_decides_what_fits_and_leaves_the_time_to_the_estimate(tmp_path: Path) -> None:
-    record = made_record()
-    asked = {**record.asked, "config": {**record.asked["config"], "rehearse": 2}}
-    rehearsed = dataclasses.replace(record, gpu=None, asked=asked, peak_allocated_bytes=[5 * 2**30])
-    write_record(rehearsed, tmp_path)
-    (row,) = recommended(*RECORDED, "--records", str(tmp_path))
-    assert (row["evidence"], row["memory_evidence"]) == ("estimated", "rehearsed")
-    assert row["headroom_bytes"] / 2**30 == pytest.approx(79.11 - 0.4657 - 0.53125 - 5, abs=0.01)
-
-
-def test_what_ran_out_of_memory_is_not_recommended(tmp_path: Path) -> None:
-    write_record(dataclasses.replace(made_record(), status="oom"), tmp_path)
-    assert recommended(*RECORDED, "--records", str(tmp_path), code=1) == []
-
-
 def test_every_problem_of_the_flags_is_named_at_once() -> None:
     done = slm_here("recommend", "--gpu", "h100-80gb:13", "a100-40gb:8@0", "h100-80gb:x", "l4:0")
     assert done.code == 2
@@ -231,17 +193,6 @@ def test_a_batch_that_fits_is_found_beyond_one_that_does_not() -> None:
     ]
     assert best["usd"] == min(row["usd"] for rows in alone for row in rows)
     assert (best["per_device_train_batch_size"], best["gradient_accumulation_steps"]) == (32, 1)
-
-
-def test_a_record_counts_where_the_estimate_says_that_it_can_not_fit(tmp_path: Path) -> None:
-    record = made_record()
-    config = {**record.asked["config"], "per_device_train_batch_size": 256}
-    tokens = 2 * 256 * 1024
-    big = dataclasses.replace(record, asked={**record.asked, "config": config}, tokens_per_step=tokens)
-    write_record(big, tmp_path)
-    asked = (*RECORDED, "--per_device_train_batch_size", "128", "256", "--global_batch_tokens", str(tokens))
-    (row,) = recommended(*asked, "--records", str(tmp_path))
-    assert (row["per_device_train_batch_size"], row["evidence"], row["verdict"]) == (256, "measured", "fits")
 
 
 def test_gpus_without_a_price_come_last_and_are_not_compared_in_dollars() -> None:
@@ -393,7 +344,7 @@ def test_a_plans_number_does_not_depend_on_the_other_plans() -> None:
     def key(plan: Plan) -> tuple:
         return plan.config, plan.strategy.name, plan.estimate.gpu, plan.estimate.num_gpus
 
-    numbers = {key(plan): (plan.tokens_per_second, plan.usd, plan.estimate.mfu) for plan in together}
+    numbers = {key(plan): (plan.estimate.tokens_per_second, plan.usd, plan.estimate.mfu) for plan in together}
     compared = 0
     for model, gpu in (
         ("slm-500m", "rtx-4090:4@0.4"),
@@ -401,7 +352,7 @@ def test_a_plans_number_does_not_depend_on_the_other_plans() -> None:
         ("slm-1b", "rtx-3090:4@0.2"),
     ):
         for plan in api.recommend(model=model, gpu=gpu, strategy="ddp", tokens=1e10).considered:
-            assert numbers[key(plan)] == (plan.tokens_per_second, plan.usd, plan.estimate.mfu)
+            assert numbers[key(plan)] == (plan.estimate.tokens_per_second, plan.usd, plan.estimate.mfu)
             compared += plan.slowed_by > 1
     assert compared > 10
 
@@ -451,12 +402,12 @@ def on_gpus(plan: Plan, num_gpus: int, **changes: object) -> Plan:
     )
 
 
-def test_the_report_says_what_may_not_fit_and_whose_memory_was_rehearsed() -> None:
+def test_the_report_says_what_may_not_fit() -> None:
     sure, unsure = made_plans("ddp", "ds_zero3", usd=[100.0, 50.0])
-    unsure = dataclasses.replace(unsure, verdict="may fit", memory_evidence="rehearsed")
-    shown = report_of([on_gpus(sure, 8), on_gpus(unsure, 16, fit_probability=0.61)])
+    unsure = on_gpus(unsure, 16, verdict="may fit", fit_probability=0.61)
+    shown = report_of([on_gpus(sure, 8), unsure])
     assert "dollars against row 1 (main reason): row 2 -50% (" in shown
-    assert "estimated, memory rehearsed, may fit 61%" in shown
+    assert "estimated, may fit 61%" in shown
 
 
 def test_ranked_by_time_the_report_compares_hours() -> None:
@@ -471,17 +422,6 @@ def test_a_cheaper_plan_is_explained_by_the_part_that_costs_less() -> None:
         dearer, cheaper = (reason_of(a, b, objective=objective) for a, b in ((zero3, ddp), (ddp, zero3)))
         assert dearer[1] == cheaper[1] == "communication"
         assert dearer[0] > 1 > cheaper[0]
-
-
-def test_records_that_say_nothing_of_gpus_are_not_counted(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    refused = slm_here("recommend", *RECORDED, "--records", str(tmp_path / "empty"))
-    assert refused.code == 2
-    assert f"no records under {tmp_path}/empty\nhint: `slm compare` writes them" in refused.err
-    record = made_record()
-    write_record(dataclasses.replace(record, gpu=None, run_name="cpu"), tmp_path)
-    write_record(dataclasses.replace(record, engine=None, run_name="unknown"), tmp_path)
-    assert observations_of([tmp_path]) == {}
 
 
 def test_a_model_that_no_plan_can_have_is_refused() -> None:

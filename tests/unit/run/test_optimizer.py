@@ -59,7 +59,7 @@ def test_clipping_scales_all_gradients_to_the_norm_asked_for() -> None:
     assert torch.allclose(clipped, scaled, atol=1e-6)
 
 
-def test_a_parameter_that_is_updated_in_pieces_is_the_one_updated_whole() -> None:
+def test_parameters_that_are_updated_in_chunks_are_those_updated_together() -> None:
     start = torch.randn(3, CPU_CHUNK_ELEMENTS - 7, generator=torch.Generator().manual_seed(0)).bfloat16()
     params = [[torch.nn.Parameter(start.clone()), torch.nn.Parameter(start[0, :5].clone())] for _ in range(2)]
     optimizers = [
