@@ -1,6 +1,6 @@
 """Time all_reduce, all_gather and reduce_scatter among the ranks of a launch, by message size.
 
-    slm compare --probe_network                                          # this machine, with a table
+    slm compare --probe_network                                          # this machine
     slm launch --config_file accel_configs/ddp.yaml --num_machines 2 --num_processes 16 \\
         --machine_rank 0 --main_process_ip node0 \\
         -m slm_toolkit.run.network_probe --output network.json           # on each node, with its own rank
@@ -29,6 +29,7 @@ from slm_toolkit.hardware.network import (
     CollectiveTiming,
     MeasuredNetwork,
     bus_bytes_per_second,
+    fit,
     write_network,
 )
 from slm_toolkit.record.run_record import installed_versions
@@ -71,7 +72,6 @@ def main(argv: list[str] | None = None) -> None:
     timings = measure(state.device)
     if state.is_main_process:
         on_gpu = state.device.type == "cuda"
-        nccl = {"nccl": ".".join(str(part) for part in torch.cuda.nccl.version())} if on_gpu else {}
         network = MeasuredNetwork(
             world_size=state.num_processes,
             num_nodes=state.num_processes // num_local,
@@ -79,13 +79,23 @@ def main(argv: list[str] | None = None) -> None:
             backend="nccl" if on_gpu else "gloo",
             gpu=torch.cuda.get_device_name() if on_gpu else None,
             date=datetime.now(UTC).isoformat(timespec="seconds"),
-            versions={**installed_versions(), **nccl},
+            versions=installed_versions(),
             command=shlex.join(launch.command or ("python", "-m", parser.prog, *arguments)),
             timings=tuple(timings),
         )
         write_network(network, args.output)
-        print(f"network: {args.output}", file=sys.stderr)
+        print_fits(network)
+        print(f"network: {args.output}")
     state.destroy_process_group()
+
+
+def print_fits(network: MeasuredNetwork) -> None:
+    """Print the line fitted to each collective's times, which predicts from them."""
+    for collective in COLLECTIVES:
+        line = fit(network, collective)
+        rate = line.bus_bytes_per_second
+        bandwidth = "larger tensors took no longer" if rate is None else f"{rate / 1e9:.2f} GB/s"
+        print(f"{collective}: latency {line.latency_seconds * 1e6:.1f} us, {bandwidth}")
 
 
 def measure(device: torch.device) -> list[CollectiveTiming]:
