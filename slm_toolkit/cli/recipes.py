@@ -2,7 +2,6 @@
 
 import argparse
 import re
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,25 +24,30 @@ more examples:
 """
 
 
+_HEAD = re.compile(
+    r"""#!/usr/bin/env bash
+# (?P<question>.+\?)
+# hardware: (?P<hardware>.+)
+# memory: .+
+# time: (?P<time>.+)
+# cost: (?P<cost>.+)
+# estimated on (?P<as_of>\d{4}-\d\d-\d\d) by the first command below
+"""
+)
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """A script, and the facts in its first lines. Memory, time and cost were estimated on `as_of`."""
+    """A script, and the facts in its first lines. Time and cost were estimated on `as_of`."""
 
     name: str
+    text: str
     question: str
     hardware: str
-    memory: str
     time: str
     "`6.1 h` or `12 min`; without an estimate a dash, with the reason in parentheses"
     cost: str
     as_of: str
-    text: str
-
-    @property
-    def estimate(self) -> list[str]:
-        """The words of the script's first `slm recommend` or `slm estimate`, which gave the figures."""
-        text = self.text.replace("\\\n", " ")
-        return shlex.split(re.search(r"^slm (?:recommend|estimate) [^>|#\n]+", text, re.M)[0])
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
@@ -62,12 +66,9 @@ def shipped_recipes() -> list[Recipe]:
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Read a recipe. Raises KeyError, TypeError or AttributeError if its first lines lack a fact."""
+    """Read a recipe. Raises AttributeError if its first lines lack a fact."""
     text = path.read_text()
-    said = dict(re.findall(r"^# (hardware|memory|time|cost): (.+)$", text, re.M))
-    as_of = re.search(r"^# estimated on (\d{4}-\d\d-\d\d) by the first command below$", text, re.M)[1]
-    question = re.match(r"#!/usr/bin/env bash\n# (.+\?)\n", text)[1]
-    return Recipe(path.stem, question, **said, as_of=as_of, text=text)
+    return Recipe(path.stem, text, **_HEAD.match(text).groupdict())
 
 
 def _folder() -> Path:
@@ -88,7 +89,11 @@ def _recipes(args: argparse.Namespace) -> int:
     if args.name is not None:
         print(chosen[0].text, end="")
     else:
-        _print_list(chosen)
+        for recipe in chosen:
+            print(f"{recipe.name:18}{recipe.question}")
+            print(f"{'':18}{recipe.hardware}; {recipe.time}; {recipe.cost}")
+        print("time and cost as estimated on", max(recipe.as_of for recipe in chosen))
+        print("print one: slm recipes NAME; run it: bash <(slm recipes NAME)")
     return 0
 
 
@@ -99,23 +104,3 @@ def _named(name: str | None) -> list[Recipe]:
         names = ", ".join(recipe.name for recipe in recipes)
         raise ValueError(f"unknown recipe {name!r}\nhint: there are {names}")
     return chosen
-
-
-def _print_list(recipes: list[Recipe]) -> None:
-    from rich.table import Table
-
-    from slm_toolkit.report.tables.fitted import console_of_stdout
-
-    console = console_of_stdout()
-    table = Table(header_style="bold")
-    table.add_column("recipe", no_wrap=True)
-    table.add_column("question")
-    for name in ("hardware", "time", "cost"):
-        table.add_column(name, justify="right" if name != "hardware" else "left")
-    for recipe in recipes:
-        short = [value.partition(" (")[0] for value in (recipe.time, recipe.cost)]
-        table.add_row(recipe.name, recipe.question, recipe.hardware, *short)
-    console.print(table)
-    dates = sorted({recipe.as_of for recipe in recipes})
-    console.print(f"time and cost as estimated on {' to '.join(dict.fromkeys((dates[0], dates[-1])))}")
-    console.print("print one: slm recipes NAME; run it: bash <(slm recipes NAME)", markup=False)
