@@ -21,9 +21,9 @@ _FORMS = {
     "accelerate_deepspeed": "an accelerate YAML and the DeepSpeed JSON it names",
 }
 _CHECKPOINT_FORMS = {
-    "hf_model": "of a checkpoint: its weights as a Hugging Face model",
-    "fsdp_checkpoint": "of a checkpoint: a folder for Accelerator.load_state under FSDP2 (DCP)",
-    "ds_universal": "of a checkpoint: a folder for DeepSpeed's load_universal, any ZeRO stage",
+    "hf_model": "of a checkpoint: a Hugging Face model in fp32, without a tokenizer",
+    "fsdp_checkpoint": "of a checkpoint: for Accelerator.load_state under FSDP2, SHARDED_STATE_DICT",
+    "ds_universal": "of a checkpoint: for DeepSpeed with checkpoint: {load_universal: true}",
 }
 _DESCRIPTION = """\
 Convert accelerate YAMLs (FSDP2, DeepSpeed) and DeepSpeed JSONs into one another. The files go to stdout, or
@@ -128,21 +128,20 @@ def _convert_checkpoint(args: argparse.Namespace) -> int:
         for name, is_unused in unused.items():
             if is_unused and getattr(args, name) is not None:
                 raise ValueError(f"--{name} has no meaning with --to {args.to}\nhint: leave it out")
-        from slm_toolkit.checkpoint_convert.rewrite import write_for_deepspeed, write_for_fsdp, write_model
+        from slm_toolkit.checkpoint_convert.rewrite import rewrite
 
-        folders = Path(os.path.realpath(typed_path(args.source))), args.output
-        model, rate = args.model, args.learning_rate
-        if args.to == "hf_model":
-            facts = write_model(*folders, model=model)
-        elif args.to == "fsdp_checkpoint":
-            facts = write_for_fsdp(*folders, model=model, learning_rate=rate)
-        else:
-            num = args.num_processes
-            facts = write_for_deepspeed(*folders, model=model, learning_rate=rate, num_processes=num)
+        facts = rewrite(
+            Path(os.path.realpath(typed_path(args.source))),
+            args.output,
+            form=args.to,
+            model=args.model,
+            learning_rate=args.learning_rate,
+            num_processes=args.num_processes,
+        )
     if args.json:
         print(json.dumps(facts, indent=2))
     else:
-        print(f"{facts['output']}: {facts['is']}")
+        print(f"{facts['output']}: {_CHECKPOINT_FORMS[args.to].removeprefix('of a checkpoint: ')}")
         print(
             f"from {facts['source']}: step {facts['step']}, {facts['num_parameters']:,} parameters, "
             f"written under {facts['written_by']} x {facts['num_processes']}"
