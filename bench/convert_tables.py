@@ -1,8 +1,9 @@
 """The tables of docs/doctor_and_convert.md, from those that `slm convert` uses."""
 
+import re
 from typing import Any
 
-from slm_toolkit.convert.tables import FSDP_ALONE, INIT_FLAG, PAIRS, ZERO, ZERO_ALONE, Pair
+from slm_toolkit.convert.tables import FSDP_ALONE, INIT_FLAG, PAIRS, ZERO_ALONE, Pair
 
 
 def tables() -> dict[str, str]:
@@ -25,7 +26,7 @@ def tables() -> dict[str, str]:
 def _one_sided(rows: dict[str, tuple[Any, ...]], other: str) -> str:
     cells = []
     for keys, (note, *values) in rows.items():
-        named = ", ".join(f"`{key.removeprefix(ZERO)}`" for key in keys.split())
+        named = ", ".join(f"`{_short(key)}`" for key in keys.split())
         same = dict.fromkeys(f"`{_value_text(value)}`" for value in values if value is not None)
         cells.append((named, ", ".join(same) or "-", note))
     return _markdown(("key", f"value that matches {other}", "under " + other), cells)
@@ -37,7 +38,12 @@ def _markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def _setting_text(key: str, value: Any) -> str:
-    return f"`{key.removeprefix(ZERO)}: {_value_text(value)}`"
+    return f"`{_short(key)}: {_value_text(value)}`"
+
+
+def _short(key: str) -> str:
+    """Return a key without its section, except the parts of an offload and of a dtype."""
+    return re.sub(r"^(fsdp_config|deepspeed_config|json)\.(zero_optimization\.)?", "", key)
 
 
 def _value_text(value: Any) -> str:
@@ -46,6 +52,6 @@ def _value_text(value: Any) -> str:
 
 def _stages_text(pair: Pair) -> str:
     """Return the stages that a pair needs, and its direction if it converts only one way."""
-    is_any = pair.zero == f"{ZERO}stage" or len(pair.stages) > 2 or pair.zero == INIT_FLAG
+    is_any = pair.zero.endswith(".stage") or len(pair.stages) > 2 or pair.zero == INIT_FLAG
     stages = "" if is_any else f" (stage {' and '.join(map(str, pair.stages))})"
     return stages + {"both": "", "to_fsdp": ", to FSDP2 only", "to_zero": ", to ZeRO only"}[pair.way]
