@@ -230,7 +230,6 @@ OF_SHELLS = (
     Planted("distributed-debug", DDP, host=_shell(TORCH_DISTRIBUTED_DEBUG="DETAIL")),
     Planted("no-memory-caching", DDP, host=_shell(PYTORCH_NO_CUDA_MEMORY_CACHING="1")),
     Planted("dynamo-disabled", DDP, flags={"kernels": "loss+compile"}, host=_shell(TORCHDYNAMO_DISABLE="1")),
-    Planted("launcher-variables", DDP, host=_shell(ACCELERATE_USE_FSDP="true")),
     Planted("one-thread-per-rank", DDP, host={**_HERE, "num_cores": 8, **_shell()}),
 )
 OF_CLOSED_FORMS = (

@@ -48,7 +48,6 @@ TRAINS_ANYWAY = frozenset(
         "distributed-debug",
         "no-memory-caching",
         "dynamo-disabled",
-        "launcher-variables",
     ]
 )
 """names of findings of severity wrong that do not stop a launch: it is slow, or differs from its files.
