@@ -235,8 +235,6 @@ OF_SHELLS = (
 OF_CLOSED_FORMS = (
     Planted("widths-off-tensor-cores", DDP, case={"model": "slm-500m"}),
     Planted("does-not-fit", DDP, case={"gpu_names": ("l4",)}, flags={"per_device_train_batch_size": 64}),
-    Planted("network-unknown", DDP, case={"gpu_names": ("l40s",), **_16}),
-    Planted("logits-larger-than-model", DDP, flags={"kernels": "plain"}, case={"model": "slm-500m-hw"}),
     Planted(
         "may-not-fit", DDP, flags={"per_device_train_batch_size": 12}, case={"gpu_names": ("a100-40gb",)}
     ),

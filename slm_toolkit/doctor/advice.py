@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Iterator
 
 from slm_toolkit.doctor.finding import REMOVE, Finding, gravest_first, with_value
-from slm_toolkit.model.families import with_kernels_of
 from slm_toolkit.predict.bottleneck import WORTH_SAYING, alignment_gain, levers, misaligned_widths
 from slm_toolkit.predict.estimate import estimate, largest_batch
 from slm_toolkit.predict.setup.setup import Setup
@@ -27,7 +26,7 @@ def _on(
     speedup: float | None = None,
 ) -> Finding:
     gpu = setup.gpu.name
-    strategy = None if topic == "alignment" or name == "network-unknown" else setup.strategy.name
+    strategy = None if topic == "alignment" else setup.strategy.name
     return Finding(name, topic, severity, sentence, why, change, gpu=gpu, strategy=strategy, speedup=speedup)
 
 
@@ -85,8 +84,6 @@ def _rate(setup: Setup) -> float:
 
 
 _MOST_LEVERS = 3
-_LOGIT_BYTES = 10
-"per token and vocabulary entry in transformers' loss: bf16 logits (2), an fp32 copy (4), log-softmax (4)"
 
 
 def findings(setups: list[Setup]) -> list[Finding]:
@@ -143,13 +140,6 @@ def _memory(setup: Setup) -> Iterator[Finding]:
 
 def _network(setup: Setup) -> Iterator[Finding]:
     row, gpu = estimate(setup.launched), setup.gpu.name
-    if row.tokens_per_second is None and not setup.strategy.offloads:
-        yield _on(
-            *(setup, "network", "unwise", "network-unknown"),
-            f"the bandwidth between nodes of {gpu} is not known: give it with --network",
-            why="without it the time of communication can't be estimated",
-            change="--network GBIT, or --network with the result of `slm compare --probe_network`",
-        )
     needed, has = row.inter_node_gbps_needed, row.inter_node_gbps
     if needed and has and needed > has:
         share = row.parts_seconds["communication"] / row.step_seconds
@@ -159,26 +149,6 @@ def _network(setup: Setup) -> Iterator[Finding]:
             f"its communication and has {has:,.0f}: {share:.0%} of a step waits for the network",
             why="communication between nodes takes longer than the compute that overlaps it",
             change="a larger batch, --gradient_accumulation_steps, or fsdp_hybrid_shard or ds_zeropp",
-        )
-
-
-def _logits(setup: Setup) -> Iterator[Finding]:
-    """Report logits and loss that need more memory than the weights, if they cause the peak."""
-    spec, tokens = setup.spec, setup.num_tokens
-    logits = _LOGIT_BYTES * tokens * spec.vocab_size
-    if setup.config.fuses_loss or logits <= 2 * spec.num_params:
-        return
-    chunked = dataclasses.replace(setup, config=with_kernels_of(spec, setup.config.with_kernels("loss")))
-    before = estimate(setup.launched).peak_allocated_bytes
-    saved = before - estimate(chunked.launched).peak_allocated_bytes
-    if saved > 0.05 * before:
-        yield _on(
-            *(setup, "kernels", "unwise", "logits-larger-than-model"),
-            f"logits and loss take {logits / 2**30:.1f} GiB at once; the weights of "
-            f"{spec.name} take {2 * spec.num_params / 2**30:.1f} GiB",
-            why=f"{tokens:,} tokens x {spec.vocab_size:,} vocabulary entries x {_LOGIT_BYTES} bytes; "
-            f"computed in chunks, the peak is {saved / 2**30:.1f} GiB lower",
-            change=f"--kernels {chunked.config.kernels}",
         )
 
 
@@ -199,4 +169,4 @@ def _kernels(setup: Setup) -> Iterator[Finding]:
 
 
 _OF_EACH = (_memory, _network, needless)
-_OF_FASTEST = (_alignment, _kernels, _logits)
+_OF_FASTEST = (_alignment, _kernels)

@@ -141,20 +141,15 @@ def _setups(
     for gpu in map(gpu_of_name, case.gpu_names):
         config, unknown = known_to_estimates(case.flags, gpu=gpu, spec=spec)
         sentences += unknown
-        setup = Setup(
-            spec,
-            examined.strategy,
-            config,
-            num_gpus=case.num_ranks,
-            gpus_per_node=case.gpus_per_node,
-            gpu=gpu,
-            deployment=deployment_of(gpu),
-        )
+        sizes = {"num_gpus": case.num_ranks, "gpus_per_node": case.gpus_per_node}
+        setup = Setup(spec, examined.strategy, config, **sizes, gpu=gpu, deployment=deployment_of(gpu))
         try:
-            estimate(setup.launched)
+            row = estimate(setup.launched)
         except ValueError as error:
             sentences.append(str(error).splitlines()[0])
             continue
+        if row.tokens_per_second is None and not setup.strategy.offloads:
+            sentences.append(f"the network between nodes of {gpu.name} is not known: give it with --network")
         setups.append(setup)
     notes += [f"note: {sentence}" for sentence in dict.fromkeys(sentences)]
     return setups
