@@ -108,10 +108,6 @@ class Finding:
     edits: tuple[Edit, ...] = ()
     "the changes that `--fix` makes; empty if editing files does not correct the fault"
 
-    @property
-    def is_fixed_in_files(self) -> bool:
-        return bool(self.edits)
-
 
 def fault(
     severity: str,
