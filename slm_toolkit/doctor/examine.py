@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from slm_toolkit.doctor.advice import findings
 from slm_toolkit.doctor.case import Case, is_of_cpus, located
@@ -63,7 +64,11 @@ def examine(case: Case) -> Examined:
             break
         corrected = mended(corrected, edits)
     strategy, refusals = _strategy(corrected)
-    return Examined(case, corrected, [*findings_so_far, *refusals], strategy)
+    path = f"{case.files.yaml_path}: "
+    for finding in refusals:
+        finding = dataclasses.replace(finding, sentence=finding.sentence.removeprefix(path))
+        findings_so_far.append(located(finding, corrected, finding.topic))
+    return Examined(case, corrected, findings_so_far, strategy)
 
 
 def examine_all(
@@ -71,38 +76,30 @@ def examine_all(
 ) -> tuple[list[Examined], list[Finding], list[str]]:
     """Return each examined case, all findings (gravest first), and notes on what was not checked."""
     notes: list[str] = []
-    examined_cases, setups = [], []
-    for case in cases:
-        examined = examine(case)
-        case_setups = _setups(examined, deployment_of=deployment_of, notes=notes)
-        ram_findings = [
-            located(finding, examined.corrected, "machine")
-            for setup in case_setups
-            for finding in host_ram_faults(examined.corrected, setup)
-        ]
-        corrected = mended(examined.corrected, edits_of(ram_findings))
-        examined_cases.append(
-            dataclasses.replace(examined, corrected=corrected, found=[*examined.found, *ram_findings])
-        )
-        setups += case_setups
-    all_findings = [finding for examined in examined_cases for finding in examined.found] + findings(setups)
-    return examined_cases, gravest_first(all_findings), list(dict.fromkeys(notes))
+    examined_cases = [examine(case) for case in cases]
+    found = [finding for examined in examined_cases for finding in examined.found]
+    setups = []
+    for examined in examined_cases:
+        for setup in _setups(examined, deployment_of=deployment_of, notes=notes):
+            setups.append(setup)
+            found += [
+                located(f, examined.corrected, "machine") for f in host_ram_faults(examined.case, setup)
+            ]
+    return examined_cases, gravest_first(found + findings(setups)), list(dict.fromkeys(notes))
 
 
 def _strategy(case: Case) -> tuple[Strategy | None, list[Finding]]:
     """Read the corrected files as a launch would; return the strategy, or what the launch would refuse."""
-    content = case.files.deepspeed if case.has_json else None
     try:
+        content = case.files.deepspeed if case.has_json else None
         strategy = strategy_of(case.config, case.files.yaml_path, content)
     except ValueError as error:
         sentences, _, hint = str(error).partition("\nhint: ")
-        why, change = "a launch stops with this error", "compare with the files of `slm configs --copy DIR`"
-        return None, _refusals(
-            case, "refused", sentences.splitlines(), "launch", why=why, change=hint or change
-        )
+        change = hint or "compare with the files of `slm configs --copy DIR`"
+        refused = partial(wrong, "refused", why="a launch stops with this error", change=change)
+        return None, [refused(line, file="yaml", topic="launch") for line in sentences.splitlines()]
     strategy = dataclasses.replace(strategy, name=case.name)
     count, per_node = case.num_ranks, min(case.num_ranks, case.gpus_per_node)
-    contradicted = contradictions(strategy, case.flags, num_processes=None if strategy.is_single else count)
     sizes = product_problem(strategy.parallel_sizes, count)
     try:
         if strategy.is_fsdp2 and sizes and not is_shipped(case.files.yaml_path):
@@ -111,19 +108,16 @@ def _strategy(case: Case) -> tuple[Strategy | None, list[Finding]]:
             undivided = placement_problems([strategy], num_gpus=[count], gpus_per_node=per_node)
     except ValueError:  # there is no estimate of this strategy: `_setups` adds a note
         undivided = []
-    why, change = "the trainer refuses to start", "remove the flag, or use another strategy"
+    refused = partial(wrong, why="the trainer refuses to start", file="yaml")
+    change = "remove the flag, or use another strategy"
+    contradicted = contradictions(strategy, case.flags, num_processes=None if strategy.is_single else count)
     return (None if undivided else strategy), [
-        *_refusals(case, "flag-contradiction", contradicted, "flags", why=why, change=change),
-        *_refusals(case, "groups-do-not-divide", undivided, "fsdp", why=why, change="another --num_gpus"),
+        *(refused("flag-contradiction", line, change=change, topic="flags") for line in contradicted),
+        *(
+            refused("groups-do-not-divide", line, change="another --num_gpus", topic="fsdp")
+            for line in undivided
+        ),
     ]
-
-
-def _refusals(
-    case: Case, name: str, sentences: list[str], topic: str, *, why: str, change: str
-) -> list[Finding]:
-    path = f"{case.files.yaml_path}: "
-    found = [wrong(name, s.removeprefix(path), why=why, change=change, file="yaml") for s in sentences]
-    return [located(finding, case, topic) for finding in found]
 
 
 def _setups(

@@ -120,6 +120,7 @@ def fault(
     file: str | None = None,
     key: str | None = None,
     topic: str = "",
+    speedup: float | None = None,
 ) -> Finding:
     """Return a finding; `file`, `key` and `change` follow from the edits unless they are given.
 
@@ -136,6 +137,7 @@ def fault(
         change=(change_by(edits) if change is None else change) + then,
         file=file or (place and place.file),
         key=key or (place and place.key),
+        speedup=speedup,
         edits=edits,
     )
 

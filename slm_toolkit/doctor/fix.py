@@ -99,18 +99,16 @@ def _touch(edit: Edit, other: Edit) -> bool:
 def mended(case: Case, edits: list[Edit]) -> Case:
     """Return the case after `edits`; no file is written."""
     files = case.files
-    by_file = {file: [edit for edit in edits if edit.file == file] for file in ("yaml", "json")}
-    if by_file["yaml"] and files.yaml_text:
+    of_yaml, of_json = ([edit for edit in edits if edit.file == file] for file in ("yaml", "json"))
+    if of_yaml and files.yaml_text:
         is_json = files.yaml_path.suffix == ".json"  # accelerate also reads its config from JSON
-        text = with_edits(files.yaml_text, by_file["yaml"], is_json=is_json)
-        config = _changed(files.config, by_file["yaml"])
-        files = dataclasses.replace(files, yaml_text=text, config=config)
+        text = with_edits(files.yaml_text, of_yaml, is_json=is_json)
+        files = dataclasses.replace(files, yaml_text=text, config=_changed(files.config, of_yaml))
         if files.json_path is None:  # the corrected YAML may name a JSON that can be read
             files = with_json(files)
-    if by_file["json"] and files.json_text:
-        text = with_edits(files.json_text, by_file["json"], is_json=True)
-        content = json.loads(text)
-        files = dataclasses.replace(files, json_text=text, deepspeed=content)
+    if of_json and files.json_text:
+        text = with_edits(files.json_text, of_json, is_json=True)
+        files = dataclasses.replace(files, json_text=text, deepspeed=json.loads(text))
     return dataclasses.replace(case, files=files)
 
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from slm_toolkit.doctor.case import Case, is_of_cpus
-from slm_toolkit.doctor.finding import Finding, fault, in_yaml, slow
+from slm_toolkit.doctor.finding import Finding, fault, slow
 from slm_toolkit.doctor.rule import Rule, faults_by
 from slm_toolkit.predict.memory.machine import host_bytes
 from slm_toolkit.predict.setup.setup import Setup
@@ -144,17 +144,14 @@ def host_ram_faults(case: Case, setup: Setup) -> Iterator[Finding]:
     needed, left = host_bytes(setup), total if free is None else free
     if needed <= left:
         return
-    edits, change = [], "--strategy ds_zero3 with zero3_init_flag: true (of offloaded state ds_zero3_nvme)"
-    if setup.strategy.zero_stage == 3 and host_bytes(setup, zero_init=True) <= left:
-        edits, change = [in_yaml("deepspeed_config.zero3_init_flag", True)], None
+    is_enough = setup.strategy.zero_stage == 3 and host_bytes(setup, zero_init=True) <= left
     yield fault(
         "wrong" if needed > total else "unwise",
         "host-ram",
         f"{needed / 2**30:.0f} GiB of host RAM for {setup.ranks_per_node} ranks, "
         f"there are {total / 2**30:.0f}" + ("" if needed > total else f", {free / 2**30:.0f} of them free"),
-        *edits,
         why="every rank builds the whole model in fp32 before sharding, and what is offloaded stays in host "
         "RAM; out of RAM, the kernel kills a rank",
-        change=change,
+        change=("" if is_enough else "--strategy ds_zero3 or ds_zero3_nvme with ") + "zero3_init_flag: true",
         file="yaml",
     )
