@@ -3,11 +3,11 @@
 import dataclasses
 from collections.abc import Iterator
 
-from slm_toolkit.doctor.finding import REMOVE, Finding, fault, slow, unwise, with_value, wrong
+from slm_toolkit.doctor.finding import Finding, fault, slow, unwise, wrong
 from slm_toolkit.predict.bottleneck import WORTH_SAYING, alignment_gain, levers, misaligned_widths
 from slm_toolkit.predict.estimate import estimate, largest_batch
 from slm_toolkit.predict.setup.setup import Setup
-from slm_toolkit.strategy.strategy import Strategy, find_strategy
+from slm_toolkit.strategy.strategy import find_strategy
 
 _CLEARLY_FASTER = 1.05
 "speedup; estimates are not accurate enough to compare smaller differences"
@@ -18,14 +18,16 @@ def needless(setup: Setup) -> Iterator[Finding]:
     """Report offload and sharding that the model does not need; the paper recommends DDP first."""
     spec, strategy, gpus = setup.spec.name, setup.strategy, f"{setup.num_gpus} x {setup.gpu.name}"
     if strategy.offloads:
-        row = estimate(dataclasses.replace(setup, strategy=without_offload(strategy)).launched)
+        shard = "full_shard" if strategy.reshard_after_forward else "shard_grad_op"
+        kept = find_strategy(f"ds_zero{strategy.zero_stage}" if strategy.is_deepspeed else f"fsdp_{shard}")
+        row = estimate(dataclasses.replace(setup, strategy=kept).launched)
         if row.verdict == "fits":
             yield unwise(
                 "offload-of-what-fits",
                 f"{spec} fits on {gpus} without offload: {row.peak_allocated_bytes / 2**30:.1f} GiB under "
-                f"{strategy.name}",
+                f"{kept.name}",
                 why="offload moves the training state over the host's bus in every step",
-                change="the same strategy without its offload keys",
+                change=f"--strategy {kept.name}, or the same files without their offload keys",
             )
         return
     if not strategy.sharded_parts:
@@ -46,19 +48,6 @@ def needless(setup: Setup) -> Iterator[Finding]:
             change=f"--strategy {plain.name}",
             speedup=speedup,
         )
-
-
-def without_offload(strategy: Strategy) -> Strategy:
-    """Return the strategy without its offload settings: everything stays on the GPU."""
-    if not strategy.is_deepspeed:
-        keys = ("fsdp_config", "fsdp_offload_params")
-        return dataclasses.replace(
-            strategy, accelerate_config=with_value(strategy.accelerate_config, keys, False)
-        )
-    content = strategy.deepspeed_config
-    for part in ("offload_optimizer", "offload_param"):
-        content = with_value(content, ("zero_optimization", part), REMOVE)
-    return dataclasses.replace(strategy, deepspeed_config=content)
 
 
 def _rate(setup: Setup) -> float:

@@ -6,16 +6,13 @@ from dataclasses import replace
 from slm_toolkit.doctor.case import Case, as_written, is_true
 from slm_toolkit.doctor.finding import (
     REMOVE,
-    Edit,
     Finding,
     change_by,
     in_json,
     in_yaml,
-    wrong,
 )
 from slm_toolkit.doctor.rule import Rule, faults_by
 from slm_toolkit.strategy.deepspeed_json import KEYS_OF_THE_JSON
-from slm_toolkit.strategy.settings import value_at
 
 ZERO = "zero_optimization"
 OFFLOADED = ("offload_optimizer", "offload_param")
@@ -23,7 +20,6 @@ BUCKET = 13_107_200
 "elements: 25 MiB in bf16, like DDP's buckets; the value in ds_configs/"
 _WORTH_SAYING_BYTES = 100 * 2**20
 "a bucket that wastes less memory than this is not reported"
-_TWICE = "accelerate refuses this setting in a YAML that also names a DeepSpeed JSON"
 _LARGER = "{key} is {value}, {spec.name} has {spec.num_params:,}"
 
 
@@ -136,19 +132,6 @@ _RULES = (
     ),
     *(
         Rule(
-            "could be faster",
-            "unpinned-offload",
-            f"{ZERO}.{part}.pin_memory",
-            lambda case, value, part=part: value is False and case.offload(part) != "none",
-            True,
-            sentence=f"{part}.pin_memory is false",
-            why="memory that is not pinned is copied twice, and the GPU waits for each copy",
-            then=", if `ulimit -l` and the RAM allow it",
-        )
-        for part in OFFLOADED
-    ),
-    *(
-        Rule(
             "wrong",
             "nvme-path",
             f"{ZERO}.{part}.nvme_path",
@@ -186,7 +169,7 @@ _OF_THE_YAML = (
         lambda case, value: case.has_json and value not in (None, False),  # false: see unquoted-no
         REMOVE,
         sentence="{key} is {value} in the YAML, which also names {case.files.json_path.name}",
-        why=_TWICE,
+        why="accelerate refuses this setting in a YAML that also names a DeepSpeed JSON",
         then="; DeepSpeed reads bf16.enabled from the JSON",
     ),
 )
@@ -195,31 +178,12 @@ _OF_THE_YAML = (
 def deepspeed_faults(case: Case) -> Iterator[Finding]:
     if case.engine != "DEEPSPEED":
         return
-    yield from _set_twice(case)
     if not case.has_json and case.section("deepspeed_config").get("deepspeed_config_file"):
         return  # the settings are in a JSON that can't be read
     if case.zero_stage is not None:
         yield from faults_by(_OF_THE_YAML, case, case.config, edit=in_yaml)
         for finding in faults_by(_RULES, case, case.deepspeed, edit=in_json, shown=_shown):
             yield in_its_file(finding, case)
-
-
-def _set_twice(case: Case) -> Iterator[Finding]:
-    """Report YAML keys that belong in the JSON; the edits move a key that the JSON lacks."""
-    section = case.section("deepspeed_config") if case.has_json else {}
-    for name, keys in KEYS_OF_THE_JSON.items():
-        if name not in section:
-            continue
-        value = section[name]
-        is_moved = value_at(case.deepspeed, keys) is None and value not in (None, "none")
-        yield wrong(
-            "set-twice",
-            f"{name} is {as_written(value)} in the YAML; it names {case.files.json_path.name}",
-            in_yaml(f"deepspeed_config.{name}", REMOVE),
-            *([Edit("json", keys, value)] if is_moved else []),
-            why=_TWICE,
-            change=f"remove it from the YAML; DeepSpeed reads {'.'.join(keys)} from the JSON",
-        )
 
 
 def _shown(case: Case, key: str, value: object) -> str:
@@ -242,5 +206,6 @@ def in_its_file(finding: Finding, case: Case) -> Finding:
         return replace(finding, edits=(), file="yaml", key=key, change=change)
     values = [REMOVE if edit.value == "auto" else edit.value for edit in finding.edits]
     edits = tuple(in_yaml(f"{section}.{name}", value) for value in values)
-    change = change_by(edits) + finding.change.removeprefix(change_by(finding.edits))
-    return replace(finding, edits=edits, file="yaml", key=f"{section}.{name}", change=change)
+    return replace(
+        finding, edits=edits, file="yaml", key=f"{section}.{name}", change=change_by(edits) or finding.change
+    )

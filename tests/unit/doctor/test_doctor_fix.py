@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import DEEPSPEED, own_strategy, slm_here
+from conftest import own_strategy, slm_here
 
 from slm_toolkit.doctor.finding import REMOVE, Edit
 from slm_toolkit.doctor.fix import with_edits
@@ -257,20 +257,6 @@ def test_comments_and_all_other_lines_stay(
         COMMENTED, [Edit("yaml", tuple(key.split(".")), value) for key, value in edits], is_json=False
     )
     assert done.splitlines() == [line for some in lines for line in some]
-
-
-def test_settings_in_the_yaml_move_to_a_json_that_is_silent(tmp_path: Path) -> None:
-    (tmp_path / "mine.json").write_text('{"zero_optimization": {"stage": 2, "overlap_comm": true}}')
-    path = tmp_path / "mine.yaml"
-    path.write_text(
-        f"{DEEPSPEED}  deepspeed_config_file: mine.json\n  gradient_clipping: 0.5\nnum_processes: 8\n"
-    )
-    done = slm_here(
-        "doctor", *H100S, "--max_grad_norm", "0.5", "--strategy", str(path), "--fix", str(tmp_path / "out")
-    )
-    assert done.code == 0, done.out
-    assert json.loads((tmp_path / "out" / "mine.json").read_text())["gradient_clipping"] == 0.5
-    assert "gradient_clipping" not in (tmp_path / "out" / "mine.yaml").read_text()
 
 
 def test_the_gpus_seen_are_those_that_cuda_would_see() -> None:
