@@ -2,15 +2,13 @@
 
 import argparse
 import json
+import shutil
 import sys
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-
-from rich.console import Console
-from rich.text import Text
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.cli.deployment_flags import add_network_flag, deployments
@@ -137,8 +135,7 @@ def _doctor(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([as_json(finding) for finding in found], indent=2))
     elif found:
-        console = Console(markup=False, emoji=False)
-        console.print(finding_text(found, width=console.width), soft_wrap=True)
+        print(finding_text(found, width=shutil.get_terminal_size().columns))
     else:
         print(f"{cases[0].flags.model}: no findings")
     left = found
@@ -249,51 +246,38 @@ def _fix(examined: list[Examined], folder: Path, *, overwrite: bool) -> list[str
 
 # Findings as text: the fault, why, and the change, wrapped to the width.
 
-_STYLE = {"wrong": "bold red", "unwise": "bold yellow", "could be faster": "green"}
-_INDENT = "    "
 
-
-def finding_text(found: list[Finding], *, width: int) -> Text:
+def finding_text(found: list[Finding], *, width: int) -> str:
     """Return all findings as text, gravest first, and how many of each severity are shown.
 
     A finding that several files or GPUs share is printed once, with the files, or with the largest speedup.
-    Lines break only between words, so that flags and paths can be copied. Print it with `soft_wrap=True`.
+    Lines break only between words, so that flags and paths can be copied.
     """
-    text = Text()
     groups: dict[tuple, list[Finding]] = {}
     for f in found:
         same = () if f.gpu else (f.severity, f.sentence, f.why)
         groups.setdefault((f.name, f.change, *same), []).append(f)
+    lines = []
     for first, *others in groups.values():
-        line = f"{first.severity}: {first.sentence}  [{first.name}]"
-        text.append_text(_wrapped(line, width, style=_STYLE[first.severity]))
         places = [": ".join(filter(None, (f.file, f.key))) for f in (first, *others) if f.file]
         also = [
             f.gpu if f.strategy == first.strategy else f"{f.strategy} on {f.gpu}" for f in others if f.gpu
         ]
         if also:
             places.append(f"also: {', '.join(dict.fromkeys(also))}")
-        for place in dict.fromkeys(places):
-            text.append(f"{_INDENT}{place}\n", style="dim")
-        text.append_text(_wrapped(f"why: {first.why}", width, indent=_INDENT))
-        text.append_text(_wrapped(f"change: {first.change}", width, indent=_INDENT, style="bold"))
+        lines += _wrapped(f"{first.severity}: {first.sentence}  [{first.name}]", width)
+        lines += [f"    {place}" for place in dict.fromkeys(places)]
+        lines += _wrapped(f"    why: {first.why}", width)
+        lines += _wrapped(f"    change: {first.change}", width)
     counts = Counter(first.severity for first, *_ in groups.values())
-    line = ", ".join(f"{counts[name]} {name}" for name in SEVERITIES if counts[name])
     num_mended = sum(bool(first.edits) for first, *_ in groups.values())
-    text.append(line + (f"; --fix corrects {num_mended}" if num_mended else ""), style="bold")
-    return text
+    line = ", ".join(f"{counts[name]} {name}" for name in SEVERITIES if counts[name])
+    return "\n".join([*lines, line + (f"; --fix corrects {num_mended}" if num_mended else "")])
 
 
-def _wrapped(words: str, width: int, *, indent: str = "", style: str = "") -> Text:
-    """Return a paragraph with a hanging indent. `style` applies to the text before its first colon."""
-    lines = textwrap.fill(
-        words,
-        width=max(width, 40),
-        initial_indent=indent,
-        subsequent_indent=_INDENT + indent,
-        break_long_words=False,
-        break_on_hyphens=False,
+def _wrapped(words: str, width: int) -> list[str]:
+    """Return the lines of a paragraph with a hanging indent."""
+    indent = "        " if words.startswith(" ") else "    "
+    return textwrap.wrap(
+        words, max(width, 40), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
-    text = Text(f"{lines}\n")
-    text.stylize(style, 0, len(indent) + words.index(":"))
-    return text

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import yaml
-
 SEVERITIES = ("wrong", "unwise", "could be faster")
 "wrong: the launch fails, does not do what a setting says, or wastes most of its money"
 TOPICS = (
@@ -165,21 +163,15 @@ def with_value(content: Any, keys: tuple[str, ...], value: Any) -> Any:
 
 def change_by(edits: Sequence[Edit]) -> str:
     """Describe the edits: `key: value` for each written key, and the names of the removed keys."""
-    written = [
-        f"{edit.keys[-1]}: {(as_yaml if edit.file == 'yaml' else json.dumps)(edit.value)}"
-        for edit in edits
-        if edit.value is not REMOVE
-    ]
+    written = []
+    for edit in edits:
+        is_plain = edit.file == "yaml" and isinstance(edit.value, str)
+        if edit.value is not REMOVE:
+            written.append(f"{edit.keys[-1]}: {edit.value if is_plain else json.dumps(edit.value)}")
     removed = ", ".join(edit.keys[-1] for edit in edits if edit.value is REMOVE)
     if removed:
         written.append(f"without {removed}" if written else f"remove {removed}")
     return ", ".join(written)
-
-
-def as_yaml(value: Any) -> str:
-    """Return a value as JSON, which YAML reads, too; a string without quotes if it needs none."""
-    is_plain = isinstance(value, str) and yaml.safe_load(value) == value
-    return value if is_plain else json.dumps(value)
 
 
 def gravest_first(findings: list[Finding]) -> list[Finding]:
