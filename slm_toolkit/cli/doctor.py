@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from slm_toolkit.base.errors import user_errors
+from slm_toolkit.base.errors import user_errors, without_controls
 from slm_toolkit.cli.deployment_flags import add_network_flag, deployments
 from slm_toolkit.config.flag_pairs import Pair, flags_given, pair_problems
 from slm_toolkit.config.flags import add_flags, config_from_args
@@ -271,8 +271,8 @@ def finding_text(found: list[Finding], *, width: int) -> str:
         lines += _wrapped(f"    change: {first.change}", width)
     counts = Counter(first.severity for first, *_ in groups.values())
     num_mended = sum(bool(first.edits) for first, *_ in groups.values())
-    line = ", ".join(f"{counts[name]} {name}" for name in SEVERITIES if counts[name])
-    return "\n".join([*lines, line + (f"; --fix corrects {num_mended}" if num_mended else "")])
+    lines.append(", ".join(f"{counts[name]} {name}" for name in SEVERITIES if counts[name]))
+    return without_controls("\n".join(lines)) + (f"; --fix corrects {num_mended}" if num_mended else "")
 
 
 def _wrapped(words: str, width: int) -> list[str]:

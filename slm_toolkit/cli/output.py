@@ -5,7 +5,7 @@ import dataclasses
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.cli.deployment_flags import add_price_flag
@@ -34,25 +34,6 @@ def check_exports(paths: list[Path]) -> None:
             problems.append(f"--export {path}: {what}")
     if problems:
         raise ValueError("\n".join(problems) + "\nhint: name a file in an existing folder")
-
-
-def _write_exports(report: "Report", content: list[dict[str, Any]], paths: list[Path]) -> None:
-    """Write all exports; print what a page leaves out. `content`: the objects of `--json`."""
-    from slm_toolkit.report.tables.export import write_export
-
-    problems: list[str] = []
-
-    def page() -> str:
-        panels = report.panels(problems=problems)
-        problems.extend(f"{panel.title}: {panel.missing}" for panel in panels if panel.missing)
-        return report.to_html(panels=panels)
-
-    for path in paths:
-        with user_errors():
-            write_export(path, report.rows, content, page=page)
-        print(f"wrote {path}", file=sys.stderr)
-    for problem in problems:
-        print(f"left out: {problem}", file=sys.stderr)
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
@@ -130,7 +111,7 @@ def print_records(
     """
     from slm_toolkit.report.rows import labelled
     from slm_toolkit.report.tables.baseline import baseline_table, changes
-    from slm_toolkit.report.tables.export import json_rows, json_text
+    from slm_toolkit.report.tables.export import json_rows, json_text, write_export
     from slm_toolkit.report.tables.sections import failed_references, sections
 
     for problem in report.problems:
@@ -150,7 +131,10 @@ def print_records(
     if baseline:
         by_record = {change.record_now: dataclasses.asdict(change) for change in found}
         content = [{**row, "baseline": by_record.get(row["record"])} for row in content]
-    _write_exports(report, content, args.export)
+    for path in args.export:
+        with user_errors():
+            write_export(path, rows, content, page=report.to_html)
+        print(f"wrote {path}", file=sys.stderr)
     if args.json:
         print(json_text(content))
         print("".join(f"{line}\n" for line in unchecked), end="", file=sys.stderr)

@@ -41,8 +41,7 @@ _LARGEST_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
 _GROWTH = 4
 _ALIGNED_BYTES = 16  # NCCL is slower if a shard is not a multiple of this
 _NUM_WARMUPS = 5
-_FEWEST_REPEATS, _MOST_REPEATS = 20, 100
-_SIZE_SECONDS = 0.3  # repeat for this long, so that the median is robust against other programs' noise
+_NUM_REPEATS = 30  # so that the median is robust against other programs' noise
 _REPEAT_SECONDS = 0.002  # a repeat lasts this long, so that the barrier's skew does not matter
 _MOST_IN_A_ROW = 50
 _PROBE_SECONDS = 30.0  # limit of the time that the ranks measure
@@ -106,14 +105,11 @@ def measure(device: torch.device) -> list[CollectiveTiming]:
     for collective in COLLECTIVES:  # the first call of each collective connects the ranks and takes seconds
         _operation(collective, _SMALLEST_BYTES, device)[0]()
     timings: list[CollectiveTiming] = []
-    began = time.perf_counter()
-    size_bytes, used_seconds = _SMALLEST_BYTES, 0.0
+    began, size_bytes = time.perf_counter(), _SMALLEST_BYTES
     while size_bytes <= _LARGEST_BYTES[device.type]:
         timings += [_timing(collective, size_bytes, device) for collective in COLLECTIVES]
-        before_seconds = used_seconds
         used_seconds = max(gather_to_all(time.perf_counter() - began))  # all ranks must decide the same
-        next_seconds = _GROWTH * (used_seconds - before_seconds)
-        if size_bytes > _SMALLEST_BYTES and used_seconds + next_seconds > _PROBE_SECONDS:
+        if size_bytes > _SMALLEST_BYTES and used_seconds * _GROWTH > _PROBE_SECONDS:
             break
         size_bytes *= _GROWTH
     return timings
@@ -124,9 +120,7 @@ def _timing(collective: str, size_bytes: int, device: torch.device) -> Collectiv
     warmups = [_seconds_each(operation, device, num_in_a_row=1) for _ in range(_NUM_WARMUPS)]
     pilot_seconds = max(gather_to_all(min(warmups)))  # all ranks must repeat equally often
     num_in_a_row = min(max(round(_REPEAT_SECONDS / pilot_seconds), 1), _MOST_IN_A_ROW)
-    num_in_time = round(_SIZE_SECONDS / (num_in_a_row * pilot_seconds))
-    num_repeats = min(max(num_in_time, _FEWEST_REPEATS), _MOST_REPEATS)
-    rank_seconds = [_seconds_each(operation, device, num_in_a_row=num_in_a_row) for _ in range(num_repeats)]
+    rank_seconds = [_seconds_each(operation, device, num_in_a_row=num_in_a_row) for _ in range(_NUM_REPEATS)]
     all_seconds = tuple(max(of_ranks) for of_ranks in zip(*gather_to_all(rank_seconds), strict=True))
     timing = CollectiveTiming(collective, num_bytes, median(all_seconds), all_seconds)
     if dist.get_rank() == 0:
