@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.cli.deployment_flags import add_price_flag
-from slm_toolkit.record.files import find_records
-from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
+from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.report.tables.fitted import console_of_stdout
 
 if TYPE_CHECKING:
@@ -86,16 +85,14 @@ def print_notes(notes: Iterable[str]) -> None:
 
 def read_baseline(folder: Path | None) -> list[tuple[Path, RunRecord]]:
     """Read the records of --baseline, before new records are written. Raises ValueError if there are none."""
+    from slm_toolkit.results import read_records
+
     if folder is None:
         return []
-    records, problems = find_records([folder])
-    if not records:
-        raise ValueError(
-            (problems or [f"no {RECORD_FILE} under {folder}"])[0] + "\nhint: --baseline takes earlier records"
-        )
-    for problem in problems:
+    records = read_records(folder)
+    for problem in records.problems:
         print(f"left out of the baseline: {problem}", file=sys.stderr)
-    return records
+    return records.pairs
 
 
 def print_records(

@@ -6,21 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slm_toolkit.base.errors import user_errors
-from slm_toolkit.base.safe_files import write_beside
 
 _DESCRIPTION = """\
-List, print or copy shell scripts. Each answers one question, with commands and an estimated time and cost.
+List or print shell scripts. Each answers one question, with commands and an estimated time and cost.
 With a GPU a recipe trains for real, by the variables in its first block, which the environment can change.
 Without a GPU, or with TRY=1, it trains two steps of a tiny model."""
 _EXAMPLES = """\
   slm recipes                            list all recipes, with hardware, time and cost
   slm recipes lora                       print one
-  slm recipes --copy mine                write all of them as files
+  slm recipes lora > lora.sh             write it as a file
 """
 _EPILOG = """\
 more examples:
   TRY=1 bash <(slm recipes lora)         two steps of it, on any computer
-  MODEL=slm-500m-hw bash mine/cheapest_100m.sh
+  MODEL=slm-500m-hw bash <(slm recipes cheapest_100m)
 """
 
 
@@ -54,9 +53,6 @@ def fill(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `slm recipes`."""
     parser.description, parser.examples, parser.epilog = _DESCRIPTION, _EXAMPLES, _EPILOG
     parser.add_argument("name", nargs="?", help="recipe to print (default: list all)")
-    parser.add_argument(
-        "--copy", type=Path, metavar="DIR", help="write all recipes, or the named one, into DIR"
-    )
     parser.set_defaults(verb=_recipes)
 
 
@@ -78,29 +74,17 @@ def _folder() -> Path:
 
 
 def _recipes(args: argparse.Namespace) -> int:
-    with user_errors():
-        chosen = _named(args.name)
-        if args.copy is not None:
-            texts = {args.copy / f"{recipe.name}.sh": recipe.text for recipe in chosen}
-            for path in write_beside(texts, flag="--copy"):
-                path.chmod(0o755)
-            print(*texts, sep="\n")
-            return 0
-    if args.name is not None:
-        print(chosen[0].text, end="")
-    else:
-        for recipe in chosen:
+    recipes = shipped_recipes()
+    if args.name is None:
+        for recipe in recipes:
             print(f"{recipe.name:18}{recipe.question}")
             print(f"{'':18}{recipe.hardware}; {recipe.time}; {recipe.cost}")
-        print("time and cost as estimated on", max(recipe.as_of for recipe in chosen))
+        print("time and cost as estimated on", max(recipe.as_of for recipe in recipes))
         print("print one: slm recipes NAME; run it: bash <(slm recipes NAME)")
+        return 0
+    texts = {recipe.name: recipe.text for recipe in recipes}
+    with user_errors():
+        if args.name not in texts:
+            raise ValueError(f"unknown recipe {args.name!r}\nhint: there are {', '.join(texts)}")
+    print(texts[args.name], end="")
     return 0
-
-
-def _named(name: str | None) -> list[Recipe]:
-    recipes = shipped_recipes()
-    chosen = [recipe for recipe in recipes if name is None or recipe.name == name]
-    if not chosen:
-        names = ", ".join(recipe.name for recipe in recipes)
-        raise ValueError(f"unknown recipe {name!r}\nhint: there are {names}")
-    return chosen

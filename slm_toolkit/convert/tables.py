@@ -71,10 +71,8 @@ PAIRS = (
         (1,),
         "to_fsdp",
     ),
-    Pair(_OFFLOAD, True, _OPTIMIZER, "cpu", _HOST, True, (3,), "to_zero"),
-    Pair(_OFFLOAD, True, _PARAM, "cpu", _HOST, True, (3,), "to_zero"),
-    Pair(_OFFLOAD, True, _OPTIMIZER, "cpu", _TOGETHER, False, (3,), "to_fsdp"),
-    Pair(_OFFLOAD, True, _PARAM, "cpu", _TOGETHER, False, (3,), "to_fsdp"),
+    Pair(_OFFLOAD, True, _OPTIMIZER, "cpu", _TOGETHER, False, (3,)),
+    Pair(_OFFLOAD, True, _PARAM, "cpu", _TOGETHER, False, (3,)),
     Pair(
         _OFFLOAD,
         True,

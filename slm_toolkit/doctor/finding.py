@@ -176,15 +176,11 @@ def change_by(edits: Sequence[Edit]) -> str:
 
 def gravest_first(findings: list[Finding]) -> list[Finding]:
     """Return the findings without repetitions, sorted by severity, then topic, then largest speedup."""
-
-    def gravity(finding: Finding) -> tuple[int, int, float]:
-        topic_index = TOPICS.index(finding.topic)
-        return SEVERITIES.index(finding.severity), topic_index, -(finding.speedup or 0)
-
-    unique: dict[tuple, Finding] = {}
-    for f in findings:
-        unique.setdefault((f.name, f.sentence, f.file, f.strategy, f.gpu), f)
-    return sorted(unique.values(), key=gravity)
+    unique = {(f.name, f.sentence, f.file, f.strategy, f.gpu): f for f in findings}
+    return sorted(
+        unique.values(),
+        key=lambda f: (SEVERITIES.index(f.severity), TOPICS.index(f.topic), -(f.speedup or 0)),
+    )
 
 
 def as_json(finding: Finding) -> dict[str, Any]:

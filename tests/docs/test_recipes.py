@@ -187,15 +187,8 @@ def test_the_list_has_every_recipes_question_and_figures() -> None:
             assert said in done.out
 
 
-def test_one_is_printed_as_it_is_and_copies_can_be_run(tmp_path: Path) -> None:
+def test_one_is_printed_as_it_is() -> None:
     assert slm("recipes", "lora").out == (ROOT / "recipes" / "lora.sh").read_text()
-    done = slm("recipes", "--copy", str(tmp_path / "mine"))
-    assert done.code == 0, done.err
-    assert {path.stem for path in (tmp_path / "mine").iterdir()} == RECIPES.keys()
-    assert os.access(tmp_path / "mine" / "slurm.sh", os.X_OK)
-    again = slm("recipes", "lora", "--copy", str(tmp_path / "mine"))
-    assert again.code == 2
-    assert "lora.sh exists" in again.err
 
 
 def test_an_unknown_recipe_is_answered_with_the_names() -> None:

@@ -44,7 +44,7 @@ def test_every_key_of_a_shipped_strategy_is_accounted_for(name: str, engine: str
 
 _F, _Z = "fsdp_config.fsdp_", "zero_optimization."
 CASES = [  # what the source sets; the key asked about; what becomes of it; where
-    ({f"{_F}offload_params": True}, "carried", "zero_optimization.offload_param.device: cpu"),
+    ({f"{_F}offload_params": True}, "nearest", "zero_optimization.offload_param.device: cpu"),
     (
         {f"{_F}offload_params": "True", f"{_F}reshard_after_forward": False},
         "nearest",
