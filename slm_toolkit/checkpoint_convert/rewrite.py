@@ -118,12 +118,18 @@ def _write_for_deepspeed(
     of_all = {"ds_version": deepspeed.__version__, "param_groups": [group]}
     torch.save({**of_all, "optimizer_state_dict": of_zero3}, folder / "zero" / "optimizer_state.pt")
     manifest = source.manifest
+    unused = ("optimizer", "lr_scheduler", "data_sampler", "random_ltd", "frozen_param_shapes")
     described = {
-        **dict.fromkeys(("optimizer", "lr_scheduler", "data_sampler", "random_ltd")),
-        **dict.fromkeys(("frozen_param_shapes", "frozen_param_fragments")),
-        **{"module": {}, "buffer_names": [], "shared_params": {}, "param_shapes": [shapes]},
-        **{"global_steps": manifest.step, "skipped_steps": manifest.step - manifest.optimizer_steps},
-        **{"dp_world_size": num_ranks, "mp_world_size": 1, "ds_config": {}},
+        **dict.fromkeys((*unused, "frozen_param_fragments")),
+        "module": {},
+        "buffer_names": [],
+        "shared_params": {},
+        "param_shapes": [shapes],
+        "global_steps": manifest.step,
+        "skipped_steps": manifest.step - manifest.optimizer_steps,
+        "dp_world_size": num_ranks,
+        "mp_world_size": 1,
+        "ds_config": {},
         "ds_version": deepspeed.__version__,
     }
     for name in ("mp_rank_00", *(f"zero_pp_rank_{rank}_mp_rank_00" for rank in range(num_ranks))):
@@ -161,9 +167,12 @@ def _adamw_options(source: Checkpoint) -> dict[str, Any]:
     if not record.is_file():
         return {}
     config = read_record(record).config
-    betas = (config.adam_beta1, config.adam_beta2)
-    more = {"eps": config.adam_epsilon, "weight_decay": config.weight_decay}
-    return {"lr": config.learning_rate, "betas": betas, **more}
+    return {
+        "lr": config.learning_rate,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": config.adam_epsilon,
+        "weight_decay": config.weight_decay,
+    }
 
 
 def _empty_model(source: Checkpoint, name: str | None) -> torch.nn.Module:

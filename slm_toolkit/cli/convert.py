@@ -19,9 +19,9 @@ _FORMS = {
     "accelerate_deepspeed": "an accelerate YAML and the DeepSpeed JSON it names",
 }
 _CHECKPOINT_FORMS = {
-    "hf_model": "of a checkpoint: a Hugging Face model in fp32, without a tokenizer",
-    "fsdp_checkpoint": "of a checkpoint: for Accelerator.load_state under FSDP2, SHARDED_STATE_DICT",
-    "ds_universal": "of a checkpoint: for DeepSpeed with checkpoint: {load_universal: true}",
+    "hf_model": "a checkpoint as a Hugging Face model in fp32, without a tokenizer",
+    "fsdp_checkpoint": "a checkpoint for Accelerator.load_state under FSDP2, SHARDED_STATE_DICT",
+    "ds_universal": "a checkpoint for DeepSpeed with checkpoint: {load_universal: true}",
 }
 _DESCRIPTION = """\
 Convert accelerate YAMLs (FSDP2, DeepSpeed) and DeepSpeed JSONs into one another. The files go to stdout, or
@@ -140,7 +140,7 @@ def _convert_checkpoint(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(facts, indent=2))
     else:
-        print(f"{facts['output']}: {_CHECKPOINT_FORMS[args.to].removeprefix('of a checkpoint: ')}")
+        print(f"{facts['output']}: {_CHECKPOINT_FORMS[args.to]}")
         print(
             f"from {facts['source']}: step {facts['step']}, {facts['num_parameters']:,} parameters, "
             f"written under {facts['written_by']} x {facts['num_processes']}"

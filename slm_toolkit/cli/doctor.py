@@ -56,7 +56,6 @@ _EXAMPLES = """\
 """
 _EPILOG = """\
 more examples:
-  slm doctor --model slm-1b --strategy my_deepspeed.json          a DeepSpeed JSON by itself
   slm doctor --model slm-1b --strategy my.yaml --fix . --overwrite    in place
   slm doctor --strategy my.yaml --json --strict                   for CI
 severities:

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,15 +23,14 @@ def check_exports(paths: list[Path]) -> None:
     """Raise ValueError for files of --export that can't be written, before anything runs."""
     from slm_toolkit.report.tables.export import ENDINGS
 
-    problems = []
     for path in paths:
+        problem = None
         if path.suffix not in ENDINGS:
-            problems.append(f"--export {path}: the file must end in {', '.join(ENDINGS)}")
+            problem = f"the file must end in {', '.join(ENDINGS)}"
         elif path.is_dir() or not path.parent.is_dir():
-            what = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-            problems.append(f"--export {path}: {what}")
-    if problems:
-        raise ValueError("\n".join(problems) + "\nhint: name a file in an existing folder")
+            problem = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        if problem:
+            raise ValueError(f"--export {path}: {problem}\nhint: name a file in an existing folder")
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
@@ -71,16 +69,6 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
         help="write FILE.csv with the rows of --json, FILE.md with the table and all of its columns, or "
         "FILE.html, one page with the table and all charts. Can be repeated",
     ).basic = True
-
-
-def print_notes(notes: Iterable[str]) -> None:
-    """Print lines on stderr; a terminal wraps them between words, a file has one line each."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(stderr=True)
-    for note in notes:
-        console.print(Text(note), soft_wrap=not console.is_terminal)
 
 
 def read_baseline(folder: Path | None) -> list[tuple[Path, RunRecord]]:

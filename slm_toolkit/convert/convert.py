@@ -174,10 +174,10 @@ def _settings(strategy: Strategy, config: dict[str, Any], engine: str) -> list[S
         inline = {} if strategy.deepspeed_config_file else {f"json.{ZERO}stage": strategy.zero_stage}
         defaults = {**inline, **({INIT_FLAG: True} if strategy.is_zero_3 else {})}
     present = {".".join(setting.path) for setting in found}
-    absent = {key: value for key, value in defaults.items() if key not in present}
     return found + [
         Setting(key.removeprefix("json."), None, tuple(key.split(".")), value)
-        for key, value in absent.items()
+        for key, value in defaults.items()
+        if key not in present
     ]
 
 
@@ -216,19 +216,19 @@ def _written(
     rows: list[KeyAccount], strategy: Strategy, engine: str, stage: int, folder: Path | None
 ) -> Converted:
     """Write the YAML and, under DeepSpeed, the JSON, unless the source's JSON is used unchanged."""
-    name = f"{strategy.name}_as_{engine}"
+    name, beside = f"{strategy.name}_as_{engine}", folder or Path()
     json_file = strategy.deepspeed_config_file if strategy.is_deepspeed else None
     config: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": engine.upper()}
     if engine == "deepspeed":
-        named = _in_folder(folder, f"{name}.json")
+        named = str(beside / f"{name}.json")
         if json_file is not None:
             named = _path_to_show(deepspeed_config_path(json_file, Path(strategy.path)))
             key = Path(strategy.path).name if strategy.is_bare_json else _JSON_FILE
-            value, why = (
-                f"{len(flat(strategy.deepspeed_config))} keys",
-                "the file is used unchanged, with all its keys",
+            value = f"{len(flat(strategy.deepspeed_config))} keys"
+            why = "the file is used unchanged, with all its keys"
+            rows.append(
+                KeyAccount(key, value, "carried", {("deepspeed_config", "deepspeed_config_file"): named}, why)
             )
-            rows.append(KeyAccount(key, value, "carried", {tuple(_JSON_FILE.split(".")): named}, why))
         config["deepspeed_config"] = {"deepspeed_config_file": named}
     elif json_file is not None and not strategy.is_bare_json:
         rows.append(KeyAccount(_JSON_FILE, json_file, "default", why="each of its keys has its own row"))
@@ -247,7 +247,7 @@ def _written(
     if deepspeed := config.pop("json", None):
         files[f"{name}.json"] = json.dumps(deepspeed, indent=2) + "\n"
     text = yaml.safe_dump(config, sort_keys=False, width=200)
-    command = ["accelerate", "launch", "--config_file", _in_folder(folder, f"{name}.yaml"), "train.py"]
+    command = ["accelerate", "launch", "--config_file", str(beside / f"{name}.yaml"), "train.py"]
     if "num_processes" not in config:
         command[2:2] = ["--num_processes", "N"]
         why = "add --num_processes N to this command, or to accelerate launch"
@@ -295,8 +295,3 @@ def _path_to_show(path: Path) -> str:
     """Return a path relative to the working folder, or absolute if it is outside."""
     relative = os.path.relpath(path)
     return os.path.realpath(path) if relative.startswith("..") else relative
-
-
-def _in_folder(folder: Path | None, name: str) -> str:
-    """Return the name by which one file of the result refers to another."""
-    return name if folder is None else str(folder / name)

@@ -18,6 +18,8 @@ ZERO = "zero_optimization"
 OFFLOADED = ("offload_optimizer", "offload_param")
 BUCKET = 13_107_200
 "elements: 25 MiB in bf16, like DDP's buckets; the value in ds_configs/"
+_LIVE = 200_000_000
+"elements: more than two layers and the head of a small model; the value in ds_configs/"
 _WORTH_SAYING_BYTES = 100 * 2**20
 "a bucket that wastes less memory than this is not reported"
 _LARGER = "{key} is {value}, {spec.name} has {spec.num_params:,}"
@@ -28,15 +30,10 @@ def _reuse_distance(case: Case) -> int:
     return 2 * (case.spec.num_params - case.spec.params_per_layer)
 
 
-def _enough_live(case: Case) -> int:
-    """Return the elements of two layers and the head."""
-    return max(2 * case.spec.params_per_layer + case.spec.embedding_params, BUCKET)
-
-
 def _gathers_all(case: Case, value: object) -> bool:
     zero, params = case.zero_settings, case.spec.num_params
     is_all = zero.stage == 3 and zero.stage3_max_live_parameters >= params
-    return is_all and zero.stage3_prefetch_bucket_size > 0 and 2 * (params - _enough_live(case)) >= 2**30
+    return is_all and zero.stage3_prefetch_bucket_size > 0 and 2 * (params - _LIVE) >= 2**30
 
 
 # sizes: deepspeed 0.19.8, runtime/zero/partitioned_param_coordinator.py
@@ -110,11 +107,11 @@ _RULES = (
         "zero3-gathers-all",
         f"{ZERO}.stage3_max_live_parameters",
         _gathers_all,
-        _enough_live,
+        _LIVE,
         sentence=_LARGER,
         why="parameters are gathered ahead until this many are live: here all of them, {gib:.1f} GiB on "
         "every rank",
-        then=", enough for two layers and the head",
+        then=", as in ds_configs/",
     ),
     *(
         Rule(

@@ -1,7 +1,7 @@
 """Collect all findings of a case, including those that appear only after other faults are corrected."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -64,10 +64,7 @@ def examine(case: Case) -> Examined:
             break
         corrected = mended(corrected, edits)
     strategy, refusals = _strategy(corrected)
-    path = f"{case.files.yaml_path}: "
-    for finding in refusals:
-        finding = dataclasses.replace(finding, sentence=finding.sentence.removeprefix(path))
-        findings_so_far.append(located(finding, corrected, finding.topic))
+    findings_so_far += [located(finding, corrected, "launch") for finding in refusals]
     return Examined(case, corrected, findings_so_far, strategy)
 
 
@@ -76,16 +73,16 @@ def examine_all(
 ) -> tuple[list[Examined], list[Finding], list[str]]:
     """Return each examined case, all findings (gravest first), and notes on what was not checked."""
     notes: list[str] = []
+    setups, found = [], []
     examined_cases = [examine(case) for case in cases]
-    found = [finding for examined in examined_cases for finding in examined.found]
-    setups = []
     for examined in examined_cases:
+        found += examined.found
         for setup in _setups(examined, deployment_of=deployment_of, notes=notes):
             setups.append(setup)
-            found += [
-                located(f, examined.corrected, "machine") for f in host_ram_faults(examined.case, setup)
-            ]
-    return examined_cases, gravest_first(found + findings(setups)), list(dict.fromkeys(notes))
+            short = host_ram_faults(examined.case, setup)
+            found += [located(finding, examined.corrected, "machine") for finding in short]
+    notes = [f"note: {note}" for note in dict.fromkeys(notes)]
+    return examined_cases, gravest_first(found + findings(setups)), notes
 
 
 def _strategy(case: Case) -> tuple[Strategy | None, list[Finding]]:
@@ -97,7 +94,7 @@ def _strategy(case: Case) -> tuple[Strategy | None, list[Finding]]:
         sentences, _, hint = str(error).partition("\nhint: ")
         change = hint or "compare with the files of `slm configs --copy DIR`"
         refused = partial(wrong, "refused", why="a launch stops with this error", change=change)
-        return None, [refused(line, file="yaml", topic="launch") for line in sentences.splitlines()]
+        return None, [refused(line, file="yaml") for line in sentences.splitlines()]
     strategy = dataclasses.replace(strategy, name=case.name)
     count, per_node = case.num_ranks, min(case.num_ranks, case.gpus_per_node)
     sizes = product_problem(strategy.parallel_sizes, count)
@@ -122,28 +119,25 @@ def _strategy(case: Case) -> tuple[Strategy | None, list[Finding]]:
 
 def _setups(
     examined: Examined, *, deployment_of: Callable[[Gpu], Deployment], notes: list[str]
-) -> list[Setup]:
-    """Return a setup of the corrected case per GPU type; skip setups that can't be estimated, with a note."""
+) -> Iterator[Setup]:
+    """Yield a setup of the corrected case per GPU type; skip setups that can't be estimated, with a note."""
     case, spec = examined.corrected, examined.corrected.spec
     if examined.strategy is None:
-        return []
+        return
     if is_of_cpus(case.config):
-        notes.append(f"note: {case.name} trains on CPUs: its memory and speed are not checked")
-        return []
-    sentences = unlike_the_model(spec, case.flags.seq_len)
-    setups = []
+        notes.append(f"{case.name} trains on CPUs: its memory and speed are not checked")
+        return
+    notes += unlike_the_model(spec, case.flags.seq_len)
     for gpu in map(gpu_of_name, case.gpu_names):
         config, unknown = known_to_estimates(case.flags, gpu=gpu, spec=spec)
-        sentences += unknown
+        notes += unknown
         sizes = {"num_gpus": case.num_ranks, "gpus_per_node": case.gpus_per_node}
         setup = Setup(spec, examined.strategy, config, **sizes, gpu=gpu, deployment=deployment_of(gpu))
         try:
             row = estimate(setup.launched)
         except ValueError as error:
-            sentences.append(str(error).splitlines()[0])
+            notes.append(str(error).splitlines()[0])
             continue
         if row.tokens_per_second is None and not setup.strategy.offloads:
-            sentences.append(f"the network between nodes of {gpu.name} is not known: give it with --network")
-        setups.append(setup)
-    notes += [f"note: {sentence}" for sentence in dict.fromkeys(sentences)]
-    return setups
+            notes.append(f"the network between nodes of {gpu.name} is not known: give it with --network")
+        yield setup

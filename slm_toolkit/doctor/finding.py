@@ -8,21 +8,6 @@ from typing import Any
 
 SEVERITIES = ("wrong", "unwise", "could be faster")
 "wrong: the launch fails, does not do what a setting says, or wastes most of its money"
-TOPICS = (
-    "security",
-    "launch",
-    "fsdp",
-    "deepspeed",
-    "flags",
-    "versions",
-    "machine",
-    "environment",
-    "alignment",
-    "memory",
-    "network",
-    "strategy",
-    "kernels",
-)
 
 TRAINS_ANYWAY = frozenset(
     [
@@ -89,7 +74,7 @@ class Finding:
     name: str
     "a stable identifier that scripts may match"
     topic: str
-    "one of TOPICS"
+    "such as fsdp, deepspeed, memory or security"
     severity: str
     "one of SEVERITIES"
     sentence: str
@@ -149,15 +134,13 @@ def with_value(content: Any, keys: tuple[str, ...], value: Any) -> Any:
     A mapping whose last key is removed is removed, too.
     """
     mapping = dict(content) if isinstance(content, dict) else {}
-    if len(keys) > 1:
-        if value is not REMOVE or isinstance(mapping.get(keys[0]), dict):
-            mapping[keys[0]] = with_value(mapping.get(keys[0]), keys[1:], value)
-            if not mapping[keys[0]]:
-                del mapping[keys[0]]
-    elif value is REMOVE:
-        mapping.pop(keys[0], None)
+    first, *rest = keys
+    if rest:
+        value = with_value(mapping.get(first), tuple(rest), value) or REMOVE
+    if value is REMOVE:
+        mapping.pop(first, None)
     else:
-        mapping[keys[0]] = value
+        mapping[first] = value
     return mapping
 
 
@@ -175,12 +158,9 @@ def change_by(edits: Sequence[Edit]) -> str:
 
 
 def gravest_first(findings: list[Finding]) -> list[Finding]:
-    """Return the findings without repetitions, sorted by severity, then topic, then largest speedup."""
+    """Return the findings without repetitions, by severity, then largest speedup, then as they were found."""
     unique = {(f.name, f.sentence, f.file, f.strategy, f.gpu): f for f in findings}
-    return sorted(
-        unique.values(),
-        key=lambda f: (SEVERITIES.index(f.severity), TOPICS.index(f.topic), -(f.speedup or 0)),
-    )
+    return sorted(unique.values(), key=lambda f: (SEVERITIES.index(f.severity), -(f.speedup or 0)))
 
 
 def as_json(finding: Finding) -> dict[str, Any]:

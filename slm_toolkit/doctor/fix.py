@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,8 @@ def edits_of(findings: list[Finding]) -> list[Edit]:
 
 
 def _touch(edit: Edit, other: Edit) -> bool:
-    shorter = min(len(edit.keys), len(other.keys))
-    return edit.file == other.file and edit.keys[:shorter] == other.keys[:shorter] and edit != other
+    key, other_key = (f"{each.file}.{each.key}." for each in (edit, other))
+    return edit != other and (key.startswith(other_key) or other_key.startswith(key))
 
 
 def mended(case: Case, edits: list[Edit]) -> Case:
@@ -53,7 +52,7 @@ def write_mended(before: Files, after: Files, folder: Path, *, overwrite: bool) 
     if before.yaml_text:
         config, named = after.config, ("deepspeed_config", "deepspeed_config_file")
         if json_path is not None and json_path.resolve() != after.json_path.resolve():
-            config = with_value(config, named, _as_named(json_path))
+            config = with_value(config, named, str(json_path))
         path = folder / before.yaml_path.name  # accelerate also reads its config from JSON
         texts[path] = _as_json(config) if path.suffix == ".json" else as_yaml(config, before.yaml_text)
         sources[path] = before.yaml_path
@@ -86,9 +85,3 @@ def as_yaml(content: Any, text: str) -> str:
             line += behind.pop(key[2], "")
         lines.append(line)
     return "\n".join([*lines, *waiting, ""])
-
-
-def _as_named(path: Path) -> str:
-    """Return the path relative to the working folder if it is below it (accelerate searches there)."""
-    path = path.resolve()
-    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,7 +1,7 @@
 """Find faults of the machine and its environment: RAM, GPUs, environment variables."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from slm_toolkit.doctor.case import Case, is_of_cpus
 from slm_toolkit.doctor.finding import Finding, fault, slow
@@ -44,63 +44,50 @@ _OF_THE_HOST = (
 )
 
 
-def _slows(
-    severity: str, name: str, variable: str, why: str, matters: Callable[[Case], bool] = lambda case: True
-) -> Rule:
-    """Return the rule of an environment variable that costs time."""
-    return Rule(
-        severity,
-        name,
-        variable,
-        lambda case, value: str(value).lower() in ("1", "true", "yes", "on", "detail") and matters(case),
-        None,
-        why,
-        sentence="{key}={value} in the environment",
-        change=f"unset {variable}",
-    )
-
-
-_OF_THE_SHELL = (  # a launch from this shell passes its variables to the ranks
-    _slows(
+_SHELL = (  # variables that cost time: severity, finding, name, reason, when it has an effect (bool: always)
+    (
         "wrong",
         "nccl-p2p-disabled",
         "NCCL_P2P_DISABLE",
         "GPUs of a machine then communicate through the host's RAM instead of NVLink or PCIe",
         lambda case: case.num_ranks > 1,
     ),
-    _slows(
+    (
         "unwise",
         "nccl-shm-disabled",
         "NCCL_SHM_DISABLE",
         "GPUs of a machine without peer access then communicate through network sockets",
         lambda case: case.num_ranks > 1,
     ),
-    _slows(
+    (
         "wrong",
         "nccl-ib-disabled",
         "NCCL_IB_DISABLE",
         "nodes then communicate by TCP over Ethernet instead of InfiniBand or RoCE",
         lambda case: case.num_ranks > case.gpus_per_node or case.num_machines > 1,
     ),
-    _slows(
+    (
         "wrong",
         "cuda-launch-blocking",
         "CUDA_LAUNCH_BLOCKING",
         "the host waits for each kernel: nothing overlaps, and steps take several times as long",
+        bool,
     ),
-    _slows(
+    (
         "wrong",
         "distributed-debug",
         "TORCH_DISTRIBUTED_DEBUG",
         "PyTorch then compares shapes on all ranks before every collective",
+        bool,
     ),
-    _slows(
+    (
         "wrong",
         "no-memory-caching",
         "PYTORCH_NO_CUDA_MEMORY_CACHING",
         "every tensor then needs a cudaMalloc and a cudaFree, which stall the GPU",
+        bool,
     ),
-    _slows(
+    (
         "wrong",
         "dynamo-disabled",
         "TORCHDYNAMO_DISABLE",
@@ -108,6 +95,21 @@ _OF_THE_SHELL = (  # a launch from this shell passes its variables to the ranks
         lambda case: case.flags.compiles,
     ),
 )
+_OF_THE_SHELL = [  # a launch from this shell passes its variables to the ranks
+    Rule(
+        severity,
+        name,
+        variable,
+        lambda case, value, matters=matters: (
+            str(value).lower() in ("1", "true", "yes", "on", "detail") and matters(case)
+        ),
+        None,
+        why,
+        sentence="{key}={value} in the environment",
+        change=f"unset {variable}",
+    )
+    for severity, name, variable, why, matters in _SHELL
+]
 
 
 def machine_faults(case: Case) -> Iterator[Finding]:
