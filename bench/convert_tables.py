@@ -1,8 +1,9 @@
 """The table of docs/doctor_and_convert.md, from the one that `slm convert` uses."""
 
+import re
 from typing import Any
 
-from slm_toolkit.convert.tables import INIT_FLAG, PAIRS, ZERO, Pair
+from slm_toolkit.convert.tables import INIT_FLAG, PAIRS, Pair
 
 
 def pairs_table() -> str:
@@ -22,10 +23,11 @@ def pairs_table() -> str:
 
 def _setting_text(key: str, value: Any) -> str:
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    return f"`{key.removeprefix(ZERO)}: {text}`"
+    short = re.sub(r"^(fsdp_config|deepspeed_config|json)\.(zero_optimization\.)?", "", key)
+    return f"`{short}: {text}`"
 
 
 def _stages_text(pair: Pair) -> str:
     """Return the stages that a pair needs."""
-    is_any = pair.zero == f"{ZERO}stage" or len(pair.stages) > 2 or pair.zero == INIT_FLAG
+    is_any = pair.zero.endswith(".stage") or len(pair.stages) > 2 or pair.zero == INIT_FLAG
     return "" if is_any else f" (stage {' and '.join(map(str, pair.stages))})"

@@ -115,10 +115,10 @@ OF_DEEPSPEED = (
     Planted("refused", ZERO2, more_text={"json": '{"zero_optimization": '}, tag="cut off"),
     Planted("zero-stage-0", ZERO2, json={"zero_optimization": REMOVE}, tag="no section"),
     Planted("set-twice", ZERO2, {"mixed_precision": "bf16"}, tag="mixed_precision"),
-    Planted("set-twice", ZERO2, {f"{_D}gradient_accumulation_steps": 4}, tag="accumulation"),
-    Planted("set-twice", ZERO2, {f"{_D}gradient_clipping": 1.0}, tag="clipping"),
+    Planted("refused", ZERO2, {f"{_D}gradient_accumulation_steps": 4}, tag="accumulation"),
+    Planted("refused", ZERO2, {f"{_D}gradient_clipping": 1.0}, tag="clipping"),
     Planted(
-        "set-twice",
+        "refused",
         ZERO3,
         {f"{_D}zero_stage": 3, f"{_D}offload_param_device": "none"},
         tag="stage and offload",
@@ -164,7 +164,6 @@ OF_DEEPSPEED = (
     Planted("zero3-never-releases", ZERO3, json={f"{_Z}stage3_max_reuse_distance": 5e9}),
     Planted("zero3-gathers-all", ZERO3, json={f"{_Z}stage3_max_live_parameters": 3e9}),
     Planted("groups-do-not-divide", ZEROPP, json={f"{_Z}zero_hpz_partition_size": 6}, tag="hpz"),
-    Planted("unpinned-offload", OFFLOAD, json={f"{_Z}offload_optimizer.pin_memory": False}),
 )
 OF_FLAGS = (
     Planted("flash-attn-in-fp32", DDP, flags={"attn_implementation": "sdpa_flash", "numerics": "fp32"}),
@@ -230,14 +229,11 @@ OF_SHELLS = (
     Planted("distributed-debug", DDP, host=_shell(TORCH_DISTRIBUTED_DEBUG="DETAIL")),
     Planted("no-memory-caching", DDP, host=_shell(PYTORCH_NO_CUDA_MEMORY_CACHING="1")),
     Planted("dynamo-disabled", DDP, flags={"kernels": "loss+compile"}, host=_shell(TORCHDYNAMO_DISABLE="1")),
-    Planted("launcher-variables", DDP, host=_shell(ACCELERATE_USE_FSDP="true")),
     Planted("one-thread-per-rank", DDP, host={**_HERE, "num_cores": 8, **_shell()}),
 )
 OF_CLOSED_FORMS = (
     Planted("widths-off-tensor-cores", DDP, case={"model": "slm-500m"}),
     Planted("does-not-fit", DDP, case={"gpu_names": ("l4",)}, flags={"per_device_train_batch_size": 64}),
-    Planted("network-unknown", DDP, case={"gpu_names": ("l40s",), **_16}),
-    Planted("logits-larger-than-model", DDP, flags={"kernels": "plain"}, case={"model": "slm-500m-hw"}),
     Planted(
         "may-not-fit", DDP, flags={"per_device_train_batch_size": 12}, case={"gpu_names": ("a100-40gb",)}
     ),

@@ -21,104 +21,129 @@ from slm_toolkit.run.engine.training_state import WEIGHTS
 from slm_toolkit.run.model.model import hf_config
 
 
-def write_model(checkpoint: Path, output: Path, *, model: str | None) -> dict[str, Any]:
-    """Write the weights as a Hugging Face model folder; of mixed precision, the fp32 masters.
-
-    `model`: its name or folder; None: as in the checkpoint. Returns facts about what was written.
-    Raises ValueError if the checkpoint can't be read or belongs to another model.
-    """
-    from transformers.utils import logging
-
-    with _new_folder(output) as folder:
-        source = opened(checkpoint)
-        empty = _empty_model(source, model)
-        empty.load_state_dict(_whole(source, empty, WEIGHTS), assign=True, strict=False)
-        empty.tie_weights()
-        empty.config.dtype = torch.float32
-        logging.disable_progress_bar()
-        empty.save_pretrained(folder)
-    return _facts(source, output, "a Hugging Face model in fp32, without a tokenizer")
-
-
-def write_for_fsdp(
-    checkpoint: Path, output: Path, *, model: str | None, learning_rate: float | None
-) -> dict[str, Any]:
-    """Write weights and AdamW's state as accelerate's FSDP does, so that `Accelerator.load_state` reads them.
-
-    The optimizer that loads it must be a torch AdamW with one group of parameters. It takes its options from
-    the folder: of several groups, those of the first. `learning_rate`: None: the run's or DeepSpeed's own.
-    Other parameters and errors as of `write_model`.
-    """
-    import torch.distributed.checkpoint as dcp
-
-    with _new_folder(output) as folder:
-        source = _with_moments(checkpoint)
-        empty = _empty_model(source, model)
-        group = _group(source, learning_rate)
-        state = {kind: _whole(source, empty, kind) for kind in (WEIGHTS, *MOMENTS)}
-        moments = {
-            name: {"step": _steps(source), **{kind: state[kind][name] for kind in MOMENTS}}
-            for name in state[WEIGHTS]
-        }
-        optimizer = {"state": moments, "param_groups": [{**group, "params": list(moments)}]}
-        weights = {name: state[WEIGHTS][first] for name, first in _names_with_tied(empty).items()}
-        for part, content in (
-            ("pytorch_model_fsdp_0", {"model": weights}),
-            ("optimizer_0", {"optimizer": optimizer}),
-        ):
-            dcp.save(content, storage_writer=dcp.FileSystemWriter(folder / part), no_dist=True)
-    return _facts(source, output, "for Accelerator.load_state under FSDP2, SHARDED_STATE_DICT")
-
-
-def write_for_deepspeed(
+def rewrite(
     checkpoint: Path,
     output: Path,
     *,
+    form: str,
     model: str | None,
     learning_rate: float | None,
     num_processes: int | None,
 ) -> dict[str, Any]:
+    """Write a checkpoint as a new folder `output`; return facts about it.
+
+    `form`: hf_model, fsdp_checkpoint or ds_universal. `model`: its name or folder; None: as in the
+    checkpoint. `learning_rate`: None: the run's or DeepSpeed's own. `num_processes`: ranks that will load it
+    under ZeRO-3, which wants a file for each; None: as many as wrote the checkpoint. Raises ValueError if the
+    checkpoint can't be read or belongs to another model.
+    """
+    with _new_folder(output) as folder:
+        source = opened(checkpoint)
+        written_by = source.manifest.written_by
+        group = {} if form == "hf_model" else _adamw_group(source, learning_rate)
+        empty = _empty_model(source, model)
+        if form == "hf_model":
+            _write_model(source, empty, folder)
+        elif form == "fsdp_checkpoint":
+            _write_for_fsdp(source, empty, folder, group)
+        else:
+            num_ranks = num_processes or written_by["num_processes"]
+            _write_for_deepspeed(source, empty, folder, group, num_ranks)
+    return {
+        "source": str(source.path),
+        "written_by": written_by["strategy"],
+        "num_processes": written_by["num_processes"],
+        "step": source.manifest.step,
+        "num_parameters": sum(source.manifest.num_elements.values()),
+        "output": str(output),
+    }
+
+
+def _write_model(source: Checkpoint, empty: torch.nn.Module, folder: Path) -> None:
+    """Write the weights as a Hugging Face model folder; of mixed precision, the fp32 masters."""
+    from transformers.utils import logging
+
+    empty.load_state_dict(_whole(source, empty, WEIGHTS), assign=True, strict=False)
+    empty.tie_weights()
+    empty.config.dtype = torch.float32
+    logging.disable_progress_bar()
+    empty.save_pretrained(folder)
+
+
+def _write_for_fsdp(source: Checkpoint, empty: torch.nn.Module, folder: Path, group: dict[str, Any]) -> None:
+    """Write weights and AdamW's state as accelerate's FSDP does, so that `Accelerator.load_state` reads them.
+
+    The optimizer that loads it must be a torch AdamW with one group of parameters. It takes its options from
+    the folder: of several groups, those of the first.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    state = {kind: _whole(source, empty, kind) for kind in (WEIGHTS, *MOMENTS)}
+    moments = {
+        name: {"step": _steps(source), **{kind: state[kind][name] for kind in MOMENTS}}
+        for name in state[WEIGHTS]
+    }
+    first_name = {id(param): name for name, param in empty.named_parameters()}
+    weights = {  # a tied head has the tensor of the embedding
+        name: state[WEIGHTS][first_name[id(param)]]
+        for name, param in empty.named_parameters(remove_duplicate=False)
+    }
+    optimizer = {"state": moments, "param_groups": [{**group, "params": list(moments)}]}
+    for part, content in (
+        ("pytorch_model_fsdp_0", {"model": weights}),
+        ("optimizer_0", {"optimizer": optimizer}),
+    ):
+        dcp.save(content, storage_writer=dcp.FileSystemWriter(folder / part), no_dist=True)
+
+
+def _write_for_deepspeed(
+    source: Checkpoint, empty: torch.nn.Module, new: Path, group: dict[str, Any], num_ranks: int
+) -> None:
     """Write a universal checkpoint: DeepSpeed reads it under ZeRO-1, 2 and 3 with `load_universal: true`.
 
-    `num_processes`: ranks that will load it under ZeRO-3, which wants a file for each; None: as many as wrote
-    the checkpoint. Other parameters, optimizer and errors as of `write_for_fsdp`. Its layout is read by
-    deepspeed/checkpoint/universal_checkpoint.py and `load_hp_checkpoint_state_from_checkpoint_dir_stage3` of
-    0.19.8.
+    Its layout is read by deepspeed/checkpoint/universal_checkpoint.py and
+    `load_hp_checkpoint_state_from_checkpoint_dir_stage3` of 0.19.8.
     """
     import deepspeed
 
-    with _new_folder(output) as new:
-        source = _with_moments(checkpoint)
-        empty, manifest = _empty_model(source, model), source.manifest
-        group = _group(source, learning_rate)
-        num_ranks = num_processes or manifest.written_by["num_processes"]
-        folder, shapes = new / "pytorch_model", {}
-        for name, param in empty.named_parameters():
-            shapes[name] = param.shape
-            (folder / "zero" / name).mkdir(parents=True)
-            for kind, file in ((WEIGHTS, "fp32"), *((kind, kind) for kind in MOMENTS)):
-                tensor = _tensor(source, kind, name, param)
-                torch.save({"param": tensor}, folder / "zero" / name / f"{file}.pt")
-            torch.save(_steps(source), folder / "zero" / name / "step.pt")
-        of_zero3 = {"state": {0: {"step": _steps(source)}}, "param_groups": [group]}
-        of_all = {"ds_version": deepspeed.__version__, "param_groups": [group]}
-        torch.save({**of_all, "optimizer_state_dict": of_zero3}, folder / "zero" / "optimizer_state.pt")
-        described = {
-            **dict.fromkeys(("optimizer", "lr_scheduler", "data_sampler", "random_ltd")),
-            **{"module": {}, "buffer_names": [], "shared_params": {}, "frozen_param_shapes": None},
-            **{"frozen_param_fragments": None, "param_shapes": [shapes]},
-            **{"global_steps": manifest.step, "skipped_steps": manifest.step - manifest.optimizer_steps},
-            **{"dp_world_size": num_ranks, "mp_world_size": 1, "ds_config": {}},
-            "ds_version": deepspeed.__version__,
-        }
-        for name in ("mp_rank_00", *(f"zero_pp_rank_{rank}_mp_rank_00" for rank in range(num_ranks))):
-            torch.save(described, folder / f"{name}_model_states.pt")
-        (new / "latest_universal").write_text(folder.name)
-    return _facts(source, output, "for DeepSpeed with checkpoint: {load_universal: true}")
+    folder, shapes = new / "pytorch_model", {}
+    for name, param in empty.named_parameters():
+        shapes[name] = param.shape
+        (folder / "zero" / name).mkdir(parents=True)
+        for kind, file in ((WEIGHTS, "fp32"), *((kind, kind) for kind in MOMENTS)):
+            tensor = _tensor(source, kind, name, param)
+            torch.save({"param": tensor}, folder / "zero" / name / f"{file}.pt")
+        torch.save(_steps(source), folder / "zero" / name / "step.pt")
+    of_zero3 = {"state": {0: {"step": _steps(source)}}, "param_groups": [group]}
+    of_all = {"ds_version": deepspeed.__version__, "param_groups": [group]}
+    torch.save({**of_all, "optimizer_state_dict": of_zero3}, folder / "zero" / "optimizer_state.pt")
+    manifest = source.manifest
+    unused = ("optimizer", "lr_scheduler", "data_sampler", "random_ltd", "frozen_param_shapes")
+    described = {
+        **dict.fromkeys((*unused, "frozen_param_fragments")),
+        "module": {},
+        "buffer_names": [],
+        "shared_params": {},
+        "param_shapes": [shapes],
+        "global_steps": manifest.step,
+        "skipped_steps": manifest.step - manifest.optimizer_steps,
+        "dp_world_size": num_ranks,
+        "mp_world_size": 1,
+        "ds_config": {},
+        "ds_version": deepspeed.__version__,
+    }
+    for name in ("mp_rank_00", *(f"zero_pp_rank_{rank}_mp_rank_00" for rank in range(num_ranks))):
+        torch.save(described, folder / f"{name}_model_states.pt")
+    (new / "latest_universal").write_text(folder.name)
 
 
-def _group(source: Checkpoint, learning_rate: float | None) -> dict[str, Any]:
-    """Return AdamW's options as a group of torch's state."""
+def _adamw_group(source: Checkpoint, learning_rate: float | None) -> dict[str, Any]:
+    """Return AdamW's options as a group of torch's state. Raises ValueError if Muon trained it."""
+    if (rule := rule_of(source.manifest.run.get("optim", "adamw"))) != "adamw":
+        raise ValueError(
+            f"{source.path} was trained with --optim {rule}; what is written here has AdamW's two moments\n"
+            "hint: --to hf_model"
+        )
     options = _adamw_options(source)
     if learning_rate is not None:
         options["lr"] = learning_rate
@@ -128,17 +153,6 @@ def _group(source: Checkpoint, learning_rate: float | None) -> dict[str, Any]:
             "hint: give it as --learning_rate"
         )
     return torch.optim.AdamW([torch.zeros(1)], **options).state_dict()["param_groups"][0]
-
-
-def _with_moments(checkpoint: Path) -> Checkpoint:
-    """Open a checkpoint that has AdamW's moments. Raises ValueError if Muon trained it."""
-    source = opened(checkpoint)
-    if (rule := rule_of(source.manifest.run.get("optim", "adamw"))) != "adamw":
-        raise ValueError(
-            f"{source.path} was trained with --optim {rule}; what is written here has AdamW's two moments\n"
-            "hint: --to hf_model"
-        )
-    return source
 
 
 def _steps(source: Checkpoint) -> torch.Tensor:
@@ -153,9 +167,12 @@ def _adamw_options(source: Checkpoint) -> dict[str, Any]:
     if not record.is_file():
         return {}
     config = read_record(record).config
-    betas = (config.adam_beta1, config.adam_beta2)
-    more = {"eps": config.adam_epsilon, "weight_decay": config.weight_decay}
-    return {"lr": config.learning_rate, "betas": betas, **more}
+    return {
+        "lr": config.learning_rate,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": config.adam_epsilon,
+        "weight_decay": config.weight_decay,
+    }
 
 
 def _empty_model(source: Checkpoint, name: str | None) -> torch.nn.Module:
@@ -197,12 +214,6 @@ def _tensor(source: Checkpoint, kind: str, name: str, param: torch.Tensor) -> to
     return source.reader.read(f"{kind}/{name}", 0, param.numel()).float().reshape(param.shape)
 
 
-def _names_with_tied(model: torch.nn.Module) -> dict[str, str]:
-    """Return for each name of a parameter its first one: a tied head has that of the embedding."""
-    firsts = {id(param): name for name, param in model.named_parameters()}
-    return {name: firsts[id(param)] for name, param in model.named_parameters(remove_duplicate=False)}
-
-
 @contextmanager
 def _new_folder(output: Path) -> Iterator[Path]:
     """Yield a folder beside `output`, which gets its name at the end. It is deleted if anything fails."""
@@ -221,16 +232,3 @@ def _new_folder(output: Path) -> Iterator[Path]:
         ) from None
     finally:
         delete(unfinished)
-
-
-def _facts(source: Checkpoint, output: Path, what: str) -> dict[str, Any]:
-    written_by = source.manifest.written_by
-    return {
-        "source": str(source.path),
-        "written_by": written_by["strategy"],
-        "num_processes": written_by["num_processes"],
-        "step": source.manifest.step,
-        "num_parameters": sum(source.manifest.num_elements.values()),
-        "output": str(output),
-        "is": what,
-    }

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from slm_toolkit.base.errors import user_errors
-from slm_toolkit.cli.network import add_probe_flags, print_probe
+from slm_toolkit.cli.network import add_probe_flags, start_probe
 from slm_toolkit.cli.output import (
     add_output_flags,
     asked_rows,
@@ -221,7 +221,7 @@ def _compare(args: argparse.Namespace) -> int:
     with user_errors():
         nodes = nodes_asked(args)
     if args.probe_network:
-        return print_probe(args)
+        return start_probe(args)
     console = Console(stderr=True)
     with user_errors():
         if args.memory and not (args.profile == "memory" or args.rehearse):

@@ -1,7 +1,6 @@
 """`slm configs`: list or copy the accelerate YAMLs of this package."""
 
 import argparse
-import json
 from pathlib import Path
 
 from slm_toolkit.base.errors import user_errors
@@ -22,24 +21,14 @@ def fill(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--copy", type=Path, metavar="DIR", help="write accel_configs/ and ds_configs/ into DIR"
     )
-    parser.add_argument("--json", action="store_true", help="print as JSON")
     parser.set_defaults(verb=_configs)
 
 
 def _configs(args: argparse.Namespace) -> int:
     with user_errors():
         if args.copy is not None:
-            paths = [str(path) for path in copy_configs(args.copy)]
-            print(json.dumps(paths) if args.json else "\n".join(paths))
+            print(*copy_configs(args.copy), sep="\n")
             return 0
-        strategies = [find_strategy(name) for name in shipped_strategies()]
-    if args.json:
-        names = ("name", "engine", "zero_stage", "reshard_after_forward", "path")
-        print(
-            json.dumps(
-                [{name: getattr(strategy, name) for name in names} for strategy in strategies], indent=2
-            )
-        )
-    else:
-        print("\n".join(f"{strategy.name:20} {strategy.path}" for strategy in strategies))
+        for strategy in map(find_strategy, shipped_strategies()):
+            print(f"{strategy.name:20} {strategy.path}")
     return 0

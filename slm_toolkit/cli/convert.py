@@ -1,29 +1,27 @@
 """`slm convert`: convert sharding configurations, and report what became of every key."""
 
 import argparse
-import dataclasses
 import json
 import os
 import shlex
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.base.safe_files import write_beside
 from slm_toolkit.base.user_files import typed_path
 from slm_toolkit.config.parser import count, positive_number
-from slm_toolkit.convert.convert import FATES, Converted, KeyAccount, convert
+from slm_toolkit.convert.convert import FATES, Converted, convert
 
 _FORMS = {
     "accelerate_fsdp": "an accelerate YAML for FSDP2",
     "accelerate_deepspeed": "an accelerate YAML and the DeepSpeed JSON it names",
 }
 _CHECKPOINT_FORMS = {
-    "hf_model": "of a checkpoint: its weights as a Hugging Face model",
-    "fsdp_checkpoint": "of a checkpoint: a folder for Accelerator.load_state under FSDP2 (DCP)",
-    "ds_universal": "of a checkpoint: a folder for DeepSpeed's load_universal, any ZeRO stage",
+    "hf_model": "a checkpoint as a Hugging Face model in fp32, without a tokenizer",
+    "fsdp_checkpoint": "a checkpoint for Accelerator.load_state under FSDP2, SHARDED_STATE_DICT",
+    "ds_universal": "a checkpoint for DeepSpeed with checkpoint: {load_universal: true}",
 }
 _DESCRIPTION = """\
 Convert accelerate YAMLs (FSDP2, DeepSpeed) and DeepSpeed JSONs into one another. The files go to stdout, or
@@ -105,7 +103,8 @@ def _convert(args: argparse.Namespace) -> int:
             paths = write_beside(texts, flag="--output")
     code = int(any(row.fate == "no counterpart" for row in written.rows))
     if args.json:
-        print(json.dumps(_as_json(written, paths), indent=2))
+        rows = [{**vars(row), "to": row.result} for row in written.rows]
+        print(json.dumps({**vars(written), "written": [str(path) for path in paths], "rows": rows}, indent=2))
         return code
     if paths:
         print("\n".join(map(str, paths)))
@@ -128,21 +127,20 @@ def _convert_checkpoint(args: argparse.Namespace) -> int:
         for name, is_unused in unused.items():
             if is_unused and getattr(args, name) is not None:
                 raise ValueError(f"--{name} has no meaning with --to {args.to}\nhint: leave it out")
-        from slm_toolkit.checkpoint_convert.rewrite import write_for_deepspeed, write_for_fsdp, write_model
+        from slm_toolkit.checkpoint_convert.rewrite import rewrite
 
-        folders = Path(os.path.realpath(typed_path(args.source))), args.output
-        model, rate = args.model, args.learning_rate
-        if args.to == "hf_model":
-            facts = write_model(*folders, model=model)
-        elif args.to == "fsdp_checkpoint":
-            facts = write_for_fsdp(*folders, model=model, learning_rate=rate)
-        else:
-            num = args.num_processes
-            facts = write_for_deepspeed(*folders, model=model, learning_rate=rate, num_processes=num)
+        facts = rewrite(
+            Path(os.path.realpath(typed_path(args.source))),
+            args.output,
+            form=args.to,
+            model=args.model,
+            learning_rate=args.learning_rate,
+            num_processes=args.num_processes,
+        )
     if args.json:
         print(json.dumps(facts, indent=2))
     else:
-        print(f"{facts['output']}: {facts['is']}")
+        print(f"{facts['output']}: {_CHECKPOINT_FORMS[args.to]}")
         print(
             f"from {facts['source']}: step {facts['step']}, {facts['num_parameters']:,} parameters, "
             f"written under {facts['written_by']} x {facts['num_processes']}"
@@ -156,46 +154,23 @@ def _convert_checkpoint(args: argparse.Namespace) -> int:
     return 0
 
 
-def _as_json(written: Converted, paths: list[Path]) -> dict[str, Any]:
-    return {
-        "files": written.files,
-        "written": [str(path) for path in paths],
-        "command": written.command,
-        "rows": [dataclasses.asdict(row) for row in written.rows],
-    }
-
-
 def _account(written: Converted) -> list[str]:
     """Return the lines of the account: keys grouped by their fate, with reasons; then the launch command."""
     lines = []
     for fate, title in FATES.items():
-        of_fate = [row for row in written.rows if row.fate == fate]
-        if not of_fate:
-            continue
-        lines.append(f"{title}:")
-        together: dict[tuple[str, bool], list[KeyAccount]] = {}  # rows that share a line
-        for index, row in enumerate(of_fate):
-            is_alone = row.to and row.key and row.to != (_setting_text(row),)
-            together.setdefault((row.why, bool(row.to)) if not is_alone else (str(index), True), []).append(
-                row
+        groups: dict[tuple[str, str], list[str]] = {}  # settings that share a line, and their reason
+        for row in written.rows:
+            if row.fate == fate:
+                changed = row.text if " -> " in row.text else ""
+                groups.setdefault((row.why, changed), []).append(row.text)
+        lines += [f"{title}:"] if groups else []
+        for (why, _), texts in groups.items():
+            lines += textwrap.wrap(
+                ", ".join(texts),
+                _WIDTH,
+                initial_indent="  ",
+                subsequent_indent="    ",
+                break_on_hyphens=False,
             )
-        for rows in together.values():
-            lines += _lines(rows)
+            lines += textwrap.wrap(why, _WIDTH, initial_indent="      ", subsequent_indent="      ")
     return [*lines, f"launch: {shlex.join(written.command)}"]
-
-
-def _lines(rows: list[KeyAccount]) -> list[str]:
-    """Return the lines for rows that share a reason: the old settings, the new settings, the reason."""
-    old, new = ", ".join(_setting_text(row) for row in rows if row.key), ", ".join(rows[0].to)
-    if len(rows) == 1 and old and new and old != new:
-        old = f"{old} -> {new}"
-    first = textwrap.wrap(
-        old or new, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
-    )
-    return first + textwrap.wrap(rows[0].why, _WIDTH, initial_indent="      ", subsequent_indent="      ")
-
-
-def _setting_text(row: KeyAccount) -> str:
-    if row.value is None:
-        return f"{row.key} (absent)"
-    return f"{row.key}: {row.value if isinstance(row.value, str) else json.dumps(row.value)}"

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 import sys
 import textwrap
 from collections import Counter
@@ -9,10 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from rich.console import Console
-from rich.text import Text
-
-from slm_toolkit.base.errors import user_errors
+from slm_toolkit.base.errors import user_errors, without_controls
 from slm_toolkit.cli.deployment_flags import add_network_flag, deployments
 from slm_toolkit.config.flag_pairs import Pair, flags_given, pair_problems
 from slm_toolkit.config.flags import add_flags, config_from_args
@@ -58,7 +56,6 @@ _EXAMPLES = """\
 """
 _EPILOG = """\
 more examples:
-  slm doctor --model slm-1b --strategy my_deepspeed.json          a DeepSpeed JSON by itself
   slm doctor --model slm-1b --strategy my.yaml --fix . --overwrite    in place
   slm doctor --strategy my.yaml --json --strict                   for CI
 severities:
@@ -129,67 +126,55 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 def _doctor(args: argparse.Namespace) -> int:
     with user_errors():
-        config = _checked_config(args)
-        if args.gpu is not None:
-            args.gpu, counts = gpus_asked(args.gpu, [args.num_gpus] if args.num_gpus else None)
-            args.num_gpus = max(counts) if counts else None
-        cases = _cases(args, config)
+        cases = _cases(args)
         examined, found, notes = examine_all(cases, deployment_of=deployments(args))
         fixed = _fix(examined, args.fix, overwrite=args.overwrite) if args.fix is not None else []
-    read = [one.strategy for one in examined if one.strategy is not None]
-    for note in (*notes_on(read), *notes):
+    for note in (*notes_on([one.strategy for one in examined if one.strategy is not None]), *notes):
         print(note, file=sys.stderr)
     if args.json:
         print(json.dumps([as_json(finding) for finding in found], indent=2))
     elif found:
-        console = Console(markup=False, emoji=False)
-        console.print(finding_text(found, width=console.width), soft_wrap=True)
+        print(finding_text(found, width=shutil.get_terminal_size().columns))
     else:
         print(f"{cases[0].flags.model}: no findings")
-    for line in fixed:
-        print(line, file=sys.stderr)
-    left = [finding for finding in found if args.fix is None or not finding.is_fixed_in_files]
+    left = found
     if args.fix is not None:
-        by_hand = [f"{f.name}: {f.change}" for f in left if f.severity != "could be faster"]
-        for line in dict.fromkeys(by_hand):  # a finding for several GPUs is one line
-            print(f"no file can fix {line}", file=sys.stderr)
+        left = [finding for finding in found if not finding.edits]
+        by_hand = [f"no file can fix {f.name}: {f.change}" for f in left if f.severity != "could be faster"]
+        print("\n".join([*fixed, *dict.fromkeys(by_hand)]), file=sys.stderr)
     failing = ("wrong", "unwise") if args.strict else ("wrong",)
     return 1 if any(finding.severity in failing for finding in left) else 0
 
 
-def _checked_config(args: argparse.Namespace) -> RunConfig:
-    """Return the flags of the run. Raises ValueError for invalid flags."""
+def _cases(args: argparse.Namespace) -> list[Case]:
+    """Return a case per strategy. Raises ValueError for invalid flags."""
     config = config_from_args(args)
-    problems = config.with_defaults(has_gpu=True).problems()
+    complete = config.with_defaults(has_gpu=True)
     no_fix = Pair("overwrite", "fix", ": only --fix writes files", is_needed=True)
-    problems += pair_problems(flags_given(args), [no_fix])
+    problems = complete.problems() + pair_problems(flags_given(args), [no_fix])
+    if not problems:
+        spec = model_to_estimate(complete.model)
+        problems += filter(None, [position_problem(spec, complete.seq_len)])
+        problems += kernel_problems(spec, complete)
     if problems:
         raise all_of(problems, verb="doctor")
-    return config
-
-
-def _cases(args: argparse.Namespace, config: RunConfig) -> list[Case]:
-    complete = config.with_defaults(has_gpu=True)
-    spec, host = model_to_estimate(complete.model), _host(args)
-    problems = [position_problem(spec, complete.seq_len), *kernel_problems(spec, complete)]
-    if any(problems):
-        raise all_of(list(filter(None, problems)), verb="doctor")
     if args.gpu is not None:
-        names = tuple(dict.fromkeys(args.gpu))
-    elif host.gpu_names:
-        names = tuple(dict.fromkeys(gpu.name for name in host.gpu_names if (gpu := find_gpu(name))))
-        if not names:
-            print(f"note: {host.gpu_names[0]} is unknown: memory and speed are not checked", file=sys.stderr)
-    else:
-        names = _GPUS
-    is_assumed = args.gpu is None and not host.gpu_names
-    given = args.num_gpus is not None or bool(host.is_meant and host.gpu_names)
+        args.gpu, counts = gpus_asked(args.gpu, [args.num_gpus] if args.num_gpus else None)
+        args.num_gpus = max(counts) if counts else None
+    host = _host(args)
+    here = host.gpu_names if host.is_meant else ()
+    is_assumed = args.gpu is None and not here
+    known = [gpu.name for name in here if (gpu := find_gpu(name))]
+    if here and not known:
+        print(f"note: {here[0]} is unknown: memory and speed are not checked", file=sys.stderr)
+    names = tuple(dict.fromkeys(_GPUS if is_assumed else args.gpu or known))
     cases = []
     for path in map(strategy_path, dict.fromkeys(args.strategy)):
         files = read_files(path)
         gpus = () if is_assumed and is_of_cpus(files.config) else names
-        counts = _gpus_of(args, files, host)
+        counts = _gpus_of(args, files, len(here))
         flags = _chosen(config, path, gpus, counts)
+        given = bool(args.num_gpus or here)
         cases.append(Case(strategy_name(path), files, spec, flags, host, *counts, gpus, gpus_given=given))
     defaults = [] if "model" in flags_given(args) else [f"--model {spec.name}"]
     defaults += [f"--gpu {' '.join(names)}"] if is_assumed else []
@@ -203,11 +188,10 @@ def _chosen(config: RunConfig, path: Path, gpus: Sequence[str], counts: tuple[in
     strategies = []
     with suppress(ValueError):  # found to be wrong later
         strategies.append(find_strategy(str(path)))
-    num_gpus, per_node = counts
     gpu = gpu_of_name(gpus[0]) if gpus and strategies else None
-    chosen, _ = choices(
-        [config], strategies, gpu=gpu, has_gpu=True, num_gpus=num_gpus, gpus_per_node=per_node
-    )
+    num_gpus, per_node = counts
+    sizes = {"num_gpus": num_gpus, "gpus_per_node": per_node}
+    chosen, _ = choices([config], strategies, gpu=gpu, has_gpu=True, **sizes)
     return with_choices(config, chosen)
 
 
@@ -227,20 +211,19 @@ def _host(args: argparse.Namespace) -> Host:
     return look_here(is_meant=is_meant, ram_bytes=total, free_ram_bytes=free)
 
 
-def _gpus_of(args: argparse.Namespace, files: Files, host: Host) -> tuple[int, int]:
+def _gpus_of(args: argparse.Namespace, files: Files, num_here: int) -> tuple[int, int]:
     """Return the GPUs in total and per node: from flags, this machine, a user's own file, or eight."""
-    keys = ("num_machines", "num_processes")
-    machines, processes = (value if is_count(value := files.config.get(key)) else None for key in keys)
+    counts = [files.config.get(key) for key in ("num_machines", "num_processes")]
+    machines, processes = (value if is_count(value) else 0 for value in counts)
     machines = machines or 1
-    here = len(host.gpu_names) if host.is_meant else 0
-    is_own = processes is not None and bool(files.yaml_text) and not is_shipped(files.yaml_path)
-    if is_own and not here and args.num_gpus is None:
-        per_node = args.gpus_per_node or (processes // machines if machines > 1 else _NUM_GPUS)
-        return processes, next(
-            k for k in range(min(max(1, per_node), processes), 0, -1) if processes % k == 0
-        )
-    per_node = args.gpus_per_node or here or _NUM_GPUS
-    num_gpus = args.num_gpus or (here * machines if here else _NUM_GPUS)
+    if not files.yaml_text or is_shipped(files.yaml_path):
+        processes = 0
+    num_gpus = args.num_gpus or num_here * machines or processes or _NUM_GPUS
+    per_node = args.gpus_per_node or num_here
+    if not per_node:
+        per_node = min(_NUM_GPUS, num_gpus) if machines == 1 else max(1, num_gpus // machines)
+        while args.num_gpus is None and num_gpus % per_node:
+            per_node -= 1
     if problems := node_problems(num_gpus, per_node):
         raise all_of(problems, verb="doctor")
     return num_gpus, ranks_of_each_node(num_gpus, per_node)
@@ -250,68 +233,50 @@ def _fix(examined: list[Examined], folder: Path, *, overwrite: bool) -> list[str
     """Write the corrected files. Returns a line for each file written and each change."""
     lines = []
     for one in examined:
-        if one.corrected.files == one.case.files:
-            lines.append(f"{one.case.files.yaml_path}: nothing to correct")
+        before, after = one.case.files, one.corrected.files
+        if before == after:
+            lines.append(f"{before.yaml_path}: nothing to correct")
             continue
-        written = write_mended(one.case.files, one.corrected.files, folder, overwrite=overwrite)
+        written = write_mended(before, after, folder, overwrite=overwrite)
         lines += [f"{path}: corrected copy of {source}" for path, source in written.items()]
-        lines += [f"  {finding.name}: {finding.change}" for finding in one.found if finding.is_fixed_in_files]
+        lines += [f"  {finding.name}: {finding.change}" for finding in one.found if finding.edits]
     return lines
 
 
 # Findings as text: the fault, why, and the change, wrapped to the width.
 
-_STYLE = {"wrong": "bold red", "unwise": "bold yellow", "could be faster": "green"}
-_INDENT = "    "
 
-
-def finding_text(found: list[Finding], *, width: int) -> Text:
-    """Return all findings as text, gravest first, and the count of each severity.
+def finding_text(found: list[Finding], *, width: int) -> str:
+    """Return all findings as text, gravest first, and how many of each severity are shown.
 
     A finding that several files or GPUs share is printed once, with the files, or with the largest speedup.
-    Lines break only between words, so that flags and paths can be copied. Print it with `soft_wrap=True`.
+    Lines break only between words, so that flags and paths can be copied.
     """
-    text = Text()
     groups: dict[tuple, list[Finding]] = {}
-    for finding in found:
-        groups.setdefault(_identity(finding), []).append(finding)
+    for f in found:
+        same = () if f.gpu else (f.severity, f.sentence, f.why)
+        groups.setdefault((f.name, f.change, *same), []).append(f)
+    lines = []
     for first, *others in groups.values():
-        line = f"{first.severity}: {first.sentence}  [{first.name}]"
-        text.append_text(_wrapped(line, width, style=_STYLE[first.severity]))
         places = [": ".join(filter(None, (f.file, f.key))) for f in (first, *others) if f.file]
-        same = [
+        also = [
             f.gpu if f.strategy == first.strategy else f"{f.strategy} on {f.gpu}" for f in others if f.gpu
         ]
-        if same:
-            places.append(f"also: {', '.join(dict.fromkeys(same))}")
-        for place in dict.fromkeys(places):
-            text.append(f"{_INDENT}{place}\n", style="dim")
-        text.append_text(_wrapped(f"why: {first.why}", width, indent=_INDENT))
-        text.append_text(_wrapped(f"change: {first.change}", width, indent=_INDENT, style="bold"))
-    counted = {(same, f.file, f.key): f for same, group in groups.items() for f in reversed(group)}
-    counts = Counter(finding.severity for finding in counted.values())
-    line = ", ".join(f"{counts[name]} {name}" for name in SEVERITIES if counts[name])
-    num_mended = sum(finding.is_fixed_in_files for finding in counted.values())
-    text.append(line + (f"; --fix corrects {num_mended}" if num_mended else ""), style="bold")
-    return text
+        if also:
+            places.append(f"also: {', '.join(dict.fromkeys(also))}")
+        lines += _wrapped(f"{first.severity}: {first.sentence}  [{first.name}]", width)
+        lines += [f"    {place}" for place in dict.fromkeys(places)]
+        lines += _wrapped(f"    why: {first.why}", width)
+        lines += _wrapped(f"    change: {first.change}", width)
+    counts = Counter(first.severity for first, *_ in groups.values())
+    num_mended = sum(bool(first.edits) for first, *_ in groups.values())
+    lines.append(", ".join(f"{counts[name]} {name}" for name in SEVERITIES if counts[name]))
+    return without_controls("\n".join(lines)) + (f"; --fix corrects {num_mended}" if num_mended else "")
 
 
-def _identity(finding: Finding) -> tuple:
-    """Return the fields that findings share if they are printed once."""
-    same = (finding.name, finding.change)
-    return same if finding.gpu else (*same, finding.severity, finding.sentence, finding.why)
-
-
-def _wrapped(words: str, width: int, *, indent: str = "", style: str = "") -> Text:
-    """Return a paragraph with a hanging indent. `style` applies to the text before its first colon."""
-    lines = textwrap.fill(
-        words,
-        width=max(width, 40),
-        initial_indent=indent,
-        subsequent_indent=_INDENT + indent,
-        break_long_words=False,
-        break_on_hyphens=False,
+def _wrapped(words: str, width: int) -> list[str]:
+    """Return the lines of a paragraph with a hanging indent."""
+    indent = "        " if words.startswith(" ") else "    "
+    return textwrap.wrap(
+        words, max(width, 40), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
-    text = Text(f"{lines}\n")
-    text.stylize(style, 0, len(indent) + words.index(":"))
-    return text

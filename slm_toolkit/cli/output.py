@@ -3,14 +3,12 @@
 import argparse
 import dataclasses
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.cli.deployment_flags import add_price_flag
-from slm_toolkit.record.files import find_records
-from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
+from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.report.tables.fitted import console_of_stdout
 
 if TYPE_CHECKING:
@@ -25,34 +23,14 @@ def check_exports(paths: list[Path]) -> None:
     """Raise ValueError for files of --export that can't be written, before anything runs."""
     from slm_toolkit.report.tables.export import ENDINGS
 
-    problems = []
     for path in paths:
+        problem = None
         if path.suffix not in ENDINGS:
-            problems.append(f"--export {path}: the file must end in {', '.join(ENDINGS)}")
+            problem = f"the file must end in {', '.join(ENDINGS)}"
         elif path.is_dir() or not path.parent.is_dir():
-            what = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-            problems.append(f"--export {path}: {what}")
-    if problems:
-        raise ValueError("\n".join(problems) + "\nhint: name a file in an existing folder")
-
-
-def _write_exports(report: "Report", content: list[dict[str, Any]], paths: list[Path]) -> None:
-    """Write all exports; print what a page leaves out. `content`: the objects of `--json`."""
-    from slm_toolkit.report.tables.export import write_export
-
-    problems: list[str] = []
-
-    def page() -> str:
-        panels = report.panels(problems=problems)
-        problems.extend(f"{panel.title}: {panel.missing}" for panel in panels if panel.missing)
-        return report.to_html(panels=panels)
-
-    for path in paths:
-        with user_errors():
-            write_export(path, report.rows, content, page=page)
-        print(f"wrote {path}", file=sys.stderr)
-    for problem in problems:
-        print(f"left out: {problem}", file=sys.stderr)
+            problem = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        if problem:
+            raise ValueError(f"--export {path}: {problem}\nhint: name a file in an existing folder")
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
@@ -93,28 +71,16 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     ).basic = True
 
 
-def print_notes(notes: Iterable[str]) -> None:
-    """Print lines on stderr; a terminal wraps them between words, a file has one line each."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(stderr=True)
-    for note in notes:
-        console.print(Text(note), soft_wrap=not console.is_terminal)
-
-
 def read_baseline(folder: Path | None) -> list[tuple[Path, RunRecord]]:
     """Read the records of --baseline, before new records are written. Raises ValueError if there are none."""
+    from slm_toolkit.results import read_records
+
     if folder is None:
         return []
-    records, problems = find_records([folder])
-    if not records:
-        raise ValueError(
-            (problems or [f"no {RECORD_FILE} under {folder}"])[0] + "\nhint: --baseline takes earlier records"
-        )
-    for problem in problems:
+    records = read_records(folder)
+    for problem in records.problems:
         print(f"left out of the baseline: {problem}", file=sys.stderr)
-    return records
+    return records.pairs
 
 
 def print_records(
@@ -130,7 +96,7 @@ def print_records(
     """
     from slm_toolkit.report.rows import labelled
     from slm_toolkit.report.tables.baseline import baseline_table, changes
-    from slm_toolkit.report.tables.export import json_rows, json_text
+    from slm_toolkit.report.tables.export import json_rows, json_text, write_export
     from slm_toolkit.report.tables.sections import failed_references, sections
 
     for problem in report.problems:
@@ -150,7 +116,10 @@ def print_records(
     if baseline:
         by_record = {change.record_now: dataclasses.asdict(change) for change in found}
         content = [{**row, "baseline": by_record.get(row["record"])} for row in content]
-    _write_exports(report, content, args.export)
+    for path in args.export:
+        with user_errors():
+            write_export(path, rows, content, page=report.to_html)
+        print(f"wrote {path}", file=sys.stderr)
     if args.json:
         print(json_text(content))
         print("".join(f"{line}\n" for line in unchecked), end="", file=sys.stderr)

@@ -2,11 +2,11 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.cli.deployment_flags import add_network_flag, add_price_flag, deployments, typed
-from slm_toolkit.cli.output import print_notes
 from slm_toolkit.config.flags import add_flags, given_flags
 from slm_toolkit.config.parser import count, positive_number
 from slm_toolkit.config.run_config import number_of_tokens
@@ -177,5 +177,6 @@ def _recommend(args: argparse.Namespace) -> int:
 
         console = console_of_stdout()
         console.print(found.table(width=console.width, top=args.top), crop=False)
-    print_notes(dict.fromkeys(notes))
+    for note in dict.fromkeys(notes):
+        print(note, file=sys.stderr)
     return 0 if found.plans else 1

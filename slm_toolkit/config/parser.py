@@ -111,6 +111,7 @@ REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
         ("loss_kernel", "norm_kernel", "triton_loss", "use_liger_kernel"),
         "--kernels fused, or only loss, norm or triton",
     ),
+    "copy": "`slm recipes NAME > NAME.sh` writes a recipe as a file",
     "merge_adapter": "--save_final_model merged",
     "dataset_config_name": "--dataset NAME:CONFIGURATION",
     "records": "`slm report` prints the speed and the cost per token of your own runs",

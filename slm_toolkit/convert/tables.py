@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 ZERO = "zero_optimization."
-INIT_FLAG = "zero3_init_flag"
-"a key of the YAML's deepspeed_config; all other ZeRO keys of PAIRS are in the JSON"
+INIT_FLAG = "deepspeed_config.zero3_init_flag"
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One value of an FSDP key and the equivalent value of a ZeRO key."""
+    """One value of an FSDP key and the equivalent value of a ZeRO key.
+
+    Keys have their path from the top of the YAML, or after `json` of the DeepSpeed JSON.
+    """
 
     fsdp: str
     fsdp_value: Any
@@ -34,13 +36,13 @@ _HOST = (
 _TOGETHER = f"FSDP offloads parameters, gradients and optimizer state together to host RAM; {_HOST}"
 _DISK = "FSDP can't offload to disk: it uses host RAM, 16 bytes per parameter over all ranks"
 _RESHARD, _OFFLOAD, _LOADING = (
-    "fsdp_reshard_after_forward",
-    "fsdp_offload_params",
-    "fsdp_cpu_ram_efficient_loading",
+    "fsdp_config.fsdp_reshard_after_forward",
+    "fsdp_config.fsdp_offload_params",
+    "fsdp_config.fsdp_cpu_ram_efficient_loading",
 )
-_STATE_DICT, _STAGE = "fsdp_state_dict_type", ZERO + "stage"
-_OPTIMIZER, _PARAM = ZERO + "offload_optimizer.device", ZERO + "offload_param.device"
-_GATHER = ZERO + "stage3_gather_16bit_weights_on_model_save"
+_STATE_DICT, _STAGE = "fsdp_config.fsdp_state_dict_type", f"json.{ZERO}stage"
+_OPTIMIZER, _PARAM = f"json.{ZERO}offload_optimizer.device", f"json.{ZERO}offload_param.device"
+_GATHER = f"json.{ZERO}stage3_gather_16bit_weights_on_model_save"
 NUMERICS = (
     "both have fp32 master weights; the engine decides the dtypes of residuals, loss and reduction: see "
     "docs/numerics_and_parity.md"
@@ -69,10 +71,8 @@ PAIRS = (
         (1,),
         "to_fsdp",
     ),
-    Pair(_OFFLOAD, True, _OPTIMIZER, "cpu", _HOST, True, (3,), "to_zero"),
-    Pair(_OFFLOAD, True, _PARAM, "cpu", _HOST, True, (3,), "to_zero"),
-    Pair(_OFFLOAD, True, _OPTIMIZER, "cpu", _TOGETHER, False, (3,), "to_fsdp"),
-    Pair(_OFFLOAD, True, _PARAM, "cpu", _TOGETHER, False, (3,), "to_fsdp"),
+    Pair(_OFFLOAD, True, _OPTIMIZER, "cpu", _TOGETHER, False, (3,)),
+    Pair(_OFFLOAD, True, _PARAM, "cpu", _TOGETHER, False, (3,)),
     Pair(
         _OFFLOAD,
         True,
@@ -119,8 +119,8 @@ PAIRS = (
         "to_fsdp",
     ),
     Pair(_STATE_DICT, "SHARDED_STATE_DICT", _GATHER, False, "", True, (3,), "to_fsdp"),
-    Pair("mixed_precision", "bf16", "bf16.enabled", True, NUMERICS),
-    Pair("mixed_precision", "fp16", "fp16.enabled", True, NUMERICS),
+    Pair("mixed_precision", "bf16", "json.bf16.enabled", True, NUMERICS),
+    Pair("mixed_precision", "fp16", "json.fp16.enabled", True, NUMERICS),
 )
 
 # Keys that only one engine has, separated by spaces: what the other engine does, and the values with which
@@ -221,7 +221,7 @@ ZERO_ALONE: dict[str, tuple[Any, ...]] = {
         "nvme",
     ),
     "offload_optimizer.pin_memory offload_param.pin_memory": ("FSDP2 always pins host memory", True),
-    "offload_optimizer.ratio": ("FSDP offloads all or nothing", 1, 1.0),
+    "offload_optimizer.ratio": ("FSDP offloads all or nothing", 1),
     "offload_optimizer offload_param aio": ("FSDP can't offload to disk: nothing to tune",),
     "bf16.enabled fp16.enabled": (
         "the script's or accelerate's mixed_precision decides",
@@ -253,7 +253,6 @@ ZERO_ALONE: dict[str, tuple[Any, ...]] = {
         "FSDP divides by factors that depend on the dtype",
         False,
         1,
-        1.0,
     ),
     "steps_per_print wall_clock_breakdown dump_state flops_profiler comms_logger tensorboard wandb": (
         "DeepSpeed's logs; no effect on training",

@@ -3,46 +3,31 @@
 import dataclasses
 from collections.abc import Iterator
 
-from slm_toolkit.doctor.finding import REMOVE, Finding, gravest_first, with_value
-from slm_toolkit.model.families import with_kernels_of
+from slm_toolkit.doctor.finding import Finding, fault, slow, unwise, wrong
 from slm_toolkit.predict.bottleneck import WORTH_SAYING, alignment_gain, levers, misaligned_widths
 from slm_toolkit.predict.estimate import estimate, largest_batch
 from slm_toolkit.predict.setup.setup import Setup
-from slm_toolkit.strategy.strategy import Strategy, find_strategy
+from slm_toolkit.strategy.strategy import find_strategy
 
 _CLEARLY_FASTER = 1.05
 "speedup; estimates are not accurate enough to compare smaller differences"
 _MUCH_FASTER = 1.15
 
 
-def _on(
-    setup: Setup,
-    topic: str,
-    severity: str,
-    name: str,
-    sentence: str,
-    *,
-    why: str,
-    change: str,
-    speedup: float | None = None,
-) -> Finding:
-    gpu = setup.gpu.name
-    strategy = None if topic == "alignment" or name == "network-unknown" else setup.strategy.name
-    return Finding(name, topic, severity, sentence, why, change, gpu=gpu, strategy=strategy, speedup=speedup)
-
-
 def needless(setup: Setup) -> Iterator[Finding]:
     """Report offload and sharding that the model does not need; the paper recommends DDP first."""
     spec, strategy, gpus = setup.spec.name, setup.strategy, f"{setup.num_gpus} x {setup.gpu.name}"
     if strategy.offloads:
-        row = estimate(dataclasses.replace(setup, strategy=without_offload(strategy)).launched)
+        shard = "full_shard" if strategy.reshard_after_forward else "shard_grad_op"
+        kept = find_strategy(f"ds_zero{strategy.zero_stage}" if strategy.is_deepspeed else f"fsdp_{shard}")
+        row = estimate(dataclasses.replace(setup, strategy=kept).launched)
         if row.verdict == "fits":
-            yield _on(
-                *(setup, "strategy", "unwise", "offload-of-what-fits"),
+            yield unwise(
+                "offload-of-what-fits",
                 f"{spec} fits on {gpus} without offload: {row.peak_allocated_bytes / 2**30:.1f} GiB under "
-                f"{strategy.name}",
+                f"{kept.name}",
                 why="offload moves the training state over the host's bus in every step",
-                change="the same strategy without its offload keys",
+                change=f"--strategy {kept.name}, or the same files without their offload keys",
             )
         return
     if not strategy.sharded_parts:
@@ -54,8 +39,8 @@ def needless(setup: Setup) -> Iterator[Finding]:
         return
     speedup = after.tokens_per_second / before.tokens_per_second
     if speedup >= _CLEARLY_FASTER:
-        yield _on(
-            *(setup, "strategy", "unwise" if speedup >= _MUCH_FASTER else "could be faster"),
+        yield fault(
+            "unwise" if speedup >= _MUCH_FASTER else "could be faster",
             "sharding-of-what-fits",
             f"the whole {spec} fits on each of {gpus}: {plain.name} gives {speedup - 1:+.0%} tokens/s over "
             f"{strategy.name}",
@@ -65,19 +50,6 @@ def needless(setup: Setup) -> Iterator[Finding]:
         )
 
 
-def without_offload(strategy: Strategy) -> Strategy:
-    """Return the strategy without its offload settings: everything stays on the GPU."""
-    if not strategy.is_deepspeed:
-        keys = ("fsdp_config", "fsdp_offload_params")
-        return dataclasses.replace(
-            strategy, accelerate_config=with_value(strategy.accelerate_config, keys, False)
-        )
-    content = strategy.deepspeed_config
-    for part in ("offload_optimizer", "offload_param"):
-        content = with_value(content, ("zero_optimization", part), REMOVE)
-    return dataclasses.replace(strategy, deepspeed_config=content)
-
-
 def _rate(setup: Setup) -> float:
     """Return tokens per second; 0 if they are not known, -1 for a setup that does not fit."""
     row = estimate(setup.launched)
@@ -85,15 +57,22 @@ def _rate(setup: Setup) -> float:
 
 
 _MOST_LEVERS = 3
-_LOGIT_BYTES = 10
-"per token and vocabulary entry in transformers' loss: bf16 logits (2), an fp32 copy (4), log-softmax (4)"
 
 
 def findings(setups: list[Setup]) -> list[Finding]:
-    """Return the findings of all setups, gravest first; speed is checked on each GPU's fastest setup only."""
-    all_findings = [finding for setup in setups for check in _OF_EACH for finding in check(setup)]
-    all_findings += [f for setup in _fastest(setups) for check in _OF_FASTEST for f in check(setup)]
-    return gravest_first(all_findings)
+    """Return the findings of all setups; speed is checked on each GPU's fastest setup only."""
+    checks = [(setup, check, topic) for setup in setups for check, topic in _OF_EACH.items()]
+    checks += [(setup, check, topic) for setup in _fastest(setups) for check, topic in _OF_FASTEST.items()]
+    return [
+        dataclasses.replace(
+            finding,
+            topic=topic,
+            gpu=setup.gpu.name,
+            strategy=None if topic == "alignment" else setup.strategy.name,
+        )
+        for setup, check, topic in checks
+        for finding in check(setup)
+    ]
 
 
 def _fastest(setups: list[Setup]) -> list[Setup]:
@@ -106,8 +85,9 @@ def _alignment(setup: Setup) -> Iterator[Finding]:
     if gain is None or gain.speedup < WORTH_SAYING:
         return
     widths = ", ".join(f"{name} {width}" for name, width in misaligned_widths(setup.launched.spec).items())
-    yield _on(
-        *(setup, "alignment", "wrong" if gain.speedup >= 1.25 else "unwise", "widths-off-tensor-cores"),
+    yield fault(
+        "wrong" if gain.speedup >= 1.25 else "unwise",
+        "widths-off-tensor-cores",
         f"{setup.spec.name}: {widths} is not a multiple of 8, so tensor cores can't run at full "
         f"speed: with {gain.change} it should train {gain.speedup:.2f} times as fast on {setup.gpu.name}",
         why="rows of 2-byte numbers then start at addresses that are not multiples of 16 bytes, and cuBLAS "
@@ -124,16 +104,17 @@ def _memory(setup: Setup) -> Iterator[Finding]:
     if not row.fits:
         most = largest_batch(setup.launched).per_device_train_batch_size
         remedy = f"{batch} {most} fits" if most else "not even one sequence fits"
-        yield _on(
-            *(setup, "memory", "wrong", "does-not-fit", f"{size} does not fit on {where}: {remedy}"),
+        yield wrong(
+            "does-not-fit",
+            f"{size} does not fit on {where}: {remedy}",
             why=f"memory peaks at {row.peak_instant}",
             change=f"{batch} {most}, or --gradient_checkpointing full"
             if most
             else "--gradient_checkpointing full, a strategy that shards more, or more GPUs",
         )
     elif row.verdict == "may fit" or row.is_nearly_full:
-        yield _on(
-            *(setup, "memory", "unwise", "may-not-fit"),
+        yield unwise(
+            "may-not-fit",
             f"{size} fits on {where} with a probability of {row.fit_probability:.0%}"
             + ("; a nearly full GPU is slower" if row.is_nearly_full else ""),
             why="a full GPU makes PyTorch's allocator wait, free its unused blocks and try again",
@@ -143,42 +124,16 @@ def _memory(setup: Setup) -> Iterator[Finding]:
 
 def _network(setup: Setup) -> Iterator[Finding]:
     row, gpu = estimate(setup.launched), setup.gpu.name
-    if row.tokens_per_second is None and not setup.strategy.offloads:
-        yield _on(
-            *(setup, "network", "unwise", "network-unknown"),
-            f"the bandwidth between nodes of {gpu} is not known: give it with --network",
-            why="without it the time of communication can't be estimated",
-            change="--network GBIT, or --network with the result of `slm compare --probe_network`",
-        )
     needed, has = row.inter_node_gbps_needed, row.inter_node_gbps
     if needed and has and needed > has:
         share = row.parts_seconds["communication"] / row.step_seconds
-        yield _on(
-            *(setup, "network", "wrong" if share > 0.5 else "unwise", "network-too-slow"),
+        yield fault(
+            "wrong" if share > 0.5 else "unwise",
+            "network-too-slow",
             f"{setup.strategy.name} on {row.num_gpus} {gpu} needs {needed:,.0f} Gbit/s between nodes to hide "
             f"its communication and has {has:,.0f}: {share:.0%} of a step waits for the network",
             why="communication between nodes takes longer than the compute that overlaps it",
             change="a larger batch, --gradient_accumulation_steps, or fsdp_hybrid_shard or ds_zeropp",
-        )
-
-
-def _logits(setup: Setup) -> Iterator[Finding]:
-    """Report logits and loss that need more memory than the weights, if they cause the peak."""
-    spec, tokens = setup.spec, setup.num_tokens
-    logits = _LOGIT_BYTES * tokens * spec.vocab_size
-    if setup.config.fuses_loss or logits <= 2 * spec.num_params:
-        return
-    chunked = dataclasses.replace(setup, config=with_kernels_of(spec, setup.config.with_kernels("loss")))
-    before = estimate(setup.launched).peak_allocated_bytes
-    saved = before - estimate(chunked.launched).peak_allocated_bytes
-    if saved > 0.05 * before:
-        yield _on(
-            *(setup, "kernels", "unwise", "logits-larger-than-model"),
-            f"logits and loss take {logits / 2**30:.1f} GiB at once; the weights of "
-            f"{spec.name} take {2 * spec.num_params / 2**30:.1f} GiB",
-            why=f"{tokens:,} tokens x {spec.vocab_size:,} vocabulary entries x {_LOGIT_BYTES} bytes; "
-            f"computed in chunks, the peak is {saved / 2**30:.1f} GiB lower",
-            change=f"--kernels {chunked.config.kernels}",
         )
 
 
@@ -188,8 +143,8 @@ def _kernels(setup: Setup) -> Iterator[Finding]:
         return
     bound = row.bottleneck.replace("_", " ")
     for lever in levers(setup)[:_MOST_LEVERS]:
-        yield _on(
-            *(setup, "kernels", "could be faster", "faster-flag"),
+        yield slow(
+            "faster-flag",
             f"bound by {bound} on {setup.gpu.name} under {setup.strategy.name}: {lever.change} "
             f"should give {lever.speedup - 1:+.0%} tokens/s",
             why=f"{bound} takes most of a step's time",
@@ -198,5 +153,5 @@ def _kernels(setup: Setup) -> Iterator[Finding]:
         )
 
 
-_OF_EACH = (_memory, _network, needless)
-_OF_FASTEST = (_alignment, _kernels, _logits)
+_OF_EACH = {_memory: "memory", _network: "network", needless: "strategy"}
+_OF_FASTEST = {_alignment: "alignment", _kernels: "kernels"}

@@ -182,12 +182,13 @@ def as_written(value: object) -> str:
 
 
 def located(finding: Finding, case: Case, topic: str) -> Finding:
-    """Fill in a finding's file path, the name of its strategy and, if missing, its topic."""
-    paths = {"yaml": case.files.yaml_path, "json": case.files.json_path or case.files.yaml_path}
+    """Fill in a finding's file path (its sentence then lacks it), its strategy and, if missing, its topic."""
+    json_path = case.files.json_path if finding.file == "json" else None
     return replace(
         finding,
         topic=finding.topic or topic,
-        file=str(paths[finding.file]) if finding.file else None,
+        sentence=finding.sentence.removeprefix(f"{case.files.yaml_path}: "),
+        file=str(json_path or case.files.yaml_path) if finding.file else None,
         strategy=case.name if finding.file or finding.edits else None,
     )
 

@@ -6,24 +6,22 @@ from dataclasses import replace
 from slm_toolkit.doctor.case import Case, as_written, is_true
 from slm_toolkit.doctor.finding import (
     REMOVE,
-    Edit,
     Finding,
     change_by,
     in_json,
     in_yaml,
-    wrong,
 )
 from slm_toolkit.doctor.rule import Rule, faults_by
 from slm_toolkit.strategy.deepspeed_json import KEYS_OF_THE_JSON
-from slm_toolkit.strategy.settings import value_at
 
 ZERO = "zero_optimization"
 OFFLOADED = ("offload_optimizer", "offload_param")
 BUCKET = 13_107_200
 "elements: 25 MiB in bf16, like DDP's buckets; the value in ds_configs/"
+_LIVE = 200_000_000
+"elements: more than two layers and the head of a small model; the value in ds_configs/"
 _WORTH_SAYING_BYTES = 100 * 2**20
 "a bucket that wastes less memory than this is not reported"
-_TWICE = "accelerate refuses this setting in a YAML that also names a DeepSpeed JSON"
 _LARGER = "{key} is {value}, {spec.name} has {spec.num_params:,}"
 
 
@@ -32,15 +30,10 @@ def _reuse_distance(case: Case) -> int:
     return 2 * (case.spec.num_params - case.spec.params_per_layer)
 
 
-def _enough_live(case: Case) -> int:
-    """Return the elements of two layers and the head."""
-    return max(2 * case.spec.params_per_layer + case.spec.embedding_params, BUCKET)
-
-
 def _gathers_all(case: Case, value: object) -> bool:
     zero, params = case.zero_settings, case.spec.num_params
     is_all = zero.stage == 3 and zero.stage3_max_live_parameters >= params
-    return is_all and zero.stage3_prefetch_bucket_size > 0 and 2 * (params - _enough_live(case)) >= 2**30
+    return is_all and zero.stage3_prefetch_bucket_size > 0 and 2 * (params - _LIVE) >= 2**30
 
 
 # sizes: deepspeed 0.19.8, runtime/zero/partitioned_param_coordinator.py
@@ -114,11 +107,11 @@ _RULES = (
         "zero3-gathers-all",
         f"{ZERO}.stage3_max_live_parameters",
         _gathers_all,
-        _enough_live,
+        _LIVE,
         sentence=_LARGER,
         why="parameters are gathered ahead until this many are live: here all of them, {gib:.1f} GiB on "
         "every rank",
-        then=", enough for two layers and the head",
+        then=", as in ds_configs/",
     ),
     *(
         Rule(
@@ -133,19 +126,6 @@ _RULES = (
             change=f"remove {section}: use --learning_rate, --weight_decay and --warmup_steps",
         )
         for section in ("optimizer", "scheduler")
-    ),
-    *(
-        Rule(
-            "could be faster",
-            "unpinned-offload",
-            f"{ZERO}.{part}.pin_memory",
-            lambda case, value, part=part: value is False and case.offload(part) != "none",
-            True,
-            sentence=f"{part}.pin_memory is false",
-            why="memory that is not pinned is copied twice, and the GPU waits for each copy",
-            then=", if `ulimit -l` and the RAM allow it",
-        )
-        for part in OFFLOADED
     ),
     *(
         Rule(
@@ -186,7 +166,7 @@ _OF_THE_YAML = (
         lambda case, value: case.has_json and value not in (None, False),  # false: see unquoted-no
         REMOVE,
         sentence="{key} is {value} in the YAML, which also names {case.files.json_path.name}",
-        why=_TWICE,
+        why="accelerate refuses this setting in a YAML that also names a DeepSpeed JSON",
         then="; DeepSpeed reads bf16.enabled from the JSON",
     ),
 )
@@ -195,31 +175,12 @@ _OF_THE_YAML = (
 def deepspeed_faults(case: Case) -> Iterator[Finding]:
     if case.engine != "DEEPSPEED":
         return
-    yield from _set_twice(case)
     if not case.has_json and case.section("deepspeed_config").get("deepspeed_config_file"):
         return  # the settings are in a JSON that can't be read
     if case.zero_stage is not None:
         yield from faults_by(_OF_THE_YAML, case, case.config, edit=in_yaml)
         for finding in faults_by(_RULES, case, case.deepspeed, edit=in_json, shown=_shown):
             yield in_its_file(finding, case)
-
-
-def _set_twice(case: Case) -> Iterator[Finding]:
-    """Report YAML keys that belong in the JSON; the edits move a key that the JSON lacks."""
-    section = case.section("deepspeed_config") if case.has_json else {}
-    for name, keys in KEYS_OF_THE_JSON.items():
-        if name not in section:
-            continue
-        value = section[name]
-        is_moved = value_at(case.deepspeed, keys) is None and value not in (None, "none")
-        yield wrong(
-            "set-twice",
-            f"{name} is {as_written(value)} in the YAML; it names {case.files.json_path.name}",
-            in_yaml(f"deepspeed_config.{name}", REMOVE),
-            *([Edit("json", keys, value)] if is_moved else []),
-            why=_TWICE,
-            change=f"remove it from the YAML; DeepSpeed reads {'.'.join(keys)} from the JSON",
-        )
 
 
 def _shown(case: Case, key: str, value: object) -> str:
@@ -242,5 +203,6 @@ def in_its_file(finding: Finding, case: Case) -> Finding:
         return replace(finding, edits=(), file="yaml", key=key, change=change)
     values = [REMOVE if edit.value == "auto" else edit.value for edit in finding.edits]
     edits = tuple(in_yaml(f"{section}.{name}", value) for value in values)
-    change = change_by(edits) + finding.change.removeprefix(change_by(finding.edits))
-    return replace(finding, edits=edits, file="yaml", key=f"{section}.{name}", change=change)
+    return replace(
+        finding, edits=edits, file="yaml", key=f"{section}.{name}", change=change_by(edits) or finding.change
+    )

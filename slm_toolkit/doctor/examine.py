@@ -1,8 +1,9 @@
 """Collect all findings of a case, including those that appear only after other faults are corrected."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from slm_toolkit.doctor.advice import findings
 from slm_toolkit.doctor.case import Case, is_of_cpus, located
@@ -63,7 +64,8 @@ def examine(case: Case) -> Examined:
             break
         corrected = mended(corrected, edits)
     strategy, refusals = _strategy(corrected)
-    return Examined(case, corrected, [*findings_so_far, *refusals], strategy)
+    findings_so_far += [located(finding, corrected, "launch") for finding in refusals]
+    return Examined(case, corrected, findings_so_far, strategy)
 
 
 def examine_all(
@@ -71,38 +73,30 @@ def examine_all(
 ) -> tuple[list[Examined], list[Finding], list[str]]:
     """Return each examined case, all findings (gravest first), and notes on what was not checked."""
     notes: list[str] = []
-    examined_cases, setups = [], []
-    for case in cases:
-        examined = examine(case)
-        case_setups = _setups(examined, deployment_of=deployment_of, notes=notes)
-        ram_findings = [
-            located(finding, examined.corrected, "machine")
-            for setup in case_setups
-            for finding in host_ram_faults(examined.corrected, setup)
-        ]
-        corrected = mended(examined.corrected, edits_of(ram_findings))
-        examined_cases.append(
-            dataclasses.replace(examined, corrected=corrected, found=[*examined.found, *ram_findings])
-        )
-        setups += case_setups
-    all_findings = [finding for examined in examined_cases for finding in examined.found] + findings(setups)
-    return examined_cases, gravest_first(all_findings), list(dict.fromkeys(notes))
+    setups, found = [], []
+    examined_cases = [examine(case) for case in cases]
+    for examined in examined_cases:
+        found += examined.found
+        for setup in _setups(examined, deployment_of=deployment_of, notes=notes):
+            setups.append(setup)
+            short = host_ram_faults(examined.case, setup)
+            found += [located(finding, examined.corrected, "machine") for finding in short]
+    notes = [f"note: {note}" for note in dict.fromkeys(notes)]
+    return examined_cases, gravest_first(found + findings(setups)), notes
 
 
 def _strategy(case: Case) -> tuple[Strategy | None, list[Finding]]:
     """Read the corrected files as a launch would; return the strategy, or what the launch would refuse."""
-    content = case.files.deepspeed if case.has_json else None
     try:
+        content = case.files.deepspeed if case.has_json else None
         strategy = strategy_of(case.config, case.files.yaml_path, content)
     except ValueError as error:
         sentences, _, hint = str(error).partition("\nhint: ")
-        why, change = "a launch stops with this error", "compare with the files of `slm configs --copy DIR`"
-        return None, _refusals(
-            case, "refused", sentences.splitlines(), "launch", why=why, change=hint or change
-        )
+        change = hint or "compare with the files of `slm configs --copy DIR`"
+        refused = partial(wrong, "refused", why="a launch stops with this error", change=change)
+        return None, [refused(line, file="yaml") for line in sentences.splitlines()]
     strategy = dataclasses.replace(strategy, name=case.name)
     count, per_node = case.num_ranks, min(case.num_ranks, case.gpus_per_node)
-    contradicted = contradictions(strategy, case.flags, num_processes=None if strategy.is_single else count)
     sizes = product_problem(strategy.parallel_sizes, count)
     try:
         if strategy.is_fsdp2 and sizes and not is_shipped(case.files.yaml_path):
@@ -111,50 +105,39 @@ def _strategy(case: Case) -> tuple[Strategy | None, list[Finding]]:
             undivided = placement_problems([strategy], num_gpus=[count], gpus_per_node=per_node)
     except ValueError:  # there is no estimate of this strategy: `_setups` adds a note
         undivided = []
-    why, change = "the trainer refuses to start", "remove the flag, or use another strategy"
+    refused = partial(wrong, why="the trainer refuses to start", file="yaml")
+    change = "remove the flag, or use another strategy"
+    contradicted = contradictions(strategy, case.flags, num_processes=None if strategy.is_single else count)
     return (None if undivided else strategy), [
-        *_refusals(case, "flag-contradiction", contradicted, "flags", why=why, change=change),
-        *_refusals(case, "groups-do-not-divide", undivided, "fsdp", why=why, change="another --num_gpus"),
+        *(refused("flag-contradiction", line, change=change, topic="flags") for line in contradicted),
+        *(
+            refused("groups-do-not-divide", line, change="another --num_gpus", topic="fsdp")
+            for line in undivided
+        ),
     ]
-
-
-def _refusals(
-    case: Case, name: str, sentences: list[str], topic: str, *, why: str, change: str
-) -> list[Finding]:
-    path = f"{case.files.yaml_path}: "
-    found = [wrong(name, s.removeprefix(path), why=why, change=change, file="yaml") for s in sentences]
-    return [located(finding, case, topic) for finding in found]
 
 
 def _setups(
     examined: Examined, *, deployment_of: Callable[[Gpu], Deployment], notes: list[str]
-) -> list[Setup]:
-    """Return a setup of the corrected case per GPU type; skip setups that can't be estimated, with a note."""
+) -> Iterator[Setup]:
+    """Yield a setup of the corrected case per GPU type; skip setups that can't be estimated, with a note."""
     case, spec = examined.corrected, examined.corrected.spec
     if examined.strategy is None:
-        return []
+        return
     if is_of_cpus(case.config):
-        notes.append(f"note: {case.name} trains on CPUs: its memory and speed are not checked")
-        return []
-    sentences = unlike_the_model(spec, case.flags.seq_len)
-    setups = []
+        notes.append(f"{case.name} trains on CPUs: its memory and speed are not checked")
+        return
+    notes += unlike_the_model(spec, case.flags.seq_len)
     for gpu in map(gpu_of_name, case.gpu_names):
         config, unknown = known_to_estimates(case.flags, gpu=gpu, spec=spec)
-        sentences += unknown
-        setup = Setup(
-            spec,
-            examined.strategy,
-            config,
-            num_gpus=case.num_ranks,
-            gpus_per_node=case.gpus_per_node,
-            gpu=gpu,
-            deployment=deployment_of(gpu),
-        )
+        notes += unknown
+        sizes = {"num_gpus": case.num_ranks, "gpus_per_node": case.gpus_per_node}
+        setup = Setup(spec, examined.strategy, config, **sizes, gpu=gpu, deployment=deployment_of(gpu))
         try:
-            estimate(setup.launched)
+            row = estimate(setup.launched)
         except ValueError as error:
-            sentences.append(str(error).splitlines()[0])
+            notes.append(str(error).splitlines()[0])
             continue
-        setups.append(setup)
-    notes += [f"note: {sentence}" for sentence in dict.fromkeys(sentences)]
-    return setups
+        if row.tokens_per_second is None and not setup.strategy.offloads:
+            notes.append(f"the network between nodes of {gpu.name} is not known: give it with --network")
+        yield setup

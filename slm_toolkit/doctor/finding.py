@@ -6,25 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import yaml
-
 SEVERITIES = ("wrong", "unwise", "could be faster")
 "wrong: the launch fails, does not do what a setting says, or wastes most of its money"
-TOPICS = (
-    "security",
-    "launch",
-    "fsdp",
-    "deepspeed",
-    "flags",
-    "versions",
-    "machine",
-    "environment",
-    "alignment",
-    "memory",
-    "network",
-    "strategy",
-    "kernels",
-)
 
 TRAINS_ANYWAY = frozenset(
     [
@@ -48,7 +31,6 @@ TRAINS_ANYWAY = frozenset(
         "distributed-debug",
         "no-memory-caching",
         "dynamo-disabled",
-        "launcher-variables",
     ]
 )
 """names of findings of severity wrong that do not stop a launch: it is slow, or differs from its files.
@@ -92,7 +74,7 @@ class Finding:
     name: str
     "a stable identifier that scripts may match"
     topic: str
-    "one of TOPICS"
+    "such as fsdp, deepspeed, memory or security"
     severity: str
     "one of SEVERITIES"
     sentence: str
@@ -109,10 +91,6 @@ class Finding:
     edits: tuple[Edit, ...] = ()
     "the changes that `--fix` makes; empty if editing files does not correct the fault"
 
-    @property
-    def is_fixed_in_files(self) -> bool:
-        return bool(self.edits)
-
 
 def fault(
     severity: str,
@@ -125,6 +103,7 @@ def fault(
     file: str | None = None,
     key: str | None = None,
     topic: str = "",
+    speedup: float | None = None,
 ) -> Finding:
     """Return a finding; `file`, `key` and `change` follow from the edits unless they are given.
 
@@ -141,6 +120,7 @@ def fault(
         change=(change_by(edits) if change is None else change) + then,
         file=file or (place and place.file),
         key=key or (place and place.key),
+        speedup=speedup,
         edits=edits,
     )
 
@@ -154,48 +134,33 @@ def with_value(content: Any, keys: tuple[str, ...], value: Any) -> Any:
     A mapping whose last key is removed is removed, too.
     """
     mapping = dict(content) if isinstance(content, dict) else {}
-    if len(keys) > 1:
-        if value is not REMOVE or isinstance(mapping.get(keys[0]), dict):
-            mapping[keys[0]] = with_value(mapping.get(keys[0]), keys[1:], value)
-            if not mapping[keys[0]]:
-                del mapping[keys[0]]
-    elif value is REMOVE:
-        mapping.pop(keys[0], None)
+    first, *rest = keys
+    if rest:
+        value = with_value(mapping.get(first), tuple(rest), value) or REMOVE
+    if value is REMOVE:
+        mapping.pop(first, None)
     else:
-        mapping[keys[0]] = value
+        mapping[first] = value
     return mapping
 
 
 def change_by(edits: Sequence[Edit]) -> str:
     """Describe the edits: `key: value` for each written key, and the names of the removed keys."""
-    written = [
-        f"{edit.keys[-1]}: {(as_yaml if edit.file == 'yaml' else json.dumps)(edit.value)}"
-        for edit in edits
-        if edit.value is not REMOVE
-    ]
+    written = []
+    for edit in edits:
+        is_plain = edit.file == "yaml" and isinstance(edit.value, str)
+        if edit.value is not REMOVE:
+            written.append(f"{edit.keys[-1]}: {edit.value if is_plain else json.dumps(edit.value)}")
     removed = ", ".join(edit.keys[-1] for edit in edits if edit.value is REMOVE)
     if removed:
         written.append(f"without {removed}" if written else f"remove {removed}")
     return ", ".join(written)
 
 
-def as_yaml(value: Any) -> str:
-    """Return a value as JSON, which YAML reads, too; a string without quotes if it needs none."""
-    is_plain = isinstance(value, str) and yaml.safe_load(value) == value
-    return value if is_plain else json.dumps(value)
-
-
 def gravest_first(findings: list[Finding]) -> list[Finding]:
-    """Return the findings without repetitions, sorted by severity, then topic, then largest speedup."""
-
-    def gravity(finding: Finding) -> tuple[int, int, float]:
-        topic_index = TOPICS.index(finding.topic)
-        return SEVERITIES.index(finding.severity), topic_index, -(finding.speedup or 0)
-
-    unique: dict[tuple, Finding] = {}
-    for f in findings:
-        unique.setdefault((f.name, f.sentence, f.file, f.strategy, f.gpu), f)
-    return sorted(unique.values(), key=gravity)
+    """Return the findings without repetitions, by severity, then largest speedup, then as they were found."""
+    unique = {(f.name, f.sentence, f.file, f.strategy, f.gpu): f for f in findings}
+    return sorted(unique.values(), key=lambda f: (SEVERITIES.index(f.severity), -(f.speedup or 0)))
 
 
 def as_json(finding: Finding) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,76 +9,8 @@ from typing import Any
 import yaml
 
 from slm_toolkit.base.safe_files import write_beside
-from slm_toolkit.base.user_files import YAML_LOADER
 from slm_toolkit.doctor.case import Case, Files, with_json
-from slm_toolkit.doctor.finding import REMOVE, Edit, Finding, as_yaml, with_value
-
-
-def with_edits(text: str, edits: list[Edit], *, is_json: bool) -> str:
-    """Return the text after `edits`, in their order. A YAML whose layout can't be kept is rewritten whole."""
-    if is_json:
-        return _edited_json(text, edits)
-    content, edited = _changed(yaml.load(text, YAML_LOADER), edits), text
-    try:
-        for edit in edits:
-            edited = _edited_yaml(edited, edit)
-        is_right = yaml.load(edited, YAML_LOADER) == content
-    except yaml.YAMLError:
-        is_right = False
-    return edited if is_right else yaml.safe_dump(content, sort_keys=False)
-
-
-def _edited_yaml(text: str, edit: Edit) -> str:
-    """Return the text after one edit; all other lines and comments stay."""
-    section, keys, above = yaml.compose(text, yaml.SafeLoader), edit.keys, []
-    while True:
-        entries = [(key, value) for key, value in section.value if key.value == keys[0]]
-        if len(keys) == 1 or not entries or not isinstance(entries[-1][1], yaml.MappingNode):
-            break
-        section, keys, above = entries[-1][1], keys[1:], entries
-    value = edit.value
-    for key in reversed(keys[1:]):
-        value = {key: value}
-    if entries and edit.value is not REMOVE:
-        key, old = entries[-1]
-        return f"{text[: key.end_mark.index]}: {as_yaml(value)}{text[_end(old) :]}"
-    if section.flow_style:
-        raise yaml.YAMLError(f"{edit.key} is not on a line of its own")
-    lines = text.split("\n")
-    if edit.value is not REMOVE:
-        indent = " " * section.value[0][0].start_mark.column
-        lines.insert(_line(text, _end(section)) + 1, f"{indent}{keys[0]}: {as_yaml(value)}")
-    elif len(keys) == 1:
-        for key, old in reversed(above if len(entries) == len(section.value) else entries):
-            del lines[_line(text, key.start_mark.index) : _line(text, _end(old)) + 1]
-    return "\n".join(lines)
-
-
-def _line(text: str, index: int) -> int:
-    """Return the number of the line, from 0, of a place in the text."""
-    return text.count("\n", 0, index)
-
-
-def _end(node: yaml.Node) -> int:
-    """Return where a node's text ends, before the comments that follow it."""
-    while isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
-        last = node.value[-1]
-        node = last[1] if isinstance(last, tuple) else last
-    return node.end_mark.index
-
-
-def _edited_json(text: str, edits: list[Edit]) -> str:
-    """Return the JSON after `edits`, with the same key order, indentation and spelling of numbers (5e8)."""
-    content = _changed(json.loads(text, parse_float=lambda number: f"\0{number}"), edits)
-    indent = re.search(r'\n([ \t]+)"', text)
-    edited = json.dumps(content, indent=indent and indent[1], ensure_ascii=False)
-    return re.sub(r'"\\u0000([-+.\deE]+)"', r"\1", edited) + text[len(text.rstrip()) :]
-
-
-def _changed(content: Any, edits: list[Edit]) -> Any:
-    for edit in edits:
-        content = with_value(content, edit.keys, edit.value)
-    return content
+from slm_toolkit.doctor.finding import Edit, Finding, with_value
 
 
 def edits_of(findings: list[Finding]) -> list[Edit]:
@@ -92,25 +23,22 @@ def edits_of(findings: list[Finding]) -> list[Edit]:
 
 
 def _touch(edit: Edit, other: Edit) -> bool:
-    shorter = min(len(edit.keys), len(other.keys))
-    return edit.file == other.file and edit.keys[:shorter] == other.keys[:shorter] and edit != other
+    key, other_key = (f"{each.file}.{each.key}." for each in (edit, other))
+    return edit != other and (key.startswith(other_key) or other_key.startswith(key))
 
 
 def mended(case: Case, edits: list[Edit]) -> Case:
     """Return the case after `edits`; no file is written."""
     files = case.files
-    by_file = {file: [edit for edit in edits if edit.file == file] for file in ("yaml", "json")}
-    if by_file["yaml"] and files.yaml_text:
-        is_json = files.yaml_path.suffix == ".json"  # accelerate also reads its config from JSON
-        text = with_edits(files.yaml_text, by_file["yaml"], is_json=is_json)
-        config = _changed(files.config, by_file["yaml"])
-        files = dataclasses.replace(files, yaml_text=text, config=config)
-        if files.json_path is None:  # the corrected YAML may name a JSON that can be read
-            files = with_json(files)
-    if by_file["json"] and files.json_text:
-        text = with_edits(files.json_text, by_file["json"], is_json=True)
-        content = json.loads(text)
-        files = dataclasses.replace(files, json_text=text, deepspeed=content)
+    config, deepspeed = files.config, files.deepspeed
+    for edit in edits:
+        if edit.file == "yaml" and files.yaml_text:
+            config = with_value(config, edit.keys, edit.value)
+        elif edit.file == "json" and files.json_text:
+            deepspeed = with_value(deepspeed, edit.keys, edit.value)
+    files = dataclasses.replace(files, config=config, deepspeed=deepspeed)
+    if files.json_path is None:  # the corrected YAML may name a JSON that can be read
+        files = with_json(files)
     return dataclasses.replace(case, files=files)
 
 
@@ -122,18 +50,38 @@ def write_mended(before: Files, after: Files, folder: Path, *, overwrite: bool) 
     texts, sources = {}, {}
     json_path = folder / after.json_path.name if after.json_path is not None else None
     if before.yaml_text:
-        text, named = after.yaml_text, ("deepspeed_config", "deepspeed_config_file")
+        config, named = after.config, ("deepspeed_config", "deepspeed_config_file")
         if json_path is not None and json_path.resolve() != after.json_path.resolve():
-            is_json = before.yaml_path.suffix == ".json"
-            text = with_edits(text, [Edit("yaml", named, _as_named(json_path))], is_json=is_json)
-        texts[folder / before.yaml_path.name] = text
-        sources[folder / before.yaml_path.name] = before.yaml_path
+            config = with_value(config, named, str(json_path))
+        path = folder / before.yaml_path.name  # accelerate also reads its config from JSON
+        texts[path] = _as_json(config) if path.suffix == ".json" else as_yaml(config, before.yaml_text)
+        sources[path] = before.yaml_path
     if json_path is not None and after.json_text:
-        texts[json_path], sources[json_path] = after.json_text, after.json_path
+        texts[json_path], sources[json_path] = _as_json(after.deepspeed), after.json_path
     return {path: sources[path] for path in write_beside(texts, flag="--fix", overwrite=overwrite)}
 
 
-def _as_named(path: Path) -> str:
-    """Return the path relative to the working folder if it is below it (accelerate searches there)."""
-    path = path.resolve()
-    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+def _as_json(content: Any) -> str:
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
+
+def as_yaml(content: Any, text: str) -> str:
+    """Return the content as YAML, with the comments that `text` has above and behind the same keys."""
+    key_of_line = re.compile(r"(\s*)([\w.-]+)\s*:")
+    above: dict[str, list[str]] = {}
+    behind: dict[str, str] = {}
+    waiting: list[str] = []
+    for line in text.splitlines():
+        if key := key_of_line.match(line):
+            comment = re.search(r"\s+#.*", line)
+            above.setdefault(key[2], []).extend(waiting)
+            behind[key[2]], waiting = comment[0] if comment else "", []
+        elif line.lstrip().startswith("#"):
+            waiting.append(line.strip())
+    lines = []
+    for line in yaml.safe_dump(content, sort_keys=False, width=1000).splitlines():
+        if key := key_of_line.match(line):
+            lines += [key[1] + comment for comment in above.pop(key[2], [])]
+            line += behind.pop(key[2], "")
+        lines.append(line)
+    return "\n".join([*lines, *waiting, ""])

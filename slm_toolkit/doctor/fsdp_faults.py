@@ -78,9 +78,8 @@ def _fsdp1(case: Case) -> Iterator[Finding]:
         "fsdp_config has no fsdp_version" if version is None else f"fsdp_version is {version}",
         _edit(case, "fsdp_version", 2),
         *_as_meant(case),
-        why=("accelerate's default is 1. " if version is None else "")
-        + "FSDP1 flattens the parameters of a unit into one, reads other keys and needs a GPU; this project "
-        "compares FSDP2",
+        why="FSDP1, accelerate's default, flattens the parameters of a unit into one, reads other keys and "
+        "needs a GPU; this project compares FSDP2",
     )
 
 

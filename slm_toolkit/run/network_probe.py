@@ -1,6 +1,6 @@
 """Time all_reduce, all_gather and reduce_scatter among the ranks of a launch, by message size.
 
-    slm compare --probe_network                                          # this machine, with a table
+    slm compare --probe_network                                          # this machine
     slm launch --config_file accel_configs/ddp.yaml --num_machines 2 --num_processes 16 \\
         --machine_rank 0 --main_process_ip node0 \\
         -m slm_toolkit.run.network_probe --output network.json           # on each node, with its own rank
@@ -29,6 +29,7 @@ from slm_toolkit.hardware.network import (
     CollectiveTiming,
     MeasuredNetwork,
     bus_bytes_per_second,
+    fit,
     write_network,
 )
 from slm_toolkit.record.run_record import installed_versions
@@ -40,8 +41,7 @@ _LARGEST_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
 _GROWTH = 4
 _ALIGNED_BYTES = 16  # NCCL is slower if a shard is not a multiple of this
 _NUM_WARMUPS = 5
-_FEWEST_REPEATS, _MOST_REPEATS = 20, 100
-_SIZE_SECONDS = 0.3  # repeat for this long, so that the median is robust against other programs' noise
+_NUM_REPEATS = 30  # so that the median is robust against other programs' noise
 _REPEAT_SECONDS = 0.002  # a repeat lasts this long, so that the barrier's skew does not matter
 _MOST_IN_A_ROW = 50
 _PROBE_SECONDS = 30.0  # limit of the time that the ranks measure
@@ -71,7 +71,6 @@ def main(argv: list[str] | None = None) -> None:
     timings = measure(state.device)
     if state.is_main_process:
         on_gpu = state.device.type == "cuda"
-        nccl = {"nccl": ".".join(str(part) for part in torch.cuda.nccl.version())} if on_gpu else {}
         network = MeasuredNetwork(
             world_size=state.num_processes,
             num_nodes=state.num_processes // num_local,
@@ -79,13 +78,23 @@ def main(argv: list[str] | None = None) -> None:
             backend="nccl" if on_gpu else "gloo",
             gpu=torch.cuda.get_device_name() if on_gpu else None,
             date=datetime.now(UTC).isoformat(timespec="seconds"),
-            versions={**installed_versions(), **nccl},
+            versions=installed_versions(),
             command=shlex.join(launch.command or ("python", "-m", parser.prog, *arguments)),
             timings=tuple(timings),
         )
         write_network(network, args.output)
-        print(f"network: {args.output}", file=sys.stderr)
+        print_fits(network)
+        print(f"network: {args.output}")
     state.destroy_process_group()
+
+
+def print_fits(network: MeasuredNetwork) -> None:
+    """Print the line fitted to each collective's times, which predicts from them."""
+    for collective in COLLECTIVES:
+        line = fit(network, collective)
+        rate = line.bus_bytes_per_second
+        bandwidth = "larger tensors took no longer" if rate is None else f"{rate / 1e9:.2f} GB/s"
+        print(f"{collective}: latency {line.latency_seconds * 1e6:.1f} us, {bandwidth}")
 
 
 def measure(device: torch.device) -> list[CollectiveTiming]:
@@ -96,14 +105,11 @@ def measure(device: torch.device) -> list[CollectiveTiming]:
     for collective in COLLECTIVES:  # the first call of each collective connects the ranks and takes seconds
         _operation(collective, _SMALLEST_BYTES, device)[0]()
     timings: list[CollectiveTiming] = []
-    began = time.perf_counter()
-    size_bytes, used_seconds = _SMALLEST_BYTES, 0.0
+    began, size_bytes = time.perf_counter(), _SMALLEST_BYTES
     while size_bytes <= _LARGEST_BYTES[device.type]:
         timings += [_timing(collective, size_bytes, device) for collective in COLLECTIVES]
-        before_seconds = used_seconds
         used_seconds = max(gather_to_all(time.perf_counter() - began))  # all ranks must decide the same
-        next_seconds = _GROWTH * (used_seconds - before_seconds)
-        if size_bytes > _SMALLEST_BYTES and used_seconds + next_seconds > _PROBE_SECONDS:
+        if size_bytes > _SMALLEST_BYTES and used_seconds * _GROWTH > _PROBE_SECONDS:
             break
         size_bytes *= _GROWTH
     return timings
@@ -114,9 +120,7 @@ def _timing(collective: str, size_bytes: int, device: torch.device) -> Collectiv
     warmups = [_seconds_each(operation, device, num_in_a_row=1) for _ in range(_NUM_WARMUPS)]
     pilot_seconds = max(gather_to_all(min(warmups)))  # all ranks must repeat equally often
     num_in_a_row = min(max(round(_REPEAT_SECONDS / pilot_seconds), 1), _MOST_IN_A_ROW)
-    num_in_time = round(_SIZE_SECONDS / (num_in_a_row * pilot_seconds))
-    num_repeats = min(max(num_in_time, _FEWEST_REPEATS), _MOST_REPEATS)
-    rank_seconds = [_seconds_each(operation, device, num_in_a_row=num_in_a_row) for _ in range(num_repeats)]
+    rank_seconds = [_seconds_each(operation, device, num_in_a_row=num_in_a_row) for _ in range(_NUM_REPEATS)]
     all_seconds = tuple(max(of_ranks) for of_ranks in zip(*gather_to_all(rank_seconds), strict=True))
     timing = CollectiveTiming(collective, num_bytes, median(all_seconds), all_seconds)
     if dist.get_rank() == 0:

@@ -63,6 +63,6 @@ def test_the_defaults_in_our_table_are_the_libraries_own(facts: dict[str, Any]) 
         "activation_checkpointing": "checkpointing",
     }
     for key, fact in names.items():
-        assert launcher[fact] == FSDP_DEFAULTS[f"fsdp_{key}"][0], key
+        assert launcher[fact] == FSDP_DEFAULTS[f"fsdp_{key}"], key
     assert (launcher["wrap"], launcher["offload"]) == (None, "OffloadPolicy")
     assert set(YAML_SETTINGS) - {"dynamo_backend", "fp16"} == set(facts["ClusterConfig"])

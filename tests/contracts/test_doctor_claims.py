@@ -26,8 +26,8 @@ REFUSED = {  # rows that accelerate or DeepSpeed refuses, or fails on
     *("distributed-type absent", "unquoted-no mixed_precision", "gpu-ids a number"),
     *("mixed-precision-unknown", "not-passed-on compute_environment"),
     *("refused reshard", "refused absent", "refused cut off", "zero-stage-0 no section"),
-    *("set-twice mixed_precision", "set-twice accumulation", "set-twice clipping"),
-    *("set-twice stage and offload", "unknown-key removed", "unknown-key of zero_optimization"),
+    *("set-twice mixed_precision", "refused accumulation", "refused clipping"),
+    *("refused stage and offload", "unknown-key removed", "unknown-key of zero_optimization"),
     *("unknown-key of offload_optimizer", "refused stage 4"),
     *("communication-dtype-differs auto", "fp16-differs"),
 }

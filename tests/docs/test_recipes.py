@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -75,7 +76,7 @@ def test_a_recipe_is_short_and_plain_bash(name: str) -> None:
 def test_the_real_commands_are_what_the_head_is_an_estimate_of(name: str, tmp_path: Path) -> None:
     if name == "nvme_offload" and not Path("/usr/include/libaio.h").exists():
         pytest.skip("apt-get install libaio-dev")
-    rows = json.loads(slm_here(*RECIPES[name].estimate[1:], "--json").out)
+    rows = json.loads(slm_here(*estimate_of(name)[1:], "--json").out)
     if "hours" in rows[0]:
         rows = rows[:1]
     asked = [found for words in real_commands(name, tmp_path) for found in configurations(words)]
@@ -83,6 +84,12 @@ def test_the_real_commands_are_what_the_head_is_an_estimate_of(name: str, tmp_pa
         said = {key: value for key, value in row.items() if key in asked[0] and value is not None}
         assert {"model", "strategy", "num_gpus", "seq_len", "per_device_train_batch_size"} <= said.keys()
         assert any(said == {key: found[key] for key in said} for found in asked), said
+
+
+def estimate_of(name: str) -> list[str]:
+    """The words of the script's first `slm recommend` or `slm estimate`, which gave the figures."""
+    text = RECIPES[name].text.replace("\\\n", " ")
+    return shlex.split(re.search(r"^slm (?:recommend|estimate) [^>|#\n]+", text, re.M)[0])
 
 
 def real_commands(name: str, folder: Path) -> list[list[str]]:
@@ -180,15 +187,8 @@ def test_the_list_has_every_recipes_question_and_figures() -> None:
             assert said in done.out
 
 
-def test_one_is_printed_as_it_is_and_copies_can_be_run(tmp_path: Path) -> None:
+def test_one_is_printed_as_it_is() -> None:
     assert slm("recipes", "lora").out == (ROOT / "recipes" / "lora.sh").read_text()
-    done = slm("recipes", "--copy", str(tmp_path / "mine"))
-    assert done.code == 0, done.err
-    assert {path.stem for path in (tmp_path / "mine").iterdir()} == RECIPES.keys()
-    assert os.access(tmp_path / "mine" / "slurm.sh", os.X_OK)
-    again = slm("recipes", "lora", "--copy", str(tmp_path / "mine"))
-    assert again.code == 2
-    assert "lora.sh exists" in again.err
 
 
 def test_an_unknown_recipe_is_answered_with_the_names() -> None:
@@ -200,5 +200,5 @@ def test_an_unknown_recipe_is_answered_with_the_names() -> None:
 @pytest.mark.quick
 def test_a_head_that_is_none_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "x.sh").write_text(RECIPES["lora"].text.replace("# cost: ", "# price: "))
-    with pytest.raises(TypeError, match="cost"):
+    with pytest.raises(AttributeError):
         read_recipe(tmp_path / "x.sh")

@@ -166,7 +166,6 @@ LONG = "n" * 300
     "command",
     [
         f"configs --copy {LONG}",
-        f"recipes --copy {LONG}",
         f"recommend --model slm-100m --gpu h100-80gb:8 --tokens 1e9 --write {LONG}",
         f"convert fsdp_full_shard --to accelerate_deepspeed --output {LONG}",
         f"report {ROOT}/results --export {LONG}.csv",

@@ -27,15 +27,6 @@ def test_the_checks_before_a_launch_need_no_torch() -> None:
     assert done.stdout.strip() == "False"
 
 
-def test_the_launch_of_a_probe_knows_neither_ranks_nor_tables() -> None:
-    program = (
-        "import sys, slm_toolkit.compare.probe_network; "
-        "print([name for name in sys.modules if name.startswith(('slm_toolkit.run', 'slm_toolkit.report'))])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
 def test_the_arithmetic_needs_no_torch() -> None:
     program = (
         "import sys; from slm_toolkit.predict.deepspeed_estimator import deepspeed_needs; "

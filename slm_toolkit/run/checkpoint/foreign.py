@@ -14,12 +14,11 @@ import io
 import math
 import pickle
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,9 +36,11 @@ _Shard = tuple[Path, int, int, tuple[int, ...]]
 "a rectangular part of a tensor: file, first byte, number of bytes, its first element in the whole tensor"
 
 
-class ForeignReader(ABC):
+@dataclass
+class ForeignReader:
     """Reads any stretch of any tensor of another program's checkpoint, as `files.Reader` does of ours."""
 
+    folder: Path
     program: str
     "what wrote it, such as DeepSpeed ZeRO-3"
     num_processes: int
@@ -48,48 +49,41 @@ class ForeignReader(ABC):
     num_optimizer_steps: int
     num_elements: dict[str, int]
     "elements of each trained parameter, by its name in the Hugging Face model"
-    adamw: Mapping[str, Any] = MappingProxyType({})
+    parts: Callable[[str, str], Iterable[torch.Tensor]]
+    """returns a tensor, given its kind and parameter, in parts: 1-D, checked by `_flat`, one after the other;
+    the end may be padding"""
+    adamw: dict[str, Any] = field(default_factory=dict)
     "options of the first group of torch's AdamW, if they are known"
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._last: tuple[str, torch.Tensor] | None = None
-        "the tensor that was read last: a rank may read it in several stretches"
+    last: tuple[str, torch.Tensor] | None = None
+    "the tensor that was read last: a rank may read it in several stretches"
 
     def read(self, name: str, start: int, size: int) -> torch.Tensor:
         """Return elements `start` to `start + size` of the flattened tensor `kind/parameter`, in fp32.
 
         Raises ValueError if elements are missing or can't be read.
         """
-        if self._last is None or self._last[0] != name:
-            kind, _, parameter = name.partition("/")
-            with _as_value_error(self.folder):
+        with _as_value_error(self.folder):
+            if self.last is None or self.last[0] != name:
+                kind, _, parameter = name.partition("/")
                 if parameter not in self.num_elements:
                     raise ValueError(f"it lacks {kind} of {parameter}")
-                parts = list(self._parts(kind, parameter))
-                found, expected = sum(len(part) for part in parts), self.num_elements[parameter]
-                if found < expected:
-                    raise ValueError(f"it lacks {expected - found:,} elements of {name}")
-                self._last = name, torch.cat(parts)[:expected].float()
-        if start + size > len(self._last[1]):
-            missing = f"{start + size - len(self._last[1]):,} elements of {name}"
-            raise ValueError(f"{self.folder} lacks {missing}\nhint: {_ANOTHER}")
-        return self._last[1][start : start + size]
-
-    @abstractmethod
-    def _parts(self, kind: str, parameter: str) -> Iterator[torch.Tensor]:
-        """Yield a tensor in parts: 1-D, checked by `_flat`, one after the other; the end may be padding."""
+                whole = torch.cat(list(self.parts(kind, parameter)))
+                self.last = name, whole[: self.num_elements[parameter]].float()
+            stretch = self.last[1][start : start + size]
+            if len(stretch) < size:
+                raise ValueError(f"it lacks {size - len(stretch):,} elements of {name}")
+        return stretch
 
 
 def is_foreign(folder: Path) -> bool:
     """Return whether the folder may be a checkpoint of accelerate or DeepSpeed."""
-    return any(find(folder) for find in _READERS.values())
+    return any(find(folder) for find in _OPENERS)
 
 
 def open_foreign(folder: Path) -> ForeignReader:
     """Return a reader of the folder. Raises ValueError if it is incomplete, or may run code."""
     with _as_value_error(folder):
-        reader = next(kind for kind, find in _READERS.items() if find(folder))(folder)
+        reader = next(opened for find, opened in _OPENERS.items() if find(folder))(folder)
         if not 0 <= reader.num_optimizer_steps <= reader.num_steps <= _MOST_STEPS:
             raise ValueError(f"it says that {reader.num_steps} steps are done")
         return reader
@@ -98,85 +92,81 @@ def open_foreign(folder: Path) -> ForeignReader:
 # ---- torch.distributed.checkpoint
 
 
-class DcpReader(ForeignReader):
-    """A folder of accelerate's FSDP, or any DCP folder with a Hugging Face model and its AdamW."""
+def _open_dcp(folder: Path) -> ForeignReader:
+    """Open a folder of accelerate's FSDP, or any DCP folder with a Hugging Face model and its AdamW."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    shards: dict[str, list[_Shard]] = {}
+    for file in _index_files(folder):
+        with _as_value_error(file):
+            _read_index(file, shapes, shards)
+    keys = {}  # by parameter: of its weights, of its state
+    for match in filter(None, map(_MOMENT.fullmatch, shapes)):
+        of_model = f"model.{match[2]}"
+        keys[parameter_name(match[2])] = of_model if of_model in shapes else match[2], match[1]
+    if not keys:
+        raise ValueError("it contains no moments of AdamW (state.<parameter>.exp_avg)")
+    num_elements = {name: math.prod(shapes[f"{state}.exp_avg"]) for name, (_, state) in keys.items()}
 
-    program = "FSDP (torch.distributed.checkpoint)"
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._shards: dict[str, list[_Shard]] = {}
-        for file in _index_files(folder):
-            with _as_value_error(file):
-                self._add_index(file)
-        self._keys: dict[str, tuple[str, str]] = {}  # by parameter: of its weights, of its state
-        for match in filter(None, map(_MOMENT.fullmatch, self._shapes)):
-            raw = match[2]
-            weights = f"model.{raw}" if f"model.{raw}" in self._shapes else raw
-            self._keys[parameter_name(raw)] = weights, match[1]
-        if not self._keys:
-            raise ValueError("it contains no moments of AdamW (state.<parameter>.exp_avg)")
-        self.num_elements = {
-            name: math.prod(self._shapes[f"{state}.exp_avg"]) for name, (_, state) in self._keys.items()
-        }
-        names = {file.name for shards in self._shards.values() for file, *_ in shards}
-        ranks = {name.lstrip("_").partition("_")[0] for name in names}  # __<rank>_<number>.distcp
-        self.num_processes = len(ranks)
-        (first, *_) = self._keys.values()
-        self.num_steps = self.num_optimizer_steps = int(self._read(f"{first[1]}.step", 1))
-
-    def _add_index(self, file: Path) -> None:
-        """Read the shapes of a DCP folder's tensors, and where their parts are.
-
-        Raises ValueError if the index names a file outside its folder.
-        """
-        index = _IndexUnpickler(
-            io.BytesIO(read_bytes(file, what="", hint=_ANOTHER, limit_bytes=2**28))
-        ).load()
-        for key, entry in index.state_dict_metadata.items():
-            if type(entry).__name__ == "TensorStorageMetadata":
-                self._shapes[key] = tuple(map(int, entry.size.arguments[0]))
-        for place, info in index.storage_data.items():
-            path = file.parent / info.relative_path
-            if Path(info.relative_path).name != info.relative_path or not path.is_file():
-                raise ValueError(f"it names the file {info.relative_path!r}, which is not in its folder")
-            if not 0 <= info.offset <= info.offset + info.length <= path.stat().st_size:
-                raise ValueError(f"{path.name} is shorter than it says")
-            if getattr(info, "transform_descriptors", None):
-                raise ValueError("its shards are compressed, which can't be read")
-            if place.fqn in self._shapes:
-                offset = place.offset.arguments[0] if place.offset else (0,) * len(self._shapes[place.fqn])
-                shard = path, info.offset, info.length, tuple(offset)
-                self._shards.setdefault(place.fqn, []).append(shard)
-
-    def _parts(self, kind: str, parameter: str) -> Iterator[torch.Tensor]:
-        weights, state = self._keys[parameter]
-        key = weights if kind == WEIGHTS else f"{state}.{kind}"
-        yield self._read(key, self.num_elements[parameter])
-
-    def _read(self, key: str, num_elements: int) -> torch.Tensor:
-        """Return a whole tensor, flattened. Raises ValueError if it has another number of elements."""
-        if key not in self._shapes:
+    def read(key: str, size: int) -> torch.Tensor:
+        if key not in shapes:
             raise ValueError(f"it lacks {key}")
-        shape, shards = self._shapes[key], self._shards.get(key, [])
-        if math.prod(shape) != num_elements:
-            raise ValueError(f"{key} has {math.prod(shape):,} elements, not {num_elements:,}")
-        # an element takes two bytes or more, so a small file can't claim a large tensor
-        if 2 * num_elements > sum(length for _, _, length, _ in shards):
-            raise ValueError(f"the files are too small for {key}")
-        whole, num_read = torch.zeros(shape, dtype=torch.float32), 0
-        for file, start, length, offsets in shards:
-            with file.open("rb") as content, _as_value_error(file):
-                content.seek(start)
-                data = io.BytesIO(content.read(length))
-                part = _checked(torch.load(data, map_location="cpu", weights_only=True))
-            ends = [first + size for first, size in zip(offsets, part.shape, strict=True)]
-            whole[tuple(map(slice, offsets, ends))] = part
-            num_read += part.numel()
-        if num_read != num_elements:
-            raise ValueError(f"it has {num_read:,} of the {num_elements:,} elements of {key}")
-        return whole.view(-1)
+        if math.prod(shapes[key]) != size:
+            raise ValueError(f"{key} has {math.prod(shapes[key]):,} elements, not {size:,}")
+        return _put_together(key, shapes[key], shards.get(key, []))
+
+    def parts(kind: str, parameter: str) -> list[torch.Tensor]:
+        weights, state = keys[parameter]
+        return [read(weights if kind == WEIGHTS else f"{state}.{kind}", num_elements[parameter])]
+
+    names = {file.name for of_tensor in shards.values() for file, *_ in of_tensor}
+    ranks = {name.lstrip("_").partition("_")[0] for name in names}  # __<rank>_<number>.distcp
+    (_, state), *_ = keys.values()
+    steps = int(read(f"{state}.step", 1))
+    program = "FSDP (torch.distributed.checkpoint)"
+    return ForeignReader(folder, program, len(ranks), steps, steps, num_elements, parts)
+
+
+def _read_index(file: Path, shapes: dict[str, tuple[int, ...]], shards: dict[str, list[_Shard]]) -> None:
+    """Add the shapes of a DCP folder's tensors, and where their parts are.
+
+    Raises ValueError if the index names a file outside its folder.
+    """
+    content = read_bytes(file, what="", hint=_ANOTHER, limit_bytes=2**28)
+    index = _IndexUnpickler(io.BytesIO(content)).load()
+    for key, entry in index.state_dict_metadata.items():
+        if type(entry).__name__ == "TensorStorageMetadata":
+            shapes[key] = tuple(map(int, entry.size.arguments[0]))
+    for place, info in index.storage_data.items():
+        path = file.parent / info.relative_path
+        if Path(info.relative_path).name != info.relative_path or not path.is_file():
+            raise ValueError(f"it names the file {info.relative_path!r}, which is not in its folder")
+        if not 0 <= info.offset <= info.offset + info.length <= path.stat().st_size:
+            raise ValueError(f"{path.name} is shorter than it says")
+        if getattr(info, "transform_descriptors", None):
+            raise ValueError("its shards are compressed, which can't be read")
+        if place.fqn in shapes:
+            first = place.offset.arguments[0] if place.offset else (0,) * len(shapes[place.fqn])
+            shards.setdefault(place.fqn, []).append((path, info.offset, info.length, tuple(first)))
+
+
+def _put_together(key: str, shape: tuple[int, ...], shards: list[_Shard]) -> torch.Tensor:
+    """Return a whole tensor, flattened. Raises ValueError if a part is missing or is no tensor."""
+    whole_size, num_read = math.prod(shape), 0
+    # an element takes two bytes or more, so a small file can't claim a large tensor
+    if 2 * whole_size > sum(length for _, _, length, _ in shards):
+        raise ValueError(f"the files are too small for {key}")
+    whole = torch.zeros(shape, dtype=torch.float32)
+    for file, start, length, firsts in shards:
+        with file.open("rb") as content, _as_value_error(file):
+            content.seek(start)
+            data = io.BytesIO(content.read(length))
+            part = _checked(torch.load(data, map_location="cpu", weights_only=True))
+        area = [slice(first, first + size) for first, size in zip(firsts, part.shape, strict=True)]
+        whole[tuple(area)] = part
+        num_read += part.numel()
+    if num_read != whole_size:
+        raise ValueError(f"it has {num_read:,} of the {whole_size:,} elements of {key}")
+    return whole.view(-1)
 
 
 class _StandIn:
@@ -196,109 +186,80 @@ class _IndexUnpickler(pickle.Unpickler):
         return type(name, (dict if name == "OrderedDict" else _StandIn,), {})
 
 
-class WholeReader(ForeignReader):
-    """A folder of accelerate's FSDP with FULL_STATE_DICT: two files with whole tensors, by parameter."""
+def _open_whole(folder: Path) -> ForeignReader:
+    """Open a folder of accelerate's FSDP with FULL_STATE_DICT: two files with whole tensors, by parameter."""
+    weights, optimizer = (_load(file) for file in _whole_files(folder))
+    weights = {parameter_name(name): tensor for name, tensor in weights.items()}
+    states = {parameter_name(name): state for name, state in optimizer["state"].items()}
 
-    program = "FSDP (FULL_STATE_DICT)"
-    num_processes = 1
+    def parts(kind: str, parameter: str) -> list[torch.Tensor]:
+        return [_flat(weights[parameter] if kind == WEIGHTS else states[parameter][kind])]
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        weights, optimizer = (_load(file) for file in _whole_files(folder))
-        self._weights = {parameter_name(name): tensor for name, tensor in weights.items()}
-        self._state = {parameter_name(name): state for name, state in optimizer["state"].items()}
-        self.num_elements = {name: _checked(state["exp_avg"]).numel() for name, state in self._state.items()}
-        (first, *_) = self._state.values()
-        self.num_steps = self.num_optimizer_steps = int(first["step"])
-        self.adamw = _adamw_of(optimizer["param_groups"])
-
-    def _parts(self, kind: str, parameter: str) -> Iterator[torch.Tensor]:
-        yield _flat(self._weights[parameter] if kind == WEIGHTS else self._state[parameter][kind])
+    steps = int(next(iter(states.values()))["step"])
+    num_elements = {name: _checked(state["exp_avg"]).numel() for name, state in states.items()}
+    adamw = _adamw_of(optimizer["param_groups"])
+    return ForeignReader(folder, "FSDP (FULL_STATE_DICT)", 1, steps, steps, num_elements, parts, adamw)
 
 
 # ---- DeepSpeed
 
 
-class ZeroReader(ForeignReader):
-    """A checkpoint of ZeRO-1, 2 or 3, by any number of ranks."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        files = _rank_files(folder)
-        first = _load_pt(files[min(files)])["optimizer_state_dict"]
-        stage = int(first.get("zero_stage", 1))  # DeepSpeed's BF16_Optimizer does not say it
-        count = first["partition_count"]
-        self.num_processes = int(max(count) if isinstance(count, list) else count)
-        if self.num_processes != len(files) or max(files) != len(files) - 1:
-            found = f"{len(files)} files, the last of rank {max(files)}"
-            raise ValueError(f"{self.num_processes} ranks wrote it, but it has {found}")
-        self._ranks = [_load_pt(files[rank])["optimizer_state_dict"] for rank in sorted(files)]
-        states = _load_pt(_model_states(files[0].parent))
-        self.num_elements, self._raw = _parameters(states)
-        self.num_steps, self.num_optimizer_steps = _steps(states)
-        self.program = f"DeepSpeed ZeRO-{stage}"
-        self.adamw = _adamw_of(self._inner(first)["param_groups"])
-        self._is_stage_3 = stage == 3
-
-    def _parts(self, kind: str, parameter: str) -> Iterator[torch.Tensor]:
-        for rank in self._ranks:
-            yield from (self._of_3 if self._is_stage_3 else self._of_1_2)(rank, kind, parameter)
-
-    def _inner(self, rank: dict[str, Any]) -> dict[str, Any]:
-        """Return torch's state dict of the optimizer inside ZeRO."""
-        inner = rank.get("base_optimizer_state", rank.get("optimizer_state_dict"))
-        if not isinstance(inner, dict):
-            raise ValueError("it is an elastic checkpoint, which can't be read")
-        return inner
-
-    def _of_1_2(self, rank: dict[str, Any], kind: str, parameter: str) -> Iterator[torch.Tensor]:
-        """Yield a rank's part of a parameter: ranks have consecutive parts of one flat buffer per group."""
-        for group, slices in enumerate(rank["param_slice_mappings"]):
-            if (place := slices.get(self._raw[parameter])) is not None:
-                if kind == WEIGHTS:
-                    flat = rank["single_partition_of_fp32_groups"][group]
-                else:
-                    flat = self._inner(rank)["state"][group][kind]
-                yield _flat(flat)[place.start : place.start + place.numel]
-
-    def _of_3(self, rank: dict[str, Any], kind: str, parameter: str) -> Iterator[torch.Tensor]:
-        """Yield a rank's shard of a parameter: all shards are equal, and the last one is padded."""
-        start, size = self._shards[parameter]
-        first = 0
-        for group, weights in enumerate(rank["fp32_flat_groups"]):
-            flat = _flat(weights if kind == WEIGHTS else self._inner(rank)["state"][group][kind])
-            if start < first + len(flat) and start + size > first:
-                yield flat[max(0, start - first) : start + size - first]
-            first += len(flat)
-
-    @cached_property
-    def _shards(self) -> dict[str, tuple[int, int]]:
-        """Start and size of each parameter's shard in a rank's flat groups, one after the other."""
-        shards, start = {}, 0
-        for name, size in self.num_elements.items():
-            shard = -(-size // self.num_processes)
-            shards[name] = start, shard
-            start += shard
-        return shards
-
-
-def _parameters(states: dict[str, Any]) -> tuple[dict[str, int], dict[str, str]]:
-    """Return the elements of each parameter, and its name in DeepSpeed's files, both by its own name."""
+def _open_zero(folder: Path) -> ForeignReader:
+    """Open a checkpoint of ZeRO-1, 2 or 3, by any number of ranks."""
+    files = _rank_files(folder)
+    ranks = [_load_pt(file)["optimizer_state_dict"] for _, file in sorted(files.items())]
+    stage = int(ranks[0].get("zero_stage", 1))  # DeepSpeed's BF16_Optimizer does not say it
+    count = ranks[0]["partition_count"]
+    num_ranks = int(max(count) if isinstance(count, list) else count)
+    if num_ranks != len(files) or max(files) != len(files) - 1:
+        found = f"{len(files)} files, the last of rank {max(files)}"
+        raise ValueError(f"{num_ranks} ranks wrote it, but it has {found}")
+    inners = [rank.get("base_optimizer_state", rank.get("optimizer_state_dict")) for rank in ranks]
+    if not all(isinstance(inner, dict) for inner in inners):
+        raise ValueError("it is an elastic checkpoint, which can't be read")
+    states = _load_pt(_model_states(files[0].parent))
     if states["mp_world_size"] != 1:
         raise ValueError("it was written with tensor parallelism, which can't be read")
     if states.get("frozen_param_shapes"):
         raise ValueError("some of its parameters are frozen, which can't be read")
-    sizes, raw_names = {}, {}
-    for group in states["param_shapes"]:
-        for raw, shape in group.items():
-            sizes[parameter_name(raw)] = math.prod(shape)
-            raw_names[parameter_name(raw)] = raw
-    return sizes, raw_names
+    raw_shapes = {raw: shape for group in states["param_shapes"] for raw, shape in group.items()}
+    raw_names = {parameter_name(raw): raw for raw in raw_shapes}
+    num_elements = {name: math.prod(raw_shapes[raw]) for name, raw in raw_names.items()}
+    sizes = {name: -(-size // num_ranks) for name, size in num_elements.items()}
+    starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+    of_weights = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+
+    def parts(kind: str, parameter: str) -> Iterator[torch.Tensor]:
+        for rank, inner in zip(ranks, inners, strict=True):
+            flats = rank[of_weights]
+            if kind != WEIGHTS:
+                flats = [inner["state"][group][kind] for group in range(len(flats))]
+            if stage == 3:
+                yield from _shard(flats, starts[parameter], sizes[parameter])
+                continue
+            # ranks have consecutive parts of one flat buffer per group
+            for flat, slices in zip(flats, rank["param_slice_mappings"], strict=True):
+                if (place := slices.get(raw_names[parameter])) is not None:
+                    yield _flat(flat)[place.start : place.start + place.numel]
+
+    steps = int(states["global_steps"])
+    return ForeignReader(
+        folder,
+        f"DeepSpeed ZeRO-{stage}",
+        num_ranks,
+        steps,
+        steps - int(states["skipped_steps"]),
+        num_elements,
+        parts,
+        _adamw_of(inners[0]["param_groups"]),
+    )
 
 
-def _steps(states: dict[str, Any]) -> tuple[int, int]:
-    """Return finished steps, and those that changed the weights."""
-    return int(states["global_steps"]), int(states["global_steps"]) - int(states["skipped_steps"])
+def _shard(flats: list[torch.Tensor], start: int, size: int) -> Iterator[torch.Tensor]:
+    """Yield a rank's shard of a parameter under ZeRO-3: all shards are equal, and the last one is padded."""
+    for flat in map(_flat, flats):  # one after the other
+        yield flat[max(0, start) : max(0, start + size)]
+        start -= len(flat)
 
 
 def _load_pt(file: Path) -> Any:
@@ -381,8 +342,8 @@ def _model_states(folder: Path) -> Path:
     return next((folder / name for name in names if (folder / name).is_file()), folder / names[0])
 
 
-_READERS = {DcpReader: _index_files, WholeReader: _whole_files, ZeroReader: _rank_files}
-"each reader, and what finds its files in a folder"
+_OPENERS = {_index_files: _open_dcp, _whole_files: _open_whole, _rank_files: _open_zero}
+"what finds a program's files in a folder, and what opens them"
 
 
 @contextmanager

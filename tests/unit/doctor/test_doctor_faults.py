@@ -61,7 +61,7 @@ def test_a_planted_fault_is_found_and_it_alone(planted: Planted, tmp_path: Path)
 def test_corrected_files_have_the_fault_no_more(planted: Planted, tmp_path: Path) -> None:
     case = planted_case(planted, tmp_path)
     one, found = examined(case)
-    if not any(f.is_fixed_in_files for f in found if f.name == planted.name):
+    if not any(f.edits for f in found if f.name == planted.name):
         return
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     written = write_mended(case.files, one.corrected.files, tmp_path / "fixed", overwrite=False)
@@ -101,7 +101,7 @@ def test_no_value_ends_in_a_traceback_and_corrected_files_need_no_correction(
     case = dataclasses.replace(case, files=read_files(next(iter(written))), host=Host(is_meant=True))
     one, _ = examined(case)
     _, left = examined(one.corrected)
-    assert not [finding for finding in left if finding.is_fixed_in_files]
+    assert not [finding for finding in left if finding.edits]
 
 
 def test_the_table_has_more_than_60_faults() -> None:

@@ -3,15 +3,12 @@
 import json
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import DEEPSPEED, own_strategy, slm_here
+from conftest import own_strategy, slm_here
 
-from slm_toolkit.doctor.finding import REMOVE, Edit
-from slm_toolkit.doctor.fix import with_edits
+from slm_toolkit.doctor.fix import as_yaml
 from slm_toolkit.hardware.gpus import visible
-from slm_toolkit.strategy.strategy import config_dir
 
 MANY_FAULTS = """\
 # my own, from an old blog
@@ -198,19 +195,6 @@ def test_it_is_readable_at_80_columns_and_in_a_pipe(faulty: Path) -> None:
     assert not any(line.endswith(" ") for line in lines)
 
 
-def test_a_flow_yaml_and_a_json_with_tabs_are_edited_too() -> None:
-    edits = [Edit("yaml", ("b", "c"), 3), Edit("yaml", ("a",), REMOVE), Edit("yaml", ("b", "e"), True)]
-    edited = with_edits("{a: 1, b: {c: 2, d: x}}\n", edits, is_json=False)
-    assert edited == "b:\n  c: 3\n  d: x\n  e: true\n"
-    tabbed = '{\n\t"a": 1,\n\t"b": 5e8\n}\n'
-    edited = with_edits(tabbed, [Edit("json", ("a",), 2)], is_json=True)
-    assert edited == '{\n\t"a": 2,\n\t"b": 5e8\n}\n'
-    text = (config_dir("ds_configs") / "zero3_nvme.json").read_text()
-    edit = Edit("json", ("zero_optimization", "stage3_max_reuse_distance"), 7)
-    edited = with_edits(text, [edit], is_json=True)
-    assert edited == text.replace('"stage3_max_reuse_distance": 0', '"stage3_max_reuse_distance": 7')
-
-
 COMMENTED = """\
 # head
 fsdp_config: # how it shards
@@ -218,10 +202,6 @@ fsdp_config: # how it shards
     fsdp_sharding_strategy: FULL_SHARD # old
     # about offload
     fsdp_offload_params: False # off
-    # end of the section
-# about the compiler
-dynamo_config: # compiles
-    dynamo_backend: INDUCTOR
 # about ranks
 num_processes: 8 # all of the node
 num_processes: 4 # half of it
@@ -229,48 +209,13 @@ num_processes: 4 # half of it
 """
 
 
-@pytest.mark.parametrize(
-    ("edits", "changed"),
-    [
-        ([("fsdp_config.fsdp_sharding_strategy", REMOVE)], [(3, [])]),
-        ([("dynamo_config", REMOVE)], [(8, []), (9, [])]),
-        ([("num_processes", 16)], [(12, ["num_processes: 16 # half of it"])]),
-        ([("dynamo_config.dynamo_backend", REMOVE)], [(8, []), (9, [])]),
-        (
-            [("fsdp_config.fsdp_version", 2), ("distributed_type", "NO")],
-            [
-                (5, ["    fsdp_offload_params: False # off", "    fsdp_version: 2"]),
-                (12, ["num_processes: 4 # half of it", 'distributed_type: "NO"']),  # unquoted it is false
-            ],
-        ),
-    ],
-    ids=str,
-)
-def test_comments_and_all_other_lines_stay(
-    edits: list[tuple[str, Any]], changed: list[tuple[int, list[str]]]
-) -> None:
-    """`changed`: numbers of lines, from 0, and what stands in their place."""
-    lines = [[line] for line in COMMENTED.splitlines()]
-    for number, instead in changed:
-        lines[number] = instead
-    done = with_edits(
-        COMMENTED, [Edit("yaml", tuple(key.split(".")), value) for key, value in edits], is_json=False
+def test_comments_stay_with_their_keys() -> None:
+    content = {"fsdp_config": {"fsdp_offload_params": True, "fsdp_version": 2}, "num_processes": 4}
+    assert as_yaml(content, COMMENTED) == (
+        "# head\nfsdp_config: # how it shards\n  # about offload\n  fsdp_offload_params: true # off\n"
+        "  fsdp_version: 2\n# about ranks\nnum_processes: 4 # half of it\n# end\n"
     )
-    assert done.splitlines() == [line for some in lines for line in some]
-
-
-def test_settings_in_the_yaml_move_to_a_json_that_is_silent(tmp_path: Path) -> None:
-    (tmp_path / "mine.json").write_text('{"zero_optimization": {"stage": 2, "overlap_comm": true}}')
-    path = tmp_path / "mine.yaml"
-    path.write_text(
-        f"{DEEPSPEED}  deepspeed_config_file: mine.json\n  gradient_clipping: 0.5\nnum_processes: 8\n"
-    )
-    done = slm_here(
-        "doctor", *H100S, "--max_grad_norm", "0.5", "--strategy", str(path), "--fix", str(tmp_path / "out")
-    )
-    assert done.code == 0, done.out
-    assert json.loads((tmp_path / "out" / "mine.json").read_text())["gradient_clipping"] == 0.5
-    assert "gradient_clipping" not in (tmp_path / "out" / "mine.yaml").read_text()
+    assert as_yaml({"a": 1}, "{a: 2} # in one line\n") == "a: 1\n"
 
 
 def test_the_gpus_seen_are_those_that_cuda_would_see() -> None:
