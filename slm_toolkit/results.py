@@ -201,9 +201,7 @@ class Report(_Listed["Row"]):
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return the objects of `slm report --json`."""
-        from slm_toolkit.report.tables.export import json_rows
-
-        return json_rows(self.rows)
+        return [row.as_json() for row in self.rows]
 
     def to_markdown(self) -> str:
         from slm_toolkit.report.tables.export import markdown_text

@@ -130,7 +130,7 @@ def print_records(
     """
     from slm_toolkit.report.rows import labelled
     from slm_toolkit.report.tables.baseline import baseline_table, changes
-    from slm_toolkit.report.tables.export import json_rows, json_text
+    from slm_toolkit.report.tables.export import json_text
     from slm_toolkit.report.tables.sections import failed_references, sections
 
     for problem in report.problems:
@@ -146,7 +146,7 @@ def print_records(
     parity_due = getattr(args, "parity", None) and not failed_references(records)
     if parity_due and all(row.parity_holds is None for row in rows):
         unchecked.append("no parity check: no row is ok, or no row has a reference")
-    content = json_rows(rows) if args.json or args.export else []
+    content = report.to_dicts() if args.json or args.export else []
     if baseline:
         by_record = {change.record_now: dataclasses.asdict(change) for change in found}
         content = [{**row, "baseline": by_record.get(row["record"])} for row in content]

@@ -22,7 +22,7 @@ from slm_toolkit.recommend.scaling_laws import loss, loss_per_usd
 from slm_toolkit.record.files import find_records
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.report.recorded_estimate import config_that_ran, strategy_that_ran
-from slm_toolkit.report.rows import row_of
+from slm_toolkit.report.rows import Row
 from slm_toolkit.strategy.strategy import Strategy, contradictions
 
 _ENOUGH_BATCHES = 2
@@ -408,7 +408,7 @@ def _observed_in(launches: list[tuple[Path, RunRecord]]) -> Observed:
 
     The peak is that of measured launches; of rehearsals if none was measured.
     """
-    rows = [row_of([launch]) for launch in launches]
+    rows = [Row([launch]) for launch in launches]
     ok = [row for row in rows if row.status == "ok"]
     measured = [row for row in ok if not row.is_rehearsed]
     rates = [row.tokens_per_second for row in measured if row.tokens_per_second is not None]

@@ -40,11 +40,6 @@ def write_export(
     path.write_text(_TEXTS[path.suffix](rows, content, page), encoding="utf-8")
 
 
-def json_rows(rows: list[Row]) -> list[dict[str, Any]]:
-    """Return one object per row; `dataclasses.asdict` would copy each loss, which doubles the time."""
-    return [dict(vars(row)) for row in rows]
-
-
 def json_text(content: list[dict[str, Any]]) -> str:
     return msgspec.json.format(msgspec.json.encode(content), indent=2).decode()
 

@@ -18,7 +18,7 @@ from slm_toolkit.predict.setup.setup import unknown_to_estimates
 from slm_toolkit.predict.speed.matmul import product_seconds, rates_of
 from slm_toolkit.predict.speed.software import TODAY
 from slm_toolkit.predict.speed.step import adapter_work
-from slm_toolkit.report.rows import row_of
+from slm_toolkit.report.rows import Row
 from slm_toolkit.run.model.model import build_model
 
 
@@ -91,7 +91,7 @@ def test_the_mfu_of_a_recorded_lora_run_counts_no_gradients_of_frozen_weights(tm
     lora = dataclasses.replace(
         record, asked={**record.asked, "config": config}, num_trainable_params=G, engine="ddp"
     )
-    whole, frozen = (row_of([(tmp_path, each)]) for each in (record, lora))
+    whole, frozen = (Row([(tmp_path, each)]) for each in (record, lora))
     # N = 103,930,112 (test_flops): 4 N + 6 G + 12 x 9 x 832 x 1024, over 6 N + the same attention
     flops = 4 * 103_930_112 + 6 * G + 92_012_544
     assert frozen.flops_per_token == flops

@@ -10,7 +10,7 @@ from conftest import made_record
 
 from slm_toolkit.cli.output import add_output_flags, sort_of
 from slm_toolkit.record.run_record import RunRecord
-from slm_toolkit.report.rows import Row, ranked, row_of, sorted_rows, with_values
+from slm_toolkit.report.rows import Row, ranked, sorted_rows
 from slm_toolkit.report.tables.comparison import comparison_table
 from slm_toolkit.report.verdict import verdict
 
@@ -25,7 +25,7 @@ def record(strategy: str, seconds: float = 0.5, peak_gib: int = 3, **changes: ob
 
 def rows(*records: RunRecord, usd_per_gpu_hour: float | None = None) -> list[Row]:
     pairs = [(f"{index}/record.json", one) for index, one in enumerate(records)]
-    return ranked([row_of([pair], prices=usd_per_gpu_hour) for pair in pairs], strict=False)
+    return ranked([Row([pair], prices=usd_per_gpu_hour) for pair in pairs], strict=False)
 
 
 def test_a_clear_winner_is_named_with_its_lead_its_cost_and_the_smallest() -> None:
@@ -67,7 +67,7 @@ def test_a_tie_of_paired_rounds_names_the_rounds_that_would_tell_five_percent_ap
         ]
 
     def said(*shares: float, **changes: object) -> str:
-        rows = [row_of(launches(name, share, **changes)) for name, share in zip("abc", shares, strict=False)]
+        rows = [Row(launches(name, share, **changes)) for name, share in zip("abc", shares, strict=False)]
         (sentence, *_) = verdict(ranked(rows, strict=False))
         assert sentence.startswith("No row is clearly fastest")
         return sentence.partition("). ")[2]
@@ -92,7 +92,7 @@ def test_two_that_tie_are_named_together_before_the_rest() -> None:
 def test_rows_that_dropped_out_are_named_with_the_reason() -> None:
     broken = record("ds_zero3", status="oom", reason="CUDA out of memory", step_seconds=[], losses=[])
     other, ddp, full = rows(record("ds_zero2"), record("ddp"), record("fsdp_full_shard"))
-    wrong = with_values(other, parity_holds=False, parity_reference="ddp", parity="too far", rank=None)
+    wrong = other.with_values(parity_holds=False, parity_reference="ddp", parity="too far", rank=None)
     sentences = verdict([wrong, ddp, full, *rows(broken)])
     assert sentences[-2:] == [
         "Not ranked, computes something else: ds_zero2.",
@@ -129,7 +129,7 @@ def test_without_a_price_there_are_no_dollars_and_on_a_cpu_the_state_is_compared
 def test_rows_that_computed_the_same_are_counted_with_their_reference() -> None:
     reference, *others = rows(record("ddp"), record("ds_zero2"), record("ds_zero3"))
     same = [
-        with_values(row, parity_holds=True, parity_reference="ddp", parity_max_loss_difference=difference)
+        row.with_values(parity_holds=True, parity_reference="ddp", parity_max_loss_difference=difference)
         for row, difference in zip(others, (0.0001, 0.00034), strict=True)
     ]
     assert verdict([reference, *same])[-1] == "All three computed the same (largest loss difference 0.0003)."
@@ -205,7 +205,7 @@ def test_noise_promotes_no_row_and_a_chain_of_near_rows_is_no_tie_of_its_ends() 
         record("ddp", 8192 / 2890), record("ds_zero2", 8192 / 2489), record("fsdp_full_shard", 8192 / 1924)
     )
     wide = {"tokens_per_second_lowest": 1289.0, "tokens_per_second_highest": 2848.0}
-    noisy[2] = with_values(noisy[2], rank=None, **wide)
+    noisy[2] = noisy[2].with_values(rank=None, **wide)
     found = ranked(noisy, strict=False)
     assert [row.rank for row in found] == [1, 2, None]
     assert verdict(found)[0] == "ddp is fastest: 2,890 tokens/s, 16% faster than the other."
@@ -224,7 +224,7 @@ def test_a_row_that_computed_in_another_dtype_or_with_other_ranks_has_no_rank() 
     )
     assert [row.rank for row in (ddp, own, third)] == [1, None, 2]
     same = {"parity_holds": True, "parity_reference": "ddp", "parity_max_loss_difference": 0.0002}
-    sentences = verdict([ddp, with_values(own, **same), with_values(third, **same)])
+    sentences = verdict([ddp, own.with_values(**same), third.with_values(**same)])
     assert sentences[0] == "Not ranked: own (compute bfloat16 (not float32), unlike ddp)."
     assert sentences[1].startswith("ddp is fastest")
     assert sentences[-1] == (
@@ -267,7 +267,7 @@ def test_rows_with_one_reason_share_its_note() -> None:
 
 def test_notes_on_dropped_columns_are_dropped_too() -> None:
     pair = [("0/record.json", record("ddp", **CPU)), ("1/record.json", record("ddp", **CPU, run_name="a-r2"))]
-    compared = [row_of(pair)]
+    compared = [Row(pair)]
     wide, narrow = (comparison_text(compared, width=width) for width in (200, 50))
     assert "no known price for this hardware" in wide
     assert "intervals: from up to 2 launches" in wide
