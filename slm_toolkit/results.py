@@ -101,10 +101,7 @@ class Estimates(_Listed["Estimate"]):
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return the objects of `slm estimate --json`."""
-        return [
-            {**vars(row), "changes_that_fit": row.changes_that_fit and [*map(vars, row.changes_that_fit)]}
-            for row in self.rows
-        ]
+        return [row.as_json() for row in self.rows]
 
     def table(self, *, width: int = _TEXT_WIDTH) -> "RenderableType":
         """Return the table of `slm estimate` as a rich renderable; print it with `crop=False`."""

@@ -38,5 +38,6 @@ def attributes_of(part: str, *names: str) -> Functions:
     }
 
 
-def unknown(whole: object) -> None:
-    """Return None: a value that is set later, by `with_values`."""
+def unset(*names: str) -> Functions:
+    """Return functions of attributes that are None until they are set."""
+    return dict.fromkeys(names, lambda whole: None)

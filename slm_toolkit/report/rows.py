@@ -9,7 +9,7 @@ from statistics import geometric_mean
 
 import msgspec
 
-from slm_toolkit.base.derived import Derived, Functions, attributes_of, unknown
+from slm_toolkit.base.derived import Derived, Functions, attributes_of, unset
 from slm_toolkit.config.run_config import FLAGS
 from slm_toolkit.hardware.gpus import find_gpu
 from slm_toolkit.hardware.prices import OwnPrices, find_price
@@ -151,7 +151,7 @@ _FIGURES: Functions = {
     # script, the changes that would remove these differences
     "numerics_differences": lambda row: [],
     "numerics_alignments": lambda row: [],
-    "numerics_reference": unknown,
+    **unset("numerics_reference"),
     # the run with which losses were compared, and the result
     "parity_reference": lambda row: row.judged and row.judged.reference,
     "parity_max_loss_difference": lambda row: row.judged and finite(row.judged.loss_difference),
@@ -164,9 +164,9 @@ _FIGURES: Functions = {
     # set by `ranked`: place by tokens/s per GPU among rows of the same model, sequence length and GPU.
     # Neighbours share one if none of them is clearly faster than another: its whole interval is above the
     # other's, or with three rounds of --repeats, the interval of their ratios is above 1
-    "rank": unknown,
+    **unset("rank"),
     # whether another row has the same rank: a tie
-    "shares_rank": unknown,
+    **unset("shares_rank"),
     # why this row has no rank: another dtype of compute or master weights than `numerics_reference` (with
     # --strict, any difference), or another number of ranks than was asked for
     "unlike": lambda row: _unasked_ranks(row.main),
@@ -182,9 +182,9 @@ _FIGURES: Functions = {
     # the user's own script that did the run; None: this toolkit's trainer, or another one
     "script": lambda row: row.main.asked["script"][0] if row.main.is_of_script else None,
     # set by `slm compare --largest_batch`: largest per-device batch that ran; 0: not even 1 ran
-    "largest_batch": unknown,
+    **unset("largest_batch"),
     # smallest batch that ran out of memory; None: the largest batch that was tried ran
-    "smallest_oom_batch": unknown,
+    **unset("smallest_oom_batch"),
 }
 "the figures of a row, which are the keys of `--json`; a function may read other figures"
 

@@ -1,6 +1,5 @@
 """Show estimates as a table; for a single estimate, also bars with the parts of its peak and of its step."""
 
-import dataclasses
 from collections.abc import Callable, Iterable
 
 from rich.console import Group, RenderableType
@@ -26,7 +25,7 @@ from slm_toolkit.report.tables.fitted import (
 
 _BAR_WIDTH = 40
 _VERDICT_STYLE = {"fits": "green", "may fit": "yellow", "unlikely to fit": "yellow", "does not fit": "red"}
-FLAGS_SHOWN = tuple(f.name for f in dataclasses.fields(Estimate) if f.name in FLAGS and FLAGS[f.name].heading)
+FLAGS_SHOWN = tuple(name for name in Estimate.FIELDS if name in FLAGS and FLAGS[name].heading)
 _TITLES = {"model": "model", "gpu": "GPU", "num_gpus": "GPUs"}
 _TITLES |= {name: COLUMN_TITLES[name] for name in dict.fromkeys((*FIRST_COLUMNS, *FLAGS_SHOWN))}
 "title of a column if rows differ in this setting; otherwise the heading shows it once"
