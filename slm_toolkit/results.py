@@ -228,7 +228,7 @@ class Report(_Listed["Row"]):
     def panels(self, *, problems: list[str] | None = None) -> list["Panel"]:
         """Return all charts as plotly figures. `problems` takes a line for each damaged memory timeline."""
         from slm_toolkit.report.charts.panels import panels_of
-        from slm_toolkit.report.rows import labelled
+        from slm_toolkit.report.labels import labelled
 
         problems = [] if problems is None else problems
         return panels_of(self.records.pairs, labelled(self.rows), problems=problems)

@@ -128,7 +128,7 @@ def print_records(
     Also returns 1 if a record can't be shown, or requested results are missing: no parity check, no run in
     common with the baseline, or no traced memory.
     """
-    from slm_toolkit.report.rows import labelled
+    from slm_toolkit.report.labels import labelled
     from slm_toolkit.report.tables.baseline import baseline_table, changes
     from slm_toolkit.report.tables.export import json_text
     from slm_toolkit.report.tables.sections import failed_references, sections

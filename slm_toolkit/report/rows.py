@@ -10,7 +10,6 @@ from statistics import geometric_mean
 import msgspec
 
 from slm_toolkit.base.derived import Derived, Functions, attributes_of, unset
-from slm_toolkit.config.run_config import FLAGS
 from slm_toolkit.hardware.gpus import find_gpu
 from slm_toolkit.hardware.prices import OwnPrices, find_price
 from slm_toolkit.model.model_spec import flops_per_token
@@ -29,8 +28,6 @@ from slm_toolkit.report.stats import (
 )
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES
 
-SEEN_OF_SCRIPTS = ("seq_len", "per_device_train_batch_size")
-"flags whose values are observed if a user's own script did the run: they follow from the script's arguments"
 MOST_UNCERTAIN = 0.2
 "a rate whose interval reaches farther up or down has no rank, unless it is compared in paired rounds"
 _DECISIVE = ("compute_dtype", "master_weight_dtype")
@@ -229,6 +226,11 @@ class Row(Derived):
         return self.evidence == "rehearsed"
 
     @property
+    def is_on_cpu(self) -> bool:
+        """Return whether memory is a process's, because nothing ran, or was rehearsed, on a GPU."""
+        return not (self.gpu or self.is_rehearsed)
+
+    @property
     def contradiction(self) -> str | None:
         is_ok = self.status_record.status == "ok"
         return impossible(self.ok_records, self.mfu) if is_ok else None
@@ -236,7 +238,7 @@ class Row(Derived):
     @property
     def peak_bytes(self) -> int | None:
         """Return the GPU memory that tensors took (in a rehearsal: would take); on CPU, the process's RSS."""
-        return self.peak_allocated_bytes if self.gpu or self.is_rehearsed else self.peak_rss_bytes
+        return self.peak_rss_bytes if self.is_on_cpu else self.peak_allocated_bytes
 
     @property
     def state_bytes(self) -> int | None:
@@ -245,7 +247,7 @@ class Row(Derived):
     @property
     def compared_bytes(self) -> int | None:
         """Return `peak_bytes`; on a CPU the training state, because a process's RSS has other parts, too."""
-        return self.peak_bytes if self.gpu or self.is_rehearsed else self.state_bytes
+        return self.state_bytes if self.is_on_cpu else self.peak_bytes
 
     @property
     def is_uncertain(self) -> bool:
@@ -259,6 +261,11 @@ class Row(Derived):
         if self.tokens_per_second_lowest is None:
             return None
         return self.tokens_per_second_lowest, self.tokens_per_second_highest
+
+    @property
+    def is_open_ended(self) -> bool:
+        """Return whether a batch larger than the largest one may run, because none was tried."""
+        return self.largest_batch is not None and self.smallest_oom_batch is None
 
     @property
     def is_good(self) -> bool:
@@ -377,35 +384,6 @@ def _judged_row(
         return Row(launches, prices=prices, warnings=dict.fromkeys(unlike))
     worst = max(known, key=lambda parity: (not parity.holds, parity.loss_difference), default=None)
     return Row(launches, prices=prices, judged=worst)
-
-
-def labelled(rows: list[Row]) -> dict[str, Row]:
-    """Return the rows by unique labels: the strategy, and the settings in which rows differ."""
-    names = [name for name, flag in FLAGS.items() if flag.grid and name not in ("rehearse", *SEEN_OF_SCRIPTS)]
-    names += SEEN_OF_SCRIPTS if not any(row.script for row in rows) else ()
-    of_scripts = (name for row in rows if row.script for name in row.asked)
-    names += dict.fromkeys(name for name in of_scripts if name not in FLAGS)
-    varying = [name for name in names if len({str(row.asked.get(name)) for row in rows}) > 1]
-    row_fields = ("evidence", "world_size", "gpu", "allocator")  # the first two distinguish rehearsals
-    machine = [name for name in row_fields if len({getattr(row, name) for row in rows} - {None}) > 1]
-
-    short = {name: flag.label or name for name, flag in FLAGS.items()} | {"world_size": "ranks"}
-
-    def words(row: Row) -> list[str]:
-        values = [(name, row.asked.get(name)) for name in varying]
-        values += [(name, getattr(row, name)) for name in machine]
-        return [
-            str(value) if name in ("model", "numerics", "evidence") else f"{short.get(name, name)}={value}"
-            for name, value in values
-            if value is not None
-        ]
-
-    labels = [" ".join([row.strategy, *words(row)]) for row in rows]
-    count = Counter(labels)
-    return {
-        label if count[label] == 1 else f"{label} {Path(row.record).parent}": row
-        for label, row in zip(labels, rows, strict=True)
-    }
 
 
 # Which rows of a report may be compared, and their ranks by tokens per second; ties share a rank.

@@ -6,7 +6,8 @@ from itertools import combinations
 from statistics import median_high
 
 from slm_toolkit.record.steady_rate import STEPS_PER_BLOCK
-from slm_toolkit.report.rows import MOST_UNCERTAIN, Row, labelled
+from slm_toolkit.report.labels import labelled
+from slm_toolkit.report.rows import MOST_UNCERTAIN, Row
 from slm_toolkit.report.stats import MOST_ROUNDS, rounds_to_find
 
 SAME_MEMORY = 0.01

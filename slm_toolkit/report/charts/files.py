@@ -9,7 +9,8 @@ from pathlib import Path
 
 from slm_toolkit import __version__
 from slm_toolkit.report.charts.figures import Panel
-from slm_toolkit.report.rows import Row, labelled
+from slm_toolkit.report.labels import labelled
+from slm_toolkit.report.rows import Row
 from slm_toolkit.report.tables.columns import columns_of
 from slm_toolkit.report.tables.comparison import commands_of, heading, notes, parity_notes, provenance
 from slm_toolkit.report.verdict import verdict

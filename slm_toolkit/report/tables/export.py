@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from slm_toolkit.report.rows import Row, labelled
+from slm_toolkit.report.labels import labelled
+from slm_toolkit.report.rows import Row
 from slm_toolkit.report.tables.columns import columns_of
 from slm_toolkit.report.tables.comparison import (
     commands_of,

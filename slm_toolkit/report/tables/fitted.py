@@ -1,10 +1,10 @@
 """Tables that fit the console's width: a narrow console loses columns, but no figure is cut."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -46,6 +46,32 @@ class Column:
     @cached_property
     def width(self) -> int:
         return max(map(cell_len, {*self.title.split("\n"), *self.cells}))
+
+
+@dataclass(frozen=True)
+class Heading:
+    """A column of a table of any rows: its title, and its cell as a function of a row."""
+
+    title: str
+    cell: Callable[[Any], str]
+    drop_order: int = 0
+    style: Callable[[Any], str] | None = None
+    justify: Literal["left", "right"] | None = None
+
+
+def filled(headings: Sequence[Heading], rows: Sequence[Any]) -> list[Column]:
+    """Return the columns of these rows; columns without a value are left out."""
+    columns = [
+        Column(
+            heading.title,
+            [heading.cell(row) for row in rows],
+            heading.drop_order,
+            heading.justify,
+            [heading.style(row) for row in rows] if heading.style else (),
+        )
+        for heading in headings
+    ]
+    return [column for column in columns if column.has_values]
 
 
 def columns_that_fit(columns: Sequence[Column], *, width: int) -> tuple[list[Column], list[str]]:

@@ -8,7 +8,8 @@ import pytest
 from conftest import made_record
 
 from slm_toolkit.record.run_record import RunRecord
-from slm_toolkit.report.rows import Row, labelled, ranked
+from slm_toolkit.report.labels import labelled
+from slm_toolkit.report.rows import Row, ranked
 from slm_toolkit.report.stats import (
     LAUNCH_NOISE,
     MOST_ROUNDS,
