@@ -1,7 +1,6 @@
 """Output of `slm compare` and `slm report`: flags, rows, exports, notes and the exit code."""
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -148,7 +147,7 @@ def print_records(
         unchecked.append("no parity check: no row is ok, or no row has a reference")
     content = report.to_dicts() if args.json or args.export else []
     if baseline:
-        by_record = {change.record_now: dataclasses.asdict(change) for change in found}
+        by_record = {change.record_now: change.as_json() for change in found}
         content = [{**row, "baseline": by_record.get(row["record"])} for row in content]
     _write_exports(report, content, args.export)
     if args.json:

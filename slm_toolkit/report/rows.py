@@ -152,9 +152,7 @@ _FIGURES: Functions = {
     # the run with which losses were compared, and the result
     "parity_reference": lambda row: row.judged and row.judged.reference,
     "parity_max_loss_difference": lambda row: row.judged and finite(row.judged.loss_difference),
-    "parity_grad_norm_ratio": lambda row: (
-        row.judged and row.judged.grad_norm_ratio and finite(row.judged.grad_norm_ratio)
-    ),
+    "parity_grad_norm_ratio": lambda row: row.judged and finite(row.judged.grad_norm_ratio),
     "parity_holds": lambda row: row.judged and row.judged.holds,
     # the result as a sentence
     "parity": lambda row: row.judged and str(row.judged),
