@@ -17,13 +17,8 @@ _STUDENT_T = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 MIN_ROUNDS = 3
 "rounds of `slm compare --repeats` from which two rows are compared round by round"
-MOST_ROUNDS = 100
-"above this, a report says `over 100` instead of a number"
 _STUDENT_T_99 = (9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250)
 "Student's t, two-sided 99 %, for 3, 4, ... paired rounds: among many rows, a wrong winner should be rare"
-_FOUND_ERRORS = (15.18, 8.68, 6.77, 5.91, 5.43, 5.13, 4.92, 4.77)
-"""standard errors of a difference that nine of ten comparisons of 3, 4, ... paired rounds find. There the
-noncentral t distribution exceeds _STUDENT_T_99 with a probability of 90 % (scipy.stats.nct)"""
 
 
 @dataclass(frozen=True)
@@ -108,30 +103,11 @@ def paired_lead(rates: dict[int, float], others: dict[int, float]) -> tuple[floa
     A machine that gets slower for a while slows all launches of a round, so their ratio hardly changes. The
     interval is Student's, of the mean of the logarithms of the ratios.
     """
-    logs = _log_ratios(rates, others)
+    logs = [log(rates[number] / others[number]) for number in rates.keys() & others.keys()]
     if len(logs) < MIN_ROUNDS:
         return None
     half = _STUDENT_T_99[min(len(logs) - MIN_ROUNDS, len(_STUDENT_T_99) - 1)] * stdev(logs) / sqrt(len(logs))
     return exp(fmean(logs) - half), exp(fmean(logs) + half)
-
-
-def rounds_to_find(share: float, rates: dict[int, float], others: dict[int, float]) -> int | None:
-    """Return roughly how many paired rounds find a difference of `share` in nine of ten comparisons.
-
-    MOST_ROUNDS + 1: more are needed. None: fewer than MIN_ROUNDS rounds have both rates.
-    """
-    logs = _log_ratios(rates, others)
-    if len(logs) < MIN_ROUNDS:
-        return None
-    for count in range(MIN_ROUNDS, MOST_ROUNDS + 1):
-        errors = _FOUND_ERRORS[min(count - MIN_ROUNDS, len(_FOUND_ERRORS) - 1)]
-        if errors * stdev(logs) / sqrt(count) <= log(1 + share):
-            return count
-    return MOST_ROUNDS + 1
-
-
-def _log_ratios(rates: dict[int, float], others: dict[int, float]) -> list[float]:
-    return [log(rates[number] / others[number]) for number in rates.keys() & others.keys()]
 
 
 def timed_seconds(record: RunRecord) -> list[float]:

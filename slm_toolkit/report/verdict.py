@@ -2,18 +2,13 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import combinations
-from statistics import median_high
 
 from slm_toolkit.record.steady_rate import STEPS_PER_BLOCK
 from slm_toolkit.report.labels import labelled
 from slm_toolkit.report.rows import MOST_UNCERTAIN, Row
-from slm_toolkit.report.stats import MOST_ROUNDS, rounds_to_find
 
 SAME_MEMORY = 0.01
 "share by which the memory of two rows may differ and still count as the same"
-TOLD_APART = 0.05
-"a tie's message says how many rounds would show this difference of speed"
 _MOST_GROUPS = 6
 _MOST_NAMES = 3
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -96,30 +91,11 @@ def _speed(group: list[Row], names: dict[int, str]) -> str:
     if len(fastest) == 1:
         return f"{names[id(fastest[0])]} is fastest: {_rates(fastest)}, {_gains(fastest[0], others)}."
     if not others:
-        tie = f"No row is clearly fastest: {_all(len(fastest))} tie ({_rates(fastest)})."
-    else:
-        tie = (
-            f"{_joined([names[id(row)] for row in fastest])} tie for the fastest ({_rates(fastest)}); "
-            f"{names[id(fastest[0])]} is {_gains(fastest[0], others)}."
-        )
-    return f"{tie} {_more_rounds(fastest)}".rstrip()
-
-
-def _more_rounds(tied: list[Row]) -> str:
-    """State how many paired rounds would find a difference of 5 % between most pairs of tied rows.
-
-    Empty if there are no paired rounds, or if those that ran are enough.
-    """
-    rounds = [row.tokens_per_second_by_round for row in tied]
-    of_pairs = [rounds_to_find(TOLD_APART, *pair) for pair in combinations(rounds, 2)]
-    needed = [count for count in of_pairs if count is not None]
-    if not needed or median_high(needed) <= min(map(len, rounds)):
-        return ""
-    count = median_high(needed)
-    words = (
-        f"about {count} rounds (--repeats {count})" if count <= MOST_ROUNDS else f"over {MOST_ROUNDS} rounds"
+        return f"No row is clearly fastest: {_all(len(fastest))} tie ({_rates(fastest)})."
+    return (
+        f"{_joined([names[id(row)] for row in fastest])} tie for the fastest ({_rates(fastest)}); "
+        f"{names[id(fastest[0])]} is {_gains(fastest[0], others)}."
     )
-    return f"It takes {words} to show a difference of {TOLD_APART:.0%} here."
 
 
 def _why_unranked(timed: list[Row], names: dict[int, str]) -> str:

@@ -12,11 +12,9 @@ from slm_toolkit.report.labels import labelled
 from slm_toolkit.report.rows import Row, ranked
 from slm_toolkit.report.stats import (
     LAUNCH_NOISE,
-    MOST_ROUNDS,
     interval_of_median,
     overlap,
     paired_lead,
-    rounds_to_find,
     throughput,
 )
 
@@ -341,11 +339,6 @@ def test_the_interval_of_paired_rounds_is_students() -> None:
         (exp(0.2 - half), exp(0.2 + half))
     )
     assert paired_lead(rates, {1: 1.0, 2: 1.0}) is None
-    # s = 0.1: f x 0.1 / sqrt(n) <= ln 1.2 = 0.1823, where f = 5.13 for 8 rounds and 5.43 for 7:
-    # 0.543 / sqrt(7) = 0.205 is above 0.1823, 0.513 / sqrt(8) = 0.1814 is not
-    assert rounds_to_find(0.2, rates, {1: 1.0, 2: 1.0, 3: 1.0}) == 8
-    assert rounds_to_find(0.02, rates, {1: 1.0, 2: 1.0, 3: 1.0}) == MOST_ROUNDS + 1
-    assert rounds_to_find(0.2, rates, {2: 1.0, 3: 1.0, 4: 1.0}) is None  # two rounds of both
 
 
 def test_launches_of_the_same_round_are_not_paired() -> None:

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import io
-from math import exp
 
 import pytest
 from conftest import made_record
@@ -49,37 +48,6 @@ def test_a_full_tie_names_no_winner() -> None:
         "A billion tokens cost $61.04 to $61.65 with these.",
         "All need the same memory (3.00 GiB at the peak).",
     ]
-
-
-def test_a_tie_of_paired_rounds_names_the_rounds_that_would_tell_five_percent_apart() -> None:
-    # The logarithms of the four ratios are +x, -x, +x, -x, so their standard deviation is s = x sqrt(4 / 3).
-    # n rounds are enough if f s / sqrt(n) <= ln 1.05 = 0.04879; f = 4.77 for ten rounds or more.
-    # x = 0.04: s = 0.0462, n >= (4.77 x 0.0462 / 0.04879)^2 = 20.4. x = 0.1: s = 0.1155, n >= 127.
-    # x = 0.005: s = 0.00577, f = 8.68 for four rounds: 8.68 x 0.00577 / 2 = 0.0250, so four are enough.
-    def launches(name: str, share: float, **changes: object) -> list[tuple[str, RunRecord]]:
-        seconds = {number: 0.5 * exp(share * (-1) ** number) for number in (1, 2, 3, 4)}
-        return [
-            (
-                f"{name}{number}/record.json",
-                record(name, seconds[number], run_name=f"{name}-r{number}", **changes),
-            )
-            for number in seconds
-        ]
-
-    def said(*shares: float, **changes: object) -> str:
-        rows = [Row(launches(name, share, **changes)) for name, share in zip("abc", shares, strict=False)]
-        (sentence, *_) = verdict(ranked(rows, strict=False))
-        assert sentence.startswith("No row is clearly fastest")
-        return sentence.partition("). ")[2]
-
-    assert said(0.02, -0.02) == "It takes about 21 rounds (--repeats 21) to show a difference of 5% here."
-    assert said(0.05, -0.05) == "It takes over 100 rounds to show a difference of 5% here."
-    assert said(0.0025, -0.0025) == ""
-    # pairs of x = 0.04, 0.04 and 0: most pairs need 21 rounds
-    assert (
-        said(0.02, -0.02, -0.02) == "It takes about 21 rounds (--repeats 21) to show a difference of 5% here."
-    )
-    assert said(0.02, 0.02, 0.02) == ""
 
 
 def test_two_that_tie_are_named_together_before_the_rest() -> None:
