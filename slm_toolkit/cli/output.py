@@ -40,15 +40,9 @@ def _write_exports(report: "Report", content: list[dict[str, Any]], paths: list[
     from slm_toolkit.report.tables.export import write_export
 
     problems: list[str] = []
-
-    def page() -> str:
-        panels = report.panels(problems=problems)
-        problems.extend(f"{panel.title}: {panel.missing}" for panel in panels if panel.missing)
-        return report.to_html(panels=panels)
-
     for path in paths:
         with user_errors():
-            write_export(path, report.rows, content, page=page)
+            write_export(path, report.rows, content, page=lambda: report.to_html(left_out=problems))
         print(f"wrote {path}", file=sys.stderr)
     for problem in problems:
         print(f"left out: {problem}", file=sys.stderr)
