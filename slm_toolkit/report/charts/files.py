@@ -25,7 +25,7 @@ def html_page(rows: list[Row], panels: list[Panel], *, left_out: list[str]) -> s
     drawn = [panel for panel in panels if panel.missing is None]
     missing = [panel for panel in panels if panel.missing is not None]
     by_label = labelled(rows)
-    note_lines = [note.plain for note in (*parity_notes(by_label), *notes(rows, []))] + left_out
+    note_lines = [note.plain for note in (*parity_notes(by_label), *notes(rows, columns_of(rows)))] + left_out
     parts = {
         "heading": heading(rows).plain,
         "provenance": provenance(rows),

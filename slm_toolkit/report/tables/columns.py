@@ -42,8 +42,16 @@ _HEADINGS = (
     Heading(
         "largest\nbatch",
         lambda row: setting(row.largest_batch) + " or more" * row.is_open_ended,
+        note="largest batch: sequences per process that ran; one more ran out of memory; or more: no larger "
+        "batch was tried",
     ),
-    Heading("rank", lambda row: setting(row.rank) + "=" * bool(row.shares_rank), 12),
+    Heading(
+        "rank",
+        lambda row: setting(row.rank) + "=" * bool(row.shares_rank),
+        12,
+        note="rank: by tokens/s per process, among rows of one model, sequence length and machine; =: not "
+        "clearly different",
+    ),
     Heading("tokens/s", lambda row: rate(row.tokens_per_second)),
     Heading("interval", _interval, 8),
     Heading("estimated\ntokens/s", lambda row: rate(row.estimated_tokens_per_second), 7),
@@ -56,8 +64,12 @@ _HEADINGS = (
     Heading(
         "peak GiB\nallocated on\nrank 0",
         lambda row: gib(row.peak_allocated_bytes if row.is_rehearsed else None),
+        note="rehearsed: one process played rank 0 and sent nothing; memory of tensors only, without the "
+        "overhead of CUDA, NCCL and the allocator",
     ),
-    Heading("estimated\nGiB", lambda row: gib(row.estimated_peak_bytes), 1),
+    Heading(
+        "estimated\nGiB", lambda row: gib(row.estimated_peak_bytes), 1, note="estimated: by closed forms"
+    ),
     Heading(
         "peak at",
         lambda row: (
@@ -68,7 +80,12 @@ _HEADINGS = (
         4,
     ),
     Heading("state\nGiB/rank", lambda row: gib(row.state_bytes), 3),
-    Heading("DeepSpeed's\nestimate GiB", lambda row: gib(row.deepspeed_bytes), 2),
+    Heading(
+        "DeepSpeed's\nestimate GiB",
+        lambda row: gib(row.deepspeed_bytes),
+        2,
+        note="DeepSpeed's estimate: by its own function; model states only, no activations",
+    ),
     Heading("$ per 1M\ntokens", lambda row: dollars(row.usd_per_million_tokens), 9),
     # 1 J per token is 1,000 kJ per million tokens
     Heading(

@@ -1,9 +1,9 @@
 """The comparison of runs: a table with heading and notes, and a table of losses by dataset."""
 
-import math
 import re
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from math import exp
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -11,12 +11,13 @@ from rich.text import Text
 from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.report.labels import common, varying
 from slm_toolkit.report.rows import Row
-from slm_toolkit.report.stats import MIN_ROUNDS
 from slm_toolkit.report.tables.columns import columns_of, marks_of
 from slm_toolkit.report.tables.fitted import (
     DASH,
     Column,
+    Heading,
     columns_that_fit,
+    filled,
     left_out_note,
     loss,
     table_of,
@@ -35,7 +36,7 @@ def comparison_table(rows: list[Row], *, width: int, all_rows: list[Row] | None 
     columns, dropped = columns_that_fit(columns_of(rows), width=width)
     conclusion = [Text(line, style="bold") for line in verdict(all_rows or rows)]
     table = table_of(columns, row_styles=list(map(_style, rows)))
-    return Group(heading(rows), table, *conclusion, *notes(rows, dropped))
+    return Group(heading(rows), table, *conclusion, *notes(rows, columns, dropped))
 
 
 def _style(row: Row) -> str | None:
@@ -96,8 +97,8 @@ def _machine(row: Row) -> str:
     return f"{row.gpu or row.cpu}{cores}"
 
 
-def notes(rows: list[Row], dropped: list[str]) -> list[Text]:
-    """Return the notes below the table; `dropped` has the titles of dropped columns."""
+def notes(rows: list[Row], columns: list[Column], dropped: Sequence[str] = ()) -> list[Text]:
+    """Return the notes below the table with these columns; `dropped` has the titles of dropped columns."""
     notes = _reasons(rows)
     for marked, mark in marks_of(rows).items():
         first = next(row for row in rows if tuple(row.numerics_differences) == marked)
@@ -106,42 +107,12 @@ def notes(rows: list[Row], dropped: list[str]) -> list[Text]:
             note += f". To align: {'; '.join(first.numerics_alignments)}"
         notes.append(Text(note, style="yellow"))
     notes += _warnings(rows)
-    paired = any(len(row.tokens_per_second_by_round) >= MIN_ROUNDS for row in rows)
-    how = "not clearly different in paired rounds" if paired else "the intervals overlap"
-    most = max(row.num_launches for row in rows)
-    prices = sorted({row.price for row in rows if row.price})
-    needs_price = any(row.gpu and row.status == "ok" and not row.is_rehearsed for row in rows) and not prices
-    scope = "among rows of one model, sequence length and machine"
-    has_estimates = any(row.estimated_peak_bytes for row in rows)
-    has_deepspeed = any(row.deepspeed_bytes for row in rows)
-    explained = [
-        (any(row.rank for row in rows), "rank", f"rank: by tokens/s per process, {scope}; =: shared, {how}"),
-        (most > 1, "interval", f"intervals: from up to {most} launches"),
-        (
-            any(row.is_rehearsed for row in rows),
-            "",
-            "rehearsed: one process played rank 0 and sent nothing; memory of tensors only, without the "
-            "overhead of CUDA, NCCL and the allocator",
-        ),
-        *((True, "", f"price: {price}") for price in prices),
-        (needs_price, "", "no known price for this hardware: set one with --prices"),
-        (
-            has_deepspeed,
-            "DeepSpeed's estimate GiB",
-            "DeepSpeed's estimate: by its own function; model states only, no activations",
-        ),
-        (
-            any(row.largest_batch is not None for row in rows),
-            "",
-            "largest batch: sequences per process that ran; one more ran out of memory"
-            + "; or more: no larger batch was tried" * any(row.is_open_ended for row in rows),
-        ),
-        (has_estimates, "estimated GiB", "estimated: by closed forms"),
-        (bool(dropped), "", left_out_note(dropped)),
-    ]
-    return notes + [
-        Text(note, style="dim") for is_due, column, note in explained if is_due and column not in dropped
-    ]
+    explanations = [column.note for column in columns if column.note]
+    prices = sorted({f"price: {row.price}" for row in rows if row.price})
+    if not prices and any(row.gpu and row.status == "ok" and not row.is_rehearsed for row in rows):
+        prices = ["no known price for this hardware: set one with --prices"]
+    left_out = [left_out_note(dropped)] * bool(dropped)
+    return notes + [Text(note, style="dim") for note in (*explanations, *prices, *left_out)]
 
 
 def _reasons(rows: list[Row]) -> list[Text]:
@@ -215,15 +186,13 @@ def dataset_table(rows: dict[str, Row]) -> RenderableType:
         for label, row in rows.items()
         for name in dict.fromkeys([*row.final_loss_by_dataset, *row.final_eval_losses])
     ]
-    columns = [
-        Column("run", [label for label, *_ in lines], justify="left"),
-        Column("dataset", [name for _, name, _, _ in lines], justify="left"),
-        Column("last training\nloss", [loss(trained) for _, _, trained, _ in lines]),
-        Column("held-out\nloss", [loss(held_out) for *_, held_out in lines]),
-        Column("held-out\nperplexity", [_perplexity(held_out) for *_, held_out in lines]),
-    ]
-    return Group(Text("losses by dataset", style="bold"), table_of(columns))
+    return Group(Text("losses by dataset", style="bold"), table_of(filled(_OF_DATASETS, lines)))
 
 
-def _perplexity(held_out_loss: float | None) -> str:
-    return DASH if held_out_loss is None else f"{math.exp(min(held_out_loss, 50)):.4g}"
+_OF_DATASETS = (
+    Heading("run", lambda line: line[0], justify="left"),
+    Heading("dataset", lambda line: line[1], justify="left"),
+    Heading("last training\nloss", lambda line: loss(line[2])),
+    Heading("held-out\nloss", lambda line: loss(line[3])),
+    Heading("held-out\nperplexity", lambda line: DASH if line[3] is None else f"{exp(min(line[3], 50)):.4g}"),
+)

@@ -9,6 +9,7 @@ from rich.text import Text
 from slm_toolkit.config.run_config import COLUMN_TITLES, FIRST_COLUMNS, FLAGS, RunConfig
 from slm_toolkit.hardware.gpus import gpu_of_name
 from slm_toolkit.predict.changes_that_fit import MOST_CHANGES
+from slm_toolkit.predict.deepspeed_estimator import ESTIMATOR_VERSION
 from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED, Change, Estimate
 from slm_toolkit.predict.memory.machine import COVERAGE, STATE, SURE
 from slm_toolkit.report.tables.fitted import (
@@ -67,7 +68,7 @@ def estimate_table(rows: list[Estimate], *, width: int, largest_batch: bool = Fa
         table_of(columns),
         *_changes(rows),
         *parts,
-        *_notes(rows, dropped, largest_batch),
+        *_notes(rows, columns, dropped),
     )
 
 
@@ -166,35 +167,20 @@ def _heading(rows: list[Estimate], largest_batch: bool) -> Text:
     return Text(f"estimated: {same}{as_trained_by}", style="bold")
 
 
-def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> list[Text]:
+def _notes(rows: list[Estimate], columns: list[Column], dropped: list[str]) -> list[Text]:
     def is_any(has: Callable[[Estimate], object]) -> bool:
         return any(map(has, rows))
 
     gpus = [gpu_of_name(name) for name in _distinct(row.gpu for row in rows)]
-    contexts = sorted(row.parts["cuda_context"] / 2**30 for row in rows)
-    versions = _distinct(row.deepspeed_version for row in rows)
     notes = [
         (
             True,
             "closed forms, nothing ran; peaks are of one step on the GPU with the most, parts at that "
             "instant",
         ),
-        (
-            largest_batch,
-            f"batch: the largest per GPU that fits or may fit, up to {LARGEST_BATCH_TRIED:,}; 0: not even 1 "
-            f"fits; with margin: the largest that fits with a probability of {SURE:.0%}, the safe choice",
-        ),
-        (largest_batch, f"the batches are for {_assumed(rows)}: other values change them"),
+        *((column.note, column.note) for column in columns),
+        (is_any(lambda row: row.batch_with_margin is not None), _assumed(rows)),
         *((gpu, f"{gpu.name} has {gib(gpu.memory_bytes)} GiB; source: {gpu.memory_source}") for gpu in gpus),
-        (
-            gpus,
-            "fits: the probability that allocated and most of the allocator's slack leave "
-            f"{_span(contexts, '{:.2f}')} GiB for CUDA and NCCL; headroom is what remains",
-        ),
-        (
-            gpus,
-            f"reserved: a range that holds {COVERAGE:.0%} of other people's runs; fits uses the same errors",
-        ),
         (
             is_any(lambda row: row.is_nearly_full),
             "nearly full: PyTorch's allocator frees unused blocks and retries, so steps are slower, at least "
@@ -211,14 +197,6 @@ def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> lis
             "fp8: its speed is counted from torchao's code; four runs on an H100 and an H200 were within 4 %",
         ),
         *_adapter_notes(rows),
-        (
-            versions,
-            f"DeepSpeed's estimate: by version {' '.join(versions)}; model states only, no activations",
-        ),
-        (
-            is_any(lambda row: row.deepspeed_stands_in),
-            "* the estimate of ZeRO-3, which people also use for FSDP full shard",
-        ),
         (dropped, left_out_note(dropped)),
     ]
     return [Text(note, style="dim") for is_due, note in notes if is_due]
@@ -229,22 +207,18 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys(value for value in values if value))
 
 
-def _span(ordered: Sequence[float], form: str) -> str:
-    """Return the first and the last value, or one of them if both read the same."""
-    return " to ".join(dict.fromkeys(map(form.format, (ordered[0], ordered[-1]))))
-
-
 def _assumed(rows: list[Estimate]) -> str:
-    """Return the flags, equal in all rows, that decide how many sequences fit."""
+    """Name the flags, equal in all rows, that decide how many sequences fit."""
     values = {name: getattr(rows[0], name) for name in _DECIDES_BATCH if not differs(rows, name)}
-    return " ".join(f"--{name} {str(value).lower()}" for name, value in values.items())
+    flags = " ".join(f"--{name} {str(value).lower()}" for name, value in values.items())
+    return f"the batches are for {flags}: other values change them"
 
 
 def _adapter_notes(rows: list[Estimate]) -> Iterator[tuple[object, str]]:
     adapted = [row for row in rows if row.adapted_modules]
     for peft in _distinct(row.peft for row in adapted):
-        same = sorted((row for row in adapted if row.peft == peft), key=lambda row: row.num_trainable_params)
-        trained = _span([row.num_trainable_params for row in same], "{:,}")
+        counts = {row.num_trainable_params for row in adapted if row.peft == peft}
+        trained = " to ".join(f"{count:,}" for count in sorted({min(counts), max(counts)}))
         modules = ", ".join(next(row for row in adapted if row.peft == peft).adapted_modules)
         yield True, f"{peft}: {trained} trained parameters in adapters of {modules}"
     yield (
@@ -329,13 +303,19 @@ def _parts(row: Estimate, *names: str) -> str:
 
 
 _COLUMNS = (
-    Heading("batch with\nmargin", lambda row: setting(row.batch_with_margin)),
+    Heading(
+        "batch with\nmargin",
+        lambda row: setting(row.batch_with_margin),
+        note=f"batch: the largest per GPU that fits or may fit, up to {LARGEST_BATCH_TRIED:,}; 0: not even 1 "
+        f"fits; with margin: the largest that fits with a probability of {SURE:.0%}, the safe choice",
+    ),
     Heading("strategy", lambda row: row.strategy),
     Heading("peak GiB\nallocated", lambda row: gib(row.peak_allocated_bytes)),
     Heading(
         "reserved\nGiB",
         lambda row: f"{gib(row.peak_reserved_low_bytes)} to {gib(row.peak_reserved_high_bytes)}",
         9,
+        note=f"reserved: a range that holds {COVERAGE:.0%} of other people's runs",
     ),
     Heading("peak at", lambda row: row.peak_instant, 8),
     Heading("training\nstate", lambda row: _parts(row, *STATE), 6),
@@ -343,11 +323,21 @@ _COLUMNS = (
     Heading("logits\nand loss", lambda row: _parts(row, "logits_and_loss"), 4),
     Heading("gathered", lambda row: _parts(row, "gathered_parameters"), 2),
     Heading("other", lambda row: _parts(row, "communication", "temporary", "workspace"), 1),
-    Heading("fits", _fits, style=lambda row: _VERDICT_STYLE.get(row.verdict, "")),
+    Heading(
+        "fits",
+        _fits,
+        style=lambda row: _VERDICT_STYLE.get(row.verdict, ""),
+        note="fits: the probability, with the same errors, that allocated and most of the allocator's slack "
+        "leave room for CUDA and NCCL; headroom is what remains",
+    ),
     Heading("headroom\nGiB", lambda row: gib(row.headroom_bytes), 3),
     Heading("host GiB\nper node", lambda row: gib(row.host_bytes_per_node), 7),
     Heading(
-        "DeepSpeed's\nestimate GiB", lambda row: gib(row.deepspeed_bytes) + "*" * row.deepspeed_stands_in, 10
+        "DeepSpeed's\nestimate GiB",
+        lambda row: gib(row.deepspeed_bytes) + "*" * row.deepspeed_stands_in,
+        10,
+        note=f"DeepSpeed's estimate: by version {ESTIMATOR_VERSION}; model states only, no activations; *: "
+        "the estimate of ZeRO-3, which people also use for FSDP full shard",
     ),
     Heading("tokens/s\nper GPU", lambda row: rate(row.tokens_per_second_per_gpu), 14),
     Heading("MFU", lambda row: percent(row.mfu), 11),

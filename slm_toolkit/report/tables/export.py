@@ -64,7 +64,7 @@ def markdown_text(rows: list[Row]) -> str:
     rules = ["---:" if column.is_numeric else "---" for column in columns]
     cells = [[_markdown(cell) for cell in column.cells] for column in columns]
     lines = [f"| {' | '.join(line)} |" for line in (titles, rules, *zip(*cells, strict=True))]
-    all_notes = (*notes(rows, []), *parity_notes(labelled(rows)))
+    all_notes = (*notes(rows, columns), *parity_notes(labelled(rows)))
     note_lines = [f"- {_markdown(note.plain)}" for note in all_notes]
     conclusion = [f"- **{_markdown(line)}**" for line in verdict(rows)]
     conclusion.append(f"- {_markdown(provenance(rows))}")

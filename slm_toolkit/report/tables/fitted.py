@@ -27,6 +27,8 @@ class Column:
     "None: right if all cells are numbers"
     styles: Sequence[str] = ()
     "style of each cell; empty: plain"
+    note: str | None = None
+    "the line below a table that has this column"
 
     @property
     def is_numeric(self) -> bool:
@@ -57,6 +59,7 @@ class Heading:
     drop_order: int = 0
     style: Callable[[Any], str] | None = None
     justify: Literal["left", "right"] | None = None
+    note: str | None = None
 
 
 def filled(headings: Sequence[Heading], rows: Sequence[Any]) -> list[Column]:
@@ -68,6 +71,7 @@ def filled(headings: Sequence[Heading], rows: Sequence[Any]) -> list[Column]:
             heading.drop_order,
             heading.justify,
             [heading.style(row) for row in rows] if heading.style else (),
+            heading.note,
         )
         for heading in headings
     ]

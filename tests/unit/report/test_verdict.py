@@ -234,12 +234,10 @@ def test_rows_with_one_reason_share_its_note() -> None:
 
 
 def test_notes_on_dropped_columns_are_dropped_too() -> None:
-    pair = [("0/record.json", record("ddp", **CPU)), ("1/record.json", record("ddp", **CPU, run_name="a-r2"))]
-    compared = [Row(pair)]
-    wide, narrow = (comparison_text(compared, width=width) for width in (200, 50))
-    assert "intervals: from up to 2 launches" in wide
-    assert "columns that did not fit: tokens/s per process, " in " ".join(narrow.split())
-    assert "intervals: from" not in narrow
+    wide, narrow = (comparison_text(rows(record("ddp")), width=width) for width in (200, 50))
+    assert "estimated: by closed forms" in wide
+    assert "columns that did not fit: estimated GiB, tokens/s per GPU, " in " ".join(narrow.split())
+    assert "estimated: by closed forms" not in narrow
 
 
 def test_small_differences_of_memory_are_told_in_mib() -> None:
