@@ -52,7 +52,7 @@ def labelled(rows: list[Row]) -> dict[str, Row]:
     titles = {
         name: title
         for name, title in varying(rows).items()
-        if name in _FACTS or (FLAGS[name].grid if name in FLAGS else of_scripts)
+        if (name in _FACTS or (FLAGS[name].grid if name in FLAGS else of_scripts)) and name != "num_machines"
     }
 
     def words(row: Row) -> list[str]:
