@@ -30,11 +30,17 @@ class Derived:
         return {name: getattr(self, name) for name in self.FIELDS}
 
 
-def attributes_of(part: str, *names: str) -> Functions:
-    """Return functions that read attributes of a part of the object; None if there is no such part."""
+def attributes_of(part: str, *names: str, **renamed: str) -> Functions:
+    """Return functions that read attributes of a part of the object; None if there is no such part.
+
+    `renamed`: the part's names by ours.
+    """
+
+    def reads(name: str) -> Callable[[Any], Any]:
+        return lambda whole: None if (of := getattr(whole, part)) is None else getattr(of, name)
+
     return {
-        name: lambda whole, name=name: None if (of := getattr(whole, part)) is None else getattr(of, name)
-        for name in names
+        ours: reads(theirs) for ours, theirs in {**dict(zip(names, names, strict=True)), **renamed}.items()
     }
 
 

@@ -51,8 +51,7 @@ _FIELDS: Functions = {
     # closed forms, nothing ran
     "evidence": lambda row: "estimated",
     "gpu": lambda row: row.setup.gpu and row.setup.gpu.name,
-    **attributes_of("setup", "num_gpus"),
-    "gpus_per_node": lambda row: row.setup.ranks_per_node,
+    **attributes_of("setup", "num_gpus", gpus_per_node="ranks_per_node"),
     # with --largest_batch, the largest that fits; 0 if not even 1 fits (the bytes are then those of 1)
     **attributes_of("config", "per_device_train_batch_size", "seq_len", "attn_implementation", "numerics"),
     # preset of `--like`: the trainer that this row estimates; None: slm_toolkit's own
@@ -60,7 +59,7 @@ _FIELDS: Functions = {
     **attributes_of("config", "gradient_checkpointing", "gradient_accumulation_steps", "kernels", "fp8"),
     **attributes_of("config", "pad_widths", "optim", "peft"),
     # None without LoRA, like the next two; the third has the matrices of each layer that have an adapter
-    "lora_r": lambda row: row.adapters and row.adapters.rank,
+    **attributes_of("adapters", lora_r="rank"),
     "lora_dropout": lambda row: row.adapters and row.config.lora_dropout,
     "adapted_modules": lambda row: row.adapters and list(row.adapters.targets),
     "num_trainable_params": lambda row: (
@@ -68,12 +67,18 @@ _FIELDS: Functions = {
     ),
     # the measurements of this GPU in `hardware/calibration.py`; None: constants fitted to published runs
     "calibration": lambda row: row.setup.calibration.described,
-    "peak_allocated_bytes": lambda row: row.allocated.middle,
-    "peak_allocated_low_bytes": lambda row: row.allocated.low,
-    "peak_allocated_high_bytes": lambda row: row.allocated.high,
-    "peak_reserved_bytes": lambda row: row.reserved.middle,
-    "peak_reserved_low_bytes": lambda row: row.reserved.low,
-    "peak_reserved_high_bytes": lambda row: row.reserved.high,
+    **attributes_of(
+        "allocated",
+        peak_allocated_bytes="middle",
+        peak_allocated_low_bytes="low",
+        peak_allocated_high_bytes="high",
+    ),
+    **attributes_of(
+        "reserved",
+        peak_reserved_bytes="middle",
+        peak_reserved_low_bytes="low",
+        peak_reserved_high_bytes="high",
+    ),
     "host_bytes_per_node": lambda row: host_bytes(row.setup),
     # bytes by part at the peak; all but allocator_slack and cuda_context add up to peak_allocated_bytes
     **unset("parts"),
@@ -100,8 +105,7 @@ _FIELDS: Functions = {
     **unset("batch_with_margin"),
     # DeepSpeed's own estimate; None for stages without an estimator, and with adapters, because DeepSpeed
     # counts frozen parameters as trained
-    "deepspeed_bytes": lambda row: row.deepspeed and row.deepspeed.gpu_bytes,
-    "deepspeed_host_bytes": lambda row: row.deepspeed and row.deepspeed.host_bytes_per_node,
+    **attributes_of("deepspeed", deepspeed_bytes="gpu_bytes", deepspeed_host_bytes="host_bytes_per_node"),
     "deepspeed_stage": lambda row: deepspeed_stage(row.setup.strategy) if row.adapters is None else None,
     # True for FSDP full shard: DeepSpeed has no estimator for it, so the ZeRO-3 estimator stands in
     "deepspeed_stands_in": lambda row: (
@@ -139,16 +143,9 @@ _FIELDS: Functions = {
     "network_evidence": lambda row: row.time and row.transfers and _network_evidence(row) or None,
     # True if PCIe links the GPUs of a node and was not measured
     "depends_on_pcie": lambda row: row.slow_time is not row.time,
-    **attributes_of("price", "usd_per_gpu_hour"),
-    "price_source": lambda row: row.price and row.price.source,
-    "usd_per_million_tokens": lambda row: (
-        row.time
-        and row.price
-        and usd_per_million_tokens(
-            tokens_per_second=row.tokens_per_second,
-            usd_per_gpu_hour=row.usd_per_gpu_hour,
-            num_gpus=row.num_gpus,
-        )
+    **attributes_of("price", "usd_per_gpu_hour", price_source="source"),
+    "usd_per_million_tokens": lambda row: usd_per_million_tokens(
+        row.tokens_per_second, row.usd_per_gpu_hour, row.num_gpus
     ),
     "tokens_per_usd": lambda row: row.usd_per_million_tokens and 1e6 / row.usd_per_million_tokens,
 }

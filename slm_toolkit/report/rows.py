@@ -115,7 +115,7 @@ _FIGURES: Functions = {
     # in a rehearsal, rank 0's; without a GPU it is traced, with tensors that take no memory
     **_most("peak_allocated_bytes"),
     # by closed forms; only for rehearsals and on GPUs, where an observed peak exists
-    "estimated_peak_bytes": lambda row: row.estimate and row.estimate.peak_allocated_bytes,
+    **attributes_of("estimate", estimated_peak_bytes="peak_allocated_bytes"),
     # by closed forms, for runs on known GPUs; None for a rehearsal, which times compute only
     "estimated_tokens_per_second": lambda row: (
         row.estimate.tokens_per_second if row.estimate and not row.is_rehearsed else None
@@ -130,14 +130,10 @@ _FIGURES: Functions = {
     ),
     # DeepSpeed's own estimate per GPU
     "deepspeed_bytes": lambda row: (row.main.deepspeed_estimate or {}).get("gpu_bytes"),
-    "usd_per_million_tokens": lambda row: (
-        usd_per_million_tokens(
-            tokens_per_second=row.tokens_per_second,
-            usd_per_gpu_hour=row.found_price.usd_per_gpu_hour,
-            num_gpus=row.world_size,
-        )
-        if row.rate and row.found_price
-        else None
+    "usd_per_million_tokens": lambda row: usd_per_million_tokens(
+        row.tokens_per_second,
+        row.found_price and row.found_price.usd_per_gpu_hour,
+        row.world_size,
     ),
     # energy of the GPU boards in the timed steps, from NVML's energy counter
     "joules_per_token": lambda row: None if row.is_rehearsed else joules_per_token(row.ok_records),
@@ -150,10 +146,10 @@ _FIGURES: Functions = {
     "numerics_alignments": lambda row: [],
     **unset("numerics_reference"),
     # the run with which losses were compared, and the result
-    "parity_reference": lambda row: row.judged and row.judged.reference,
+    **attributes_of("judged", parity_reference="reference"),
     "parity_max_loss_difference": lambda row: row.judged and finite(row.judged.loss_difference),
     "parity_grad_norm_ratio": lambda row: row.judged and finite(row.judged.grad_norm_ratio),
-    "parity_holds": lambda row: row.judged and row.judged.holds,
+    **attributes_of("judged", parity_holds="holds"),
     # the result as a sentence
     "parity": lambda row: row.judged and str(row.judged),
     # set by `ranked`: place by tokens/s per GPU among rows of the same model, sequence length and GPU.

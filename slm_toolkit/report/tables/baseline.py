@@ -155,18 +155,21 @@ def baseline_table(
             by = getattr(change, ratio) if ratio else None
             return getattr(change, name) + ("" if by is None else f" ({by - 1:+.1%})")
 
-        return Heading(title, cell, 0, lambda change: _STYLES.get(getattr(change, name), ""), "left")
+        def style(change: Change) -> str:
+            return _STYLES.get(getattr(change, name), "")
+
+        return Heading(title, cell, style=style, justify="left")
 
     headings = (
         Heading("strategy", lambda change: named[change.record_now], justify="left"),
         Heading(
             "status",
-            lambda change: change.status,
+            "status",
             style=lambda change: "" if change.status in ("ok", "mended") else "red",
             justify="left",
         ),
-        Heading("tokens/s\nthen", lambda change: rate(change.tokens_per_second_then), 1),
-        Heading("tokens/s\nnow", lambda change: rate(change.tokens_per_second_now), 2),
+        Heading("tokens/s\nthen", "tokens_per_second_then", rate, 1),
+        Heading("tokens/s\nnow", "tokens_per_second_now", rate, 2),
         verdict("speed", "speed", "speed_ratio"),
         verdict("memory", "memory", "memory_ratio"),
         verdict("losses", "losses"),

@@ -1,9 +1,23 @@
 """The columns of the comparison table: titles, cells as text, and the order in which columns are dropped."""
 
+from collections.abc import Callable
+
 from slm_toolkit.record.run_record import FP32_REFERENCE
 from slm_toolkit.report.labels import value_of, varying
 from slm_toolkit.report.rows import Row
-from slm_toolkit.report.tables.fitted import DASH, Column, Heading, dollars, filled, gib, loss, rate, setting
+from slm_toolkit.report.tables.fitted import (
+    DASH,
+    Column,
+    Heading,
+    dollars,
+    filled,
+    gib,
+    loss,
+    number,
+    percent,
+    rate,
+    setting,
+)
 
 _STATUS_STYLE = {"ok": "green", "oom": "yellow", "failed": "red", "timeout": "red"}
 
@@ -12,8 +26,7 @@ def columns_of(rows: list[Row]) -> list[Column]:
     """Return all columns with values in these rows; settings that differ come first."""
     marks = marks_of(rows)
     settings = [
-        Heading(title, lambda row, name=name: setting(value_of(row, name)))
-        for name, title in varying(rows).items()
+        Heading(title, lambda row, name=name: value_of(row, name)) for name, title in varying(rows).items()
     ]
     marked = Heading("strategy", lambda row: row.strategy + marks.get(tuple(row.numerics_differences), ""))
     return filled([*settings, marked, *_HEADINGS], rows)
@@ -33,12 +46,12 @@ def _interval(row: Row) -> str:
     return f"±{above:.1%}" if abs(above + below) < 0.001 else f"{below:+.1%} {above:+.1%}"
 
 
-def _parity(value: float | None, row: Row, form: str) -> str:
-    return form.format(value) if row.parity_reference == FP32_REFERENCE and value is not None else DASH
+def _against_fp32(name: str) -> Callable[[Row], float | None]:
+    return lambda row: getattr(row, name) if row.parity_reference == FP32_REFERENCE else None
 
 
 _HEADINGS = (
-    Heading("status", lambda row: row.state, style=lambda row: _STATUS_STYLE[row.status]),
+    Heading("status", "state", style=lambda row: _STATUS_STYLE[row.status]),
     Heading(
         "largest\nbatch",
         lambda row: setting(row.largest_batch) + " or more" * row.is_open_ended,
@@ -48,54 +61,46 @@ _HEADINGS = (
     Heading(
         "rank",
         lambda row: setting(row.rank) + "=" * bool(row.shares_rank),
-        12,
+        drop_order=12,
         note="rank: by tokens/s per process, among rows of one model, sequence length and machine; =: not "
         "clearly different",
     ),
-    Heading("tokens/s", lambda row: rate(row.tokens_per_second)),
-    Heading("interval", _interval, 8),
-    Heading("estimated\ntokens/s", lambda row: rate(row.estimated_tokens_per_second), 7),
-    Heading("tokens/s\nper GPU", lambda row: rate(row.tokens_per_second_per_gpu if row.gpu else None), 2),
-    Heading("tokens/s\nper process", lambda row: rate(None if row.gpu else row.tokens_per_second_per_gpu), 2),
-    Heading("MFU", lambda row: DASH if row.mfu is None else f"{row.mfu:.1%}", 5),
+    Heading("tokens/s", "tokens_per_second", rate),
+    Heading("interval", _interval, drop_order=8),
+    Heading("estimated\ntokens/s", "estimated_tokens_per_second", rate, 7),
+    Heading("tokens/s\nper GPU", lambda row: row.tokens_per_second_per_gpu if row.gpu else None, rate, 2),
+    Heading("tokens/s\nper process", lambda row: None if row.gpu else row.tokens_per_second_per_gpu, rate, 2),
+    Heading("MFU", "mfu", number("{:.1%}"), 5),
     # measured and rehearsed peaks have separate columns, because they must not be compared
-    Heading("peak GiB", lambda row: gib(None if row.is_rehearsed else row.peak_allocated_bytes)),
-    Heading("peak GiB\n(process)", lambda row: gib(row.peak_rss_bytes if row.is_on_cpu else None)),
+    Heading("peak GiB", lambda row: None if row.is_rehearsed else row.peak_allocated_bytes, gib),
+    Heading("peak GiB\n(process)", lambda row: row.peak_rss_bytes if row.is_on_cpu else None, gib),
     Heading(
         "peak GiB\nallocated on\nrank 0",
-        lambda row: gib(row.peak_allocated_bytes if row.is_rehearsed else None),
+        lambda row: row.peak_allocated_bytes if row.is_rehearsed else None,
+        gib,
         note="rehearsed: one process played rank 0 and sent nothing; memory of tensors only, without the "
         "overhead of CUDA, NCCL and the allocator",
     ),
-    Heading(
-        "estimated\nGiB", lambda row: gib(row.estimated_peak_bytes), 1, note="estimated: by closed forms"
-    ),
+    Heading("estimated\nGiB", "estimated_peak_bytes", gib, 1, note="estimated: by closed forms"),
     Heading(
         "peak at",
-        lambda row: (
-            f"{row.memory_at_peak['phase']} {row.memory_at_peak['module']}".strip()
-            if row.memory_at_peak
-            else DASH
-        ),
-        4,
+        lambda row: row.memory_at_peak and "{phase} {module}".format(**row.memory_at_peak).strip(),
+        drop_order=4,
     ),
-    Heading("state\nGiB/rank", lambda row: gib(row.state_bytes), 3),
+    Heading("state\nGiB/rank", "state_bytes", gib, 3),
     Heading(
         "DeepSpeed's\nestimate GiB",
-        lambda row: gib(row.deepspeed_bytes),
+        "deepspeed_bytes",
+        gib,
         2,
         note="DeepSpeed's estimate: by its own function; model states only, no activations",
     ),
-    Heading("$ per 1M\ntokens", lambda row: dollars(row.usd_per_million_tokens), 9),
+    Heading("$ per 1M\ntokens", "usd_per_million_tokens", dollars, 9),
     # 1 J per token is 1,000 kJ per million tokens
-    Heading(
-        "kJ per 1M\ntokens",
-        lambda row: DASH if row.joules_per_token is None else f"{row.joules_per_token * 1e3:,.1f}",
-        10,
-    ),
-    Heading("padding", lambda row: f"{row.padding:.0%}" if row.padding else DASH, 7),
-    Heading("max\n|Δloss|", lambda row: _parity(row.parity_max_loss_difference, row, "{:.1e}"), 11),
-    Heading("grad-norm\nratio", lambda row: _parity(row.parity_grad_norm_ratio, row, "{:.5f}"), 7),
-    Heading("final\nloss", lambda row: loss(row.final_loss), 6),
+    Heading("kJ per 1M\ntokens", "joules_per_token", number("{:,.1f}", 1e3), 10),
+    Heading("padding", lambda row: row.padding or None, percent, 7),
+    Heading("max\n|Δloss|", _against_fp32("parity_max_loss_difference"), number("{:.1e}"), 11),
+    Heading("grad-norm\nratio", _against_fp32("parity_grad_norm_ratio"), number("{:.5f}"), 7),
+    Heading("final\nloss", "final_loss", loss, 6),
 )
 "the columns: to add one, add an entry"

@@ -192,7 +192,7 @@ def dataset_table(rows: dict[str, Row]) -> RenderableType:
 _OF_DATASETS = (
     Heading("run", lambda line: line[0], justify="left"),
     Heading("dataset", lambda line: line[1], justify="left"),
-    Heading("last training\nloss", lambda line: loss(line[2])),
-    Heading("held-out\nloss", lambda line: loss(line[3])),
+    Heading("last training\nloss", lambda line: line[2], loss),
+    Heading("held-out\nloss", lambda line: line[3], loss),
     Heading("held-out\nperplexity", lambda line: DASH if line[3] is None else f"{exp(min(line[3], 50)):.4g}"),
 )

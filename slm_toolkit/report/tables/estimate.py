@@ -142,7 +142,7 @@ def _bars(
 
 def _columns(rows: list[Estimate], *, largest_batch: bool) -> list[Column]:
     settings = [
-        Heading(title, lambda row, name=name: setting(getattr(row, name)))
+        Heading(title, name)
         for name, title in _TITLES.items()
         if differs(rows, name) or (largest_batch and title == "batch")
     ]
@@ -187,15 +187,6 @@ def _notes(rows: list[Estimate], columns: list[Column], dropped: list[str]) -> l
             "the first ones",
         ),
         *_speed_notes(rows),
-        (
-            is_any(lambda row: "compile" in FLAGS["kernels"].parts_of(row.kernels)),
-            "compiled: layers keep what torch's partitioner saves; what their kernels use in backward was "
-            "never traced",
-        ),
-        (
-            is_any(lambda row: row.fp8 != "none"),
-            "fp8: its speed is counted from torchao's code; four runs on an H100 and an H200 were within 4 %",
-        ),
         *_adapter_notes(rows),
         (dropped, left_out_note(dropped)),
     ]
@@ -221,15 +212,6 @@ def _adapter_notes(rows: list[Estimate]) -> Iterator[tuple[object, str]]:
         trained = " to ".join(f"{count:,}" for count in sorted({min(counts), max(counts)}))
         modules = ", ".join(next(row for row in adapted if row.peft == peft).adapted_modules)
         yield True, f"{peft}: {trained} trained parameters in adapters of {modules}"
-    yield (
-        adapted,
-        "adapters: memory agrees with traces; their time is derived, not measured; "
-        "MFU uses 4 N + 6 N_adapters; DeepSpeed's estimator ignores that parameters are frozen",
-    )
-    yield (
-        any(row.peft == "qlora" for row in adapted),
-        "qlora: checked on a CPU, except the memory and time of unpacking 4-bit weights, which need a GPU",
-    )
 
 
 def _speed_notes(rows: list[Estimate]) -> Iterator[tuple[object, str]]:
@@ -298,31 +280,31 @@ def _fits(row: Estimate) -> str:
     return f"{words} {percentage}" + "\nnearly full" * row.is_nearly_full
 
 
-def _parts(row: Estimate, *names: str) -> str:
-    return gib(sum(row.parts[name] for name in names))
+def _parts(*names: str) -> Callable[[Estimate], int]:
+    return lambda row: sum(row.parts[name] for name in names)
 
 
 _COLUMNS = (
     Heading(
         "batch with\nmargin",
-        lambda row: setting(row.batch_with_margin),
+        "batch_with_margin",
         note=f"batch: the largest per GPU that fits or may fit, up to {LARGEST_BATCH_TRIED:,}; 0: not even 1 "
         f"fits; with margin: the largest that fits with a probability of {SURE:.0%}, the safe choice",
     ),
-    Heading("strategy", lambda row: row.strategy),
-    Heading("peak GiB\nallocated", lambda row: gib(row.peak_allocated_bytes)),
+    Heading("strategy", "strategy"),
+    Heading("peak GiB\nallocated", "peak_allocated_bytes", gib),
     Heading(
         "reserved\nGiB",
         lambda row: f"{gib(row.peak_reserved_low_bytes)} to {gib(row.peak_reserved_high_bytes)}",
-        9,
+        drop_order=9,
         note=f"reserved: a range that holds {COVERAGE:.0%} of other people's runs",
     ),
-    Heading("peak at", lambda row: row.peak_instant, 8),
-    Heading("training\nstate", lambda row: _parts(row, *STATE), 6),
-    Heading("activations", lambda row: _parts(row, "activations"), 5),
-    Heading("logits\nand loss", lambda row: _parts(row, "logits_and_loss"), 4),
-    Heading("gathered", lambda row: _parts(row, "gathered_parameters"), 2),
-    Heading("other", lambda row: _parts(row, "communication", "temporary", "workspace"), 1),
+    Heading("peak at", "peak_instant", drop_order=8),
+    Heading("training\nstate", _parts(*STATE), gib, 6),
+    Heading("activations", _parts("activations"), gib, 5),
+    Heading("logits\nand loss", _parts("logits_and_loss"), gib, 4),
+    Heading("gathered", _parts("gathered_parameters"), gib, 2),
+    Heading("other", _parts("communication", "temporary", "workspace"), gib, 1),
     Heading(
         "fits",
         _fits,
@@ -330,18 +312,18 @@ _COLUMNS = (
         note="fits: the probability, with the same errors, that allocated and most of the allocator's slack "
         "leave room for CUDA and NCCL; headroom is what remains",
     ),
-    Heading("headroom\nGiB", lambda row: gib(row.headroom_bytes), 3),
-    Heading("host GiB\nper node", lambda row: gib(row.host_bytes_per_node), 7),
+    Heading("headroom\nGiB", "headroom_bytes", gib, 3),
+    Heading("host GiB\nper node", "host_bytes_per_node", gib, 7),
     Heading(
         "DeepSpeed's\nestimate GiB",
         lambda row: gib(row.deepspeed_bytes) + "*" * row.deepspeed_stands_in,
-        10,
+        drop_order=10,
         note=f"DeepSpeed's estimate: by version {ESTIMATOR_VERSION}; model states only, no activations; *: "
         "the estimate of ZeRO-3, which people also use for FSDP full shard",
     ),
-    Heading("tokens/s\nper GPU", lambda row: rate(row.tokens_per_second_per_gpu), 14),
-    Heading("MFU", lambda row: percent(row.mfu), 11),
-    Heading("bound by", lambda row: (row.bottleneck or DASH).replace("_", " "), 12),
-    Heading("$ per 1M\ntokens", lambda row: dollars(row.usd_per_million_tokens), 13),
+    Heading("tokens/s\nper GPU", "tokens_per_second_per_gpu", rate, 14),
+    Heading("MFU", "mfu", percent, 11),
+    Heading("bound by", lambda row: row.bottleneck and row.bottleneck.replace("_", " "), drop_order=12),
+    Heading("$ per 1M\ntokens", "usd_per_million_tokens", dollars, 13),
 )
 "the columns after those of settings that differ: to add one, add an entry"

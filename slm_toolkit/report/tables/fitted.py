@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, Literal
 
 from rich.cells import cell_len
@@ -13,6 +14,32 @@ from rich.text import Text
 
 PIPE_WIDTH = 220
 "width in characters if stdout is a file or a pipe"
+
+
+# Values as the text of a table's cell; an unknown value is a dash.
+
+DASH = "-"
+
+
+def setting(value: object) -> str:
+    if value is None:
+        return DASH
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value)
+
+
+def number(form: str, factor: float = 1) -> Callable[[float | None], str]:
+    """Return the function that writes a number times `factor` in this form."""
+    return lambda value: DASH if value is None else form.format(value * factor)
+
+
+rate = number("{:,.0f}")
+percent = number("{:.0%}")
+gib = number("{:.2f}", 2**-30)
+milliseconds = number("{:,.1f}", 1e3)
+dollars = number("${:.4f}")
+loss = number("{:.4f}")
 
 
 @dataclass(frozen=True)
@@ -52,10 +79,12 @@ class Column:
 
 @dataclass(frozen=True)
 class Heading:
-    """A column of a table of any rows: its title, and its cell as a function of a row."""
+    """A column of a table of any rows: its title, its value, and the value's text."""
 
     title: str
-    cell: Callable[[Any], str]
+    value: str | Callable[[Any], Any]
+    "name of a row's attribute, or a function of a row"
+    text: Callable[[Any], str] = setting
     drop_order: int = 0
     style: Callable[[Any], str] | None = None
     justify: Literal["left", "right"] | None = None
@@ -67,13 +96,14 @@ def filled(headings: Sequence[Heading], rows: Sequence[Any]) -> list[Column]:
     columns = [
         Column(
             heading.title,
-            [heading.cell(row) for row in rows],
+            [heading.text(value(row)) for row in rows],
             heading.drop_order,
             heading.justify,
             [heading.style(row) for row in rows] if heading.style else (),
             heading.note,
         )
         for heading in headings
+        for value in [attrgetter(heading.value) if isinstance(heading.value, str) else heading.value]
     ]
     return [column for column in columns if column.has_values]
 
@@ -139,40 +169,3 @@ def console_of_stdout(*, pipe_width: int = PIPE_WIDTH) -> Console:
 def command_line(command: str) -> Text:
     """Return a command that no console wraps, so that it can be copied."""
     return Text(command, no_wrap=True, overflow="ignore")
-
-
-# Values as the text of a table's cell; an unknown value is a dash.
-
-DASH = "-"
-
-
-def setting(value: object) -> str:
-    if value is None:
-        return DASH
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return str(value)
-
-
-def rate(value: float | None) -> str:
-    return DASH if value is None else f"{value:,.0f}"
-
-
-def percent(share: float | None) -> str:
-    return DASH if share is None else f"{share:.0%}"
-
-
-def gib(num_bytes: int | None) -> str:
-    return DASH if num_bytes is None else f"{num_bytes / 2**30:.2f}"
-
-
-def milliseconds(seconds: float | None) -> str:
-    return DASH if seconds is None else f"{seconds * 1e3:,.1f}"
-
-
-def dollars(usd: float | None) -> str:
-    return DASH if usd is None else f"${usd:.4f}"
-
-
-def loss(value: float | None) -> str:
-    return DASH if value is None else f"{value:.4f}"

@@ -60,9 +60,7 @@ def test_an_unknown_gpu_has_no_mfu_and_no_price() -> None:
 
 def test_dollars_by_hand() -> None:
     # a million tokens at 10,000 a second take 100 s; two GPUs at $3.60 an hour cost $0.002 a second: $0.20
-    assert usd_per_million_tokens(tokens_per_second=1e4, usd_per_gpu_hour=3.6, num_gpus=2) == pytest.approx(
-        0.2
-    )
+    assert usd_per_million_tokens(1e4, 3.6, 2) == pytest.approx(0.2)
     row = row_from(made_record(), prices=3.6)
     assert row.usd_per_million_tokens == pytest.approx(1e6 / 16384 * 2 * 3.6 / 3600)
 
