@@ -3,6 +3,7 @@
 The import loads neither torch nor rich: each function loads what it needs.
 """
 
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,13 +11,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     import pandas
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
 
     from slm_toolkit.predict.estimate import Estimate
     from slm_toolkit.recommend.job import GpuOffer
     from slm_toolkit.recommend.plans import Plan
     from slm_toolkit.record.run_record import RunRecord
-    from slm_toolkit.report.charts.figures import Panel
     from slm_toolkit.report.rows import Row
 
 Item = TypeVar("Item")
@@ -43,8 +43,34 @@ def read_records(paths: str | Path | Sequence[str | Path] = "runs") -> "Records"
     return Records(sorted(found, key=report_order), problems)
 
 
-class _Displayed:
-    """Shows a result as its table: `print(result)`, rich consoles and notebooks."""
+class _Result(Generic[Item]):
+    """A sequence of rows that shows as its table: `print(result)`, rich consoles and notebooks."""
+
+    rows: list[Item]
+
+    def __iter__(self) -> Iterator[Item]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Item:
+        return self.rows[index]
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {len(self)} rows>"
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Return the objects that the verb prints with --json."""
+        return [row.as_json() for row in self.rows]
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """Return a line for each row, with the names of `to_dicts`. Raises ValueError without pandas."""
+        try:
+            import pandas
+        except ModuleNotFoundError:
+            raise ValueError("to_pandas() needs pandas\nhint: pip install pandas") from None
+        return pandas.DataFrame(self.to_dicts())
 
     def table(self, *, width: int = _TEXT_WIDTH) -> "RenderableType":
         """Return what the verb prints, as a rich renderable that fits `width` columns."""
@@ -54,57 +80,31 @@ class _Displayed:
         yield self.table(width=options.max_width)
 
     def __str__(self) -> str:
-        return _text_of(self.table(width=_TEXT_WIDTH), width=_TEXT_WIDTH)
+        return self._printed(_TEXT_WIDTH).export_text().rstrip("\n")
 
     def _repr_html_(self) -> str:
-        return _html_of(self.table(width=_NOTEBOOK_WIDTH), width=_NOTEBOOK_WIDTH)
+        """Return the table with rich's colours; a notebook scrolls what is wider than its cell."""
+        style = "white-space:pre;overflow-x:auto;line-height:normal;font-family:monospace;font-size:12px"
+        code = f'<pre style="{style}">{{code}}</pre>'
+        return self._printed(_NOTEBOOK_WIDTH).export_html(inline_styles=True, code_format=code)
 
+    def _printed(self, width: int) -> "Console":
+        """Print the table to a console that records it."""
+        from rich.console import Console
 
-class _Listed(_Displayed, Generic[Item]):
-    """A result that is also a sequence of its rows."""
-
-    rows: list[Item]
-
-    @property
-    def _items(self) -> list[Item]:
-        return self.rows
-
-    def __iter__(self) -> Iterator[Item]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __getitem__(self, index: int) -> Item:
-        return self._items[index]
-
-    def to_dicts(self) -> list[dict[str, Any]]:
-        """Return the objects that the verb prints with --json."""
-        raise NotImplementedError
-
-    def to_pandas(self) -> "pandas.DataFrame":
-        """Return a line for each row, with the names of `to_dicts`. Raises ValueError without pandas."""
-        return _data_frame(self.to_dicts())
+        console = Console(file=io.StringIO(), width=width, record=True, force_jupyter=False)
+        console.print(self.table(width=width), crop=False)
+        return console
 
 
 @dataclass(frozen=True, repr=False)
-class Estimates(_Listed["Estimate"]):
+class Estimates(_Result["Estimate"]):
     """Estimates of a grid, in its order."""
 
     rows: list["Estimate"]
     notes: list[str]
     "sentences on what the estimates do not follow, and on strategies that were left out"
     found_largest_batch: bool = False
-
-    def __repr__(self) -> str:
-        return f"<Estimates: {len(self)} rows>"
-
-    def to_dicts(self) -> list[dict[str, Any]]:
-        """Return the objects of `slm estimate --json`."""
-        return [
-            {**vars(row), "changes_that_fit": row.changes_that_fit and [*map(vars, row.changes_that_fit)]}
-            for row in self.rows
-        ]
 
     def table(self, *, width: int = _TEXT_WIDTH) -> "RenderableType":
         """Return the table of `slm estimate` as a rich renderable; print it with `crop=False`."""
@@ -114,7 +114,7 @@ class Estimates(_Listed["Estimate"]):
 
 
 @dataclass(frozen=True, repr=False)
-class Recommendation(_Listed["Plan"]):
+class Recommendation(_Result["Plan"]):
     """Plans for a whole training, the best first."""
 
     plans: list["Plan"]
@@ -130,7 +130,7 @@ class Recommendation(_Listed["Plan"]):
     budget_usd: float | None = None
 
     @property
-    def _items(self) -> list["Plan"]:
+    def rows(self) -> list["Plan"]:
         return self.plans
 
     @property
@@ -188,7 +188,7 @@ class Records:
 
 
 @dataclass(frozen=True, repr=False)
-class Report(_Listed["Row"]):
+class Report(_Result["Row"]):
     """Ranked rows of recorded runs. Each row's fields are the keys of `slm report --json`."""
 
     rows: list["Row"]
@@ -196,47 +196,28 @@ class Report(_Listed["Row"]):
     problems: list[str] = field(default_factory=list)
     "a sentence for each record that could not be read or shown"
 
-    def __repr__(self) -> str:
-        return f"<Report: {len(self)} rows of {len(self.records)} runs>"
-
-    def to_dicts(self) -> list[dict[str, Any]]:
-        """Return the objects of `slm report --json`."""
-        from slm_toolkit.report.tables.export import json_rows
-
-        return json_rows(self.rows)
-
     def to_markdown(self) -> str:
         from slm_toolkit.report.tables.export import markdown_text
 
         return markdown_text(self.rows)
 
-    def to_html(self, path: str | Path | None = None, *, panels: list["Panel"] | None = None) -> str:
+    def to_html(self, path: str | Path | None = None, *, left_out: list[str] | None = None) -> str:
         """Return one HTML page with the table and the charts, which fetches nothing; write it to `path`.
 
-        `panels`: charts to draw (default: all).
+        `left_out` takes a line for each chart that the records have nothing for, and for damaged timelines.
         """
         from slm_toolkit.report.charts.files import html_page
+        from slm_toolkit.report.charts.panels import panels_of
+        from slm_toolkit.report.labels import labelled
 
-        panels = self.panels() if panels is None else panels
+        left_out = [] if left_out is None else left_out
+        panels = panels_of(self.records.pairs, labelled(self.rows), problems=left_out)
+        left_out += [f"{panel.title}: {panel.missing}" for panel in panels if panel.missing]
         text = html_page(self.rows, panels, left_out=[f"left out: {line}" for line in self.problems])
         if path is not None:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(text, encoding="utf-8")
         return text
-
-    def verdict(self) -> list[str]:
-        """Return the conclusions as sentences: the fastest row, the cheapest, the smallest."""
-        from slm_toolkit.report.verdict import verdict
-
-        return verdict(self.rows)
-
-    def panels(self, *, problems: list[str] | None = None) -> list["Panel"]:
-        """Return all charts as plotly figures. `problems` takes a line for each damaged memory timeline."""
-        from slm_toolkit.report.charts.panels import panels_of
-        from slm_toolkit.report.rows import labelled
-
-        problems = [] if problems is None else problems
-        return panels_of(self.records.pairs, labelled(self.rows), problems=problems)
 
     def table(self, *, width: int = _TEXT_WIDTH) -> "RenderableType":
         """Return the tables and notes of `slm report` as a rich renderable; print it with `crop=False`."""
@@ -246,32 +227,3 @@ class Report(_Listed["Row"]):
 
         unchecked = failed_references(self.records.pairs)
         return Group(*sections(self.rows, width=width, unchecked=unchecked))
-
-
-def _data_frame(rows: list[dict[str, Any]]) -> "pandas.DataFrame":
-    try:
-        import pandas
-    except ModuleNotFoundError:
-        raise ValueError("to_pandas() needs pandas\nhint: pip install pandas") from None
-    return pandas.DataFrame(rows)
-
-
-def _text_of(content: "RenderableType", *, width: int) -> str:
-    from rich.console import Console
-
-    console = Console(width=width, color_system=None, force_terminal=False, force_jupyter=False)
-    with console.capture() as captured:
-        console.print(content, crop=False)
-    return captured.get().rstrip("\n")
-
-
-def _html_of(content: "RenderableType", *, width: int) -> str:
-    """The table as preformatted text with rich's colours; a notebook scrolls what is wider than its cell."""
-    import io
-
-    from rich.console import Console
-
-    console = Console(file=io.StringIO(), width=width, record=True, force_jupyter=False)
-    console.print(content, crop=False)
-    style = "white-space:pre;overflow-x:auto;line-height:normal;font-family:monospace;font-size:12px"
-    return console.export_html(inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>')

@@ -1,7 +1,6 @@
 """Output of `slm compare` and `slm report`: flags, rows, exports, notes and the exit code."""
 
 import argparse
-import dataclasses
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -94,9 +93,9 @@ def print_records(
     Also returns 1 if a record can't be shown, or requested results are missing: no parity check, no run in
     common with the baseline, or no traced memory.
     """
-    from slm_toolkit.report.rows import labelled
+    from slm_toolkit.report.labels import labelled
     from slm_toolkit.report.tables.baseline import baseline_table, changes
-    from slm_toolkit.report.tables.export import json_rows, json_text, write_export
+    from slm_toolkit.report.tables.export import json_text, write_export
     from slm_toolkit.report.tables.sections import failed_references, sections
 
     for problem in report.problems:
@@ -112,9 +111,9 @@ def print_records(
     parity_due = getattr(args, "parity", None) and not failed_references(records)
     if parity_due and all(row.parity_holds is None for row in rows):
         unchecked.append("no parity check: no row is ok, or no row has a reference")
-    content = json_rows(rows) if args.json or args.export else []
+    content = report.to_dicts() if args.json or args.export else []
     if baseline:
-        by_record = {change.record_now: dataclasses.asdict(change) for change in found}
+        by_record = {change.record_now: change.as_json() for change in found}
         content = [{**row, "baseline": by_record.get(row["record"])} for row in content]
     for path in args.export:
         with user_errors():

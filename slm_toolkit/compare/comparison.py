@@ -32,7 +32,7 @@ from slm_toolkit.model.names import check_tokenizer
 from slm_toolkit.predict.choices import choices, given_with
 from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED
 from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
-from slm_toolkit.report.rows import Row, with_values
+from slm_toolkit.report.rows import Row
 from slm_toolkit.strategy.groups import strategies_asked
 from slm_toolkit.strategy.strategy import Strategy, check_one_machine, find_strategy, precision_note
 
@@ -303,7 +303,7 @@ def _launch_all(
 def with_searches(rows: list[Row], searches: dict[str, BatchSearch]) -> list[Row]:
     """Return the rows, each with the largest batch that its search found."""
     return [
-        with_values(row, largest_batch=search.largest_ok, smallest_oom_batch=search.smallest_oom)
+        row.with_values(largest_batch=search.largest_ok, smallest_oom_batch=search.smallest_oom)
         if (search := searches.get(row.record))
         else row
         for row in rows

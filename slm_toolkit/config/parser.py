@@ -92,7 +92,7 @@ REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
     "until_loss": "`slm report --export FILE.html` draws the losses over time of all runs",
     "parity_tolerance": "the limit is by numerics; --json has parity_max_loss_difference",
     "phases": "--json has phase_seconds; --profile prints where the time of a step goes",
-    "probe_seconds": "leave it out: --probe_network stops after 30 seconds",
+    "probe_seconds": "leave it out: --probe_network repeats each size 30 times",
     "skip_oom": "the default batch fits under every strategy; a run without enough memory is a row",
     "retry": "repeat the same command: it runs what failed",
     "runs_at_once": "leave it out: runs are launched one after another",

@@ -1,6 +1,5 @@
 """Estimate all combinations of flags, strategies, GPU types and numbers of GPUs."""
 
-import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -130,7 +129,7 @@ def estimates(
             row = estimate_of(setup.launched)
             if search_changes and row.fits is False and num_searched < MOST_SEARCHED_ROWS:
                 num_searched += 1
-                row = dataclasses.replace(row, changes_that_fit=changes_that_fit(setup, row))
+                row = row.with_values(changes_that_fit=changes_that_fit(setup, row))
             rows[key] = row
     return list(rows.values())
 

@@ -277,11 +277,11 @@ def _limited(row: Estimate, speed_evidence: str) -> tuple[Estimate, float]:
     factors = {**dict.fromkeys(_RATES, 1 / by), **dict.fromkeys(_TIMES, by)}
     changes = {name: getattr(row, name) and getattr(row, name) * factors[name] for name in factors}
     parts = {name: seconds * by for name, seconds in row.parts_seconds.items()}
-    return dataclasses.replace(row, **changes, parts_seconds=parts), by
+    return row.with_values(**changes, parts_seconds=parts), by
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return the plan as a dict for JSON: the estimate's keys, then the plan's keys."""
     inputs = ("estimate", "spec", "config", "strategy")
     fields = {name: value for name, value in vars(plan).items() if name not in inputs}
-    return {**vars(plan.estimate), **fields, "gpu_hours": plan.gpu_hours}
+    return {**plan.estimate.as_json(), **fields, "gpu_hours": plan.gpu_hours}

@@ -514,9 +514,9 @@ def _cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def finite(value: float) -> float | None:
+def finite(value: float | None) -> float | None:
     """Return None for NaN and infinity, because JSON has neither."""
-    return value if math.isfinite(value) else None
+    return None if value is None or not math.isfinite(value) else value
 
 
 _NAMES_OF_REPORTS = {f.name for f in dataclasses.fields(RunRecord)}

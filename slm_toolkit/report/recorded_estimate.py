@@ -1,7 +1,6 @@
 """The Estimate of a recorded run: closed forms for its real flags and its probed engine."""
 
 import dataclasses
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -11,7 +10,6 @@ from slm_toolkit.base.typed_files import LARGEST
 from slm_toolkit.config.run_config import REHEARSED_RANKS_PER_NODE, RunConfig
 from slm_toolkit.hardware.gpus import find_gpu
 from slm_toolkit.predict.estimate import Estimate, estimate
-from slm_toolkit.predict.memory.peak import MemoryEstimate, peak
 from slm_toolkit.predict.setup.other_trainers import trainer_named
 from slm_toolkit.predict.setup.setup import Setup, config_as_launched
 from slm_toolkit.record.numerics import numerics_from
@@ -34,8 +32,7 @@ def estimate_of(record: RunRecord) -> Estimate | None:
         return None
     if record.is_of_script and not _is_known(record):
         return None
-    configuration = _configuration_of(msgspec.json.encode(_facts(record)))
-    return None if configuration is None else _estimate_on(configuration, record.gpu)
+    return _estimate_of(msgspec.json.encode(_facts(record)), record.gpu)
 
 
 def _facts(record: RunRecord) -> dict[str, Any]:
@@ -54,49 +51,34 @@ def _facts(record: RunRecord) -> dict[str, Any]:
     return {"asked": {"config": config, **files}, **{name: getattr(record, name) for name in names}}
 
 
-@dataclass(frozen=True, eq=False)
-class _Configuration:
-    """The setup and memory estimate of runs that differ only in their GPU."""
-
-    setup: Setup
-    "without a GPU"
-    memory: MemoryEstimate
-
-
 @cache
-def _configuration_of(facts: bytes) -> _Configuration | None:
-    """Return the configuration with these facts; None if no closed form covers it."""
+def _estimate_of(facts: bytes, gpu_name: str | None) -> Estimate | None:
+    """Return the estimate of runs with these facts; None if no closed form covers them."""
     irrelevant = {"run_name": "", "identity": "", "status": "ok", "versions": {}, "started_at": "", "cpu": ""}
     record = RunRecord(**irrelevant, gpu=None, **msgspec.json.decode(facts))
-    num_ranks = record.world_size
+    num_ranks, gpu = record.world_size, find_gpu(gpu_name)
     try:
         strategy = strategy_that_ran(record)
-        spec = record.spec
         config = _config_of_script(record) if record.is_of_script else config_that_ran(record)
-        num_nodes = strategy.num_machines
-        per_node = min(num_ranks, REHEARSED_RANKS_PER_NODE) if record.is_rehearsal else num_ranks // num_nodes
-        per_node = max(1, per_node)
-        strategy = fit_groups(strategy, num_ranks=num_ranks, ranks_per_node=per_node)
-        like = trainer_named("trainer") if record.is_of_script else None
-        setup = Setup(spec, strategy, config, num_gpus=num_ranks, gpus_per_node=per_node, like=like).launched
-        return _Configuration(setup, peak(setup))
+        per_node = num_ranks // strategy.num_machines
+        per_node = max(1, min(num_ranks, REHEARSED_RANKS_PER_NODE) if record.is_rehearsal else per_node)
+        result = estimate(
+            Setup(
+                record.spec,
+                fit_groups(strategy, num_ranks=num_ranks, ranks_per_node=per_node),
+                config,
+                num_gpus=num_ranks,
+                gpus_per_node=per_node,
+                gpu=gpu,
+                like=trainer_named("trainer") if record.is_of_script else None,
+            ).launched
+        )
     except ValueError:  # ZeRO-0, tensor parallelism, ...
         return None
-
-
-@cache
-def _estimate_on(configuration: _Configuration, gpu: str | None) -> Estimate | None:
-    setup, known = configuration.setup, find_gpu(gpu)
-    if gpu is None and setup.strategy.offloads:
-        return None
-    if known is None and setup.config.fp8 != "none" and setup.config.rehearse is None:  # it may be emulated
-        return None
-    try:
-        setup = dataclasses.replace(setup, gpu=known)
-        result = estimate(setup, memory=configuration.memory)
-    except ValueError:  # no closed form for its communication
-        return None
-    return result if result.peak_reserved_high_bytes <= LARGEST else None  # larger: the record is made up
+    offloads_without_gpu = gpu_name is None and result.setup.strategy.offloads
+    may_be_emulated = gpu is None and config.fp8 != "none" and config.rehearse is None
+    is_made_up = result.peak_reserved_high_bytes > LARGEST
+    return None if offloads_without_gpu or may_be_emulated or is_made_up else result
 
 
 def strategy_that_ran(record: RunRecord) -> Strategy:

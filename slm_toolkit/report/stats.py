@@ -1,6 +1,6 @@
 """Compute rates from records' raw steps: the median after warm-up, and an interval around it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import comb, exp, log, sqrt
 from statistics import fmean, median, stdev
 
@@ -17,13 +17,8 @@ _STUDENT_T = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 MIN_ROUNDS = 3
 "rounds of `slm compare --repeats` from which two rows are compared round by round"
-MOST_ROUNDS = 100
-"above this, a report says `over 100` instead of a number"
 _STUDENT_T_99 = (9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250)
 "Student's t, two-sided 99 %, for 3, 4, ... paired rounds: among many rows, a wrong winner should be rare"
-_FOUND_ERRORS = (15.18, 8.68, 6.77, 5.91, 5.43, 5.13, 4.92, 4.77)
-"""standard errors of a difference that nine of ten comparisons of 3, 4, ... paired rounds find. There the
-noncentral t distribution exceeds _STUDENT_T_99 with a probability of 90 % (scipy.stats.nct)"""
 
 
 @dataclass(frozen=True)
@@ -31,9 +26,9 @@ class Throughput:
     """Tokens per second over all ranks, and the interval in which another measurement is expected."""
 
     tokens_per_second: float
-    lowest: float | None
-    "None, like `highest`: fewer than STEPS_PER_BLOCK steps were timed, too few to tell how much they vary"
-    highest: float | None
+    tokens_per_second_lowest: float | None
+    "None, like the highest: fewer than STEPS_PER_BLOCK steps were timed, too few to tell how much they vary"
+    tokens_per_second_highest: float | None
     num_timed_steps: int
     num_launches: int
     by_round: dict[int, float]
@@ -41,19 +36,9 @@ class Throughput:
     num_warmup_steps: int
     "steps left out at the start; the largest number of all launches"
 
-    def times(self, factor: float) -> "Throughput":
-        """Return the rate of a share of the tokens."""
-        return replace(
-            self,
-            tokens_per_second=self.tokens_per_second * factor,
-            lowest=None if self.lowest is None else self.lowest * factor,
-            highest=None if self.highest is None else self.highest * factor,
-            by_round={number: rate * factor for number, rate in self.by_round.items()},
-        )
-
 
 def throughput(repeats: list[RunRecord]) -> Throughput | None:
-    """Return the rate of one run's launches; None if no step was timed.
+    """Return the rate of one run's launches, without padding; None if no step was timed.
 
     A step takes as long as its slowest rank. The timed steps of a launch are split into blocks of ten (a
     remainder makes blocks a little longer); a launch's rate is the median of its blocks' rates, and the rate
@@ -67,14 +52,14 @@ def throughput(repeats: list[RunRecord]) -> Throughput | None:
     timed = [(record, seconds) for record, seconds in timed if seconds and record.tokens_per_step]
     if not timed:
         return None
-    medians = [median(block_rates(seconds, record.tokens_per_step)) for record, seconds in timed]
+    medians = [median(block_rates(seconds, _tokens_per_step(record))) for record, seconds in timed]
     by_round = {round_of(record.run_name): launch for (record, _), launch in zip(timed, medians, strict=True)}
     num_timed_steps = sum(len(seconds) for _, seconds in timed)
     lowest, highest = _interval(timed, medians) if num_timed_steps >= STEPS_PER_BLOCK else (None, None)
     return Throughput(
         tokens_per_second=median(medians),
-        lowest=lowest,
-        highest=highest,
+        tokens_per_second_lowest=lowest,
+        tokens_per_second_highest=highest,
         num_timed_steps=num_timed_steps,
         num_launches=len(timed),
         by_round=by_round if len(by_round) == len(timed) else {},
@@ -118,30 +103,11 @@ def paired_lead(rates: dict[int, float], others: dict[int, float]) -> tuple[floa
     A machine that gets slower for a while slows all launches of a round, so their ratio hardly changes. The
     interval is Student's, of the mean of the logarithms of the ratios.
     """
-    logs = _log_ratios(rates, others)
+    logs = [log(rates[number] / others[number]) for number in rates.keys() & others.keys()]
     if len(logs) < MIN_ROUNDS:
         return None
     half = _STUDENT_T_99[min(len(logs) - MIN_ROUNDS, len(_STUDENT_T_99) - 1)] * stdev(logs) / sqrt(len(logs))
     return exp(fmean(logs) - half), exp(fmean(logs) + half)
-
-
-def rounds_to_find(share: float, rates: dict[int, float], others: dict[int, float]) -> int | None:
-    """Return roughly how many paired rounds find a difference of `share` in nine of ten comparisons.
-
-    MOST_ROUNDS + 1: more are needed. None: fewer than MIN_ROUNDS rounds have both rates.
-    """
-    logs = _log_ratios(rates, others)
-    if len(logs) < MIN_ROUNDS:
-        return None
-    for count in range(MIN_ROUNDS, MOST_ROUNDS + 1):
-        errors = _FOUND_ERRORS[min(count - MIN_ROUNDS, len(_FOUND_ERRORS) - 1)]
-        if errors * stdev(logs) / sqrt(count) <= log(1 + share):
-            return count
-    return MOST_ROUNDS + 1
-
-
-def _log_ratios(rates: dict[int, float], others: dict[int, float]) -> list[float]:
-    return [log(rates[number] / others[number]) for number in rates.keys() & others.keys()]
 
 
 def timed_seconds(record: RunRecord) -> list[float]:
@@ -149,9 +115,14 @@ def timed_seconds(record: RunRecord) -> list[float]:
     return record.slowest_rank_seconds[record.num_warmup_steps :]
 
 
+def _tokens_per_step(record: RunRecord) -> float:
+    """Return the tokens of a step without padding."""
+    return record.tokens_per_step * (1 - padding_share(record))
+
+
 def _sample(record: RunRecord, seconds: list[float]) -> list[float]:
-    blocks = block_rates(seconds, record.tokens_per_step)
-    return blocks if len(blocks) >= 3 else [record.tokens_per_step / step_time for step_time in seconds]
+    blocks = block_rates(seconds, _tokens_per_step(record))
+    return blocks if len(blocks) >= 3 else [_tokens_per_step(record) / step_time for step_time in seconds]
 
 
 def _prediction_interval(medians: list[float]) -> tuple[float, float]:
@@ -185,8 +156,7 @@ def joules_per_token(records: list[RunRecord]) -> float | None:
             return None
         start = record.num_warmup_steps
         joules += sum(sum(step_joules[start:]) for step_joules in joules_by_rank)
-        num_steps = len(record.losses) - start
-        tokens += record.tokens_per_step * num_steps * (1 - padding_share(record))
+        tokens += _tokens_per_step(record) * (len(record.losses) - start)
         seconds += sum(timed_seconds(record))
     return joules / tokens if seconds >= 2 and joules else None
 

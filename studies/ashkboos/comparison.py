@@ -31,7 +31,7 @@ from slm_toolkit.predict.speed.software import Software
 from slm_toolkit.predict.speed.step import step_time
 from slm_toolkit.predict.speed.traffic import transfers
 from slm_toolkit.record.run_record import RunRecord
-from slm_toolkit.report.rows import row_of
+from slm_toolkit.report.rows import Row
 from slm_toolkit.strategy.strategy import Strategy, find_strategy
 
 MODELS = ("slm-100m", "slm-500m", "slm-1b", "slm-2b")
@@ -324,7 +324,7 @@ def measured_cells(records: list[tuple[Path, RunRecord]]) -> dict[Cell, Measured
     by_cell: dict[Cell, Measured] = {}
     for repeats in launches.values():
         cell = _cell_of(repeats[0][1])
-        row = row_of(repeats) if cell else None
+        row = Row(repeats) if cell else None
         if row is None or not (row.status == "oom" or (row.status == "ok" and row.tokens_per_second_per_gpu)):
             continue
         rate = row.tokens_per_second_per_gpu if row.status == "ok" else 0.0

@@ -217,7 +217,7 @@ WORDS = (
         "IPython: the method that gives the HTML of a result",
         ("_repr_html_",),
         "show a table in a notebook",
-        "api.py: _Displayed",
+        "results.py: _Result",
         _html_of_results,
     ),
     Leaning(

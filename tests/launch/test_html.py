@@ -14,7 +14,7 @@ from slm_toolkit.record.files import find_records, write_record
 from slm_toolkit.record.memory_timeline import PARTS
 from slm_toolkit.report.charts.files import html_page
 from slm_toolkit.report.charts.panels import panels_of
-from slm_toolkit.report.rows import row_of
+from slm_toolkit.report.rows import Row
 
 pytestmark = pytest.mark.quick
 
@@ -294,7 +294,7 @@ def test_no_text_of_a_record_becomes_markup(tmp_path: Path) -> None:
     evil = "</script><script>alert(1)</script><b>{{table}}"
     path = write_record(dataclasses.replace(made(0), strategy=evil), tmp_path)
     records, _ = find_records([path])
-    row = row_of(records)
+    row = Row(records)
     text = html_page([row], panels_of(records, {evil: row}, problems=[]), left_out=[evil])
     assert "<script>alert" not in text
     assert "<b>{{" not in text

@@ -16,7 +16,7 @@ from slm_toolkit.record.files import write_record
 from slm_toolkit.record.memory_timeline import PARTS, MemoryTimeline, Segment, read_segments, write_timeline
 from slm_toolkit.record.parity import judge
 from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
-from slm_toolkit.report.rows import Row, ranked, row_of
+from slm_toolkit.report.rows import Row, ranked
 from slm_toolkit.report.tables.comparison import comparison_table
 from slm_toolkit.report.tables.memory import peak_table
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy
@@ -291,9 +291,7 @@ def made_rehearsal(**changes: object) -> RunRecord:
 
 
 def rows(*records: RunRecord) -> list[Row]:
-    return ranked(
-        [row_of([(Path(str(number)), record)]) for number, record in enumerate(records)], strict=False
-    )
+    return ranked([Row([(Path(str(number)), record)]) for number, record in enumerate(records)], strict=False)
 
 
 def shown(found: list[Row]) -> str:

@@ -10,7 +10,7 @@ import pytest
 from conftest import launch, record_under
 
 from slm_toolkit.record.files import find_records
-from slm_toolkit.report.rows import row_of
+from slm_toolkit.report.rows import Row
 
 QUICK = ("--model", "slm-1m", "--max_steps", "4", "--eval_steps", "2", "--run_name", "tracked")
 
@@ -52,7 +52,7 @@ def test_the_live_rate_is_the_reports_rate(tmp_path: Path) -> None:
     lines = re.findall(r"step \d+/14  loss \S+  (.*)", done.err)
     assert lines[0] == "warming up"
     (record,), _ = find_records([tmp_path / "runs"])
-    row = row_of([record])  # one process, so its clock is the slowest rank's; padding counts in neither
+    row = Row([record])  # one process, so its clock is the slowest rank's; padding counts in neither
     assert row.padding > 0.2
     assert lines[-1] == f"{row.tokens_per_second:,.0f} tokens/s"
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from slm_toolkit import __version__
 from slm_toolkit.report.charts.figures import Panel
-from slm_toolkit.report.rows import Row, labelled
+from slm_toolkit.report.labels import labelled
+from slm_toolkit.report.rows import Row
 from slm_toolkit.report.tables.columns import columns_of
 from slm_toolkit.report.tables.comparison import commands_of, heading, notes, parity_notes, provenance
 from slm_toolkit.report.verdict import verdict
@@ -24,7 +25,7 @@ def html_page(rows: list[Row], panels: list[Panel], *, left_out: list[str]) -> s
     drawn = [panel for panel in panels if panel.missing is None]
     missing = [panel for panel in panels if panel.missing is not None]
     by_label = labelled(rows)
-    note_lines = [note.plain for note in (*parity_notes(by_label), *notes(rows, []))] + left_out
+    note_lines = [note.plain for note in (*parity_notes(by_label), *notes(rows, columns_of(rows)))] + left_out
     parts = {
         "heading": heading(rows).plain,
         "provenance": provenance(rows),

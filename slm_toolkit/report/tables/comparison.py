@@ -1,31 +1,31 @@
 """The comparison of runs: a table with heading and notes, and a table of losses by dataset."""
 
-import math
 import re
 from collections import Counter
+from collections.abc import Collection, Sequence
+from math import exp
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from slm_toolkit.config.run_config import FLAGS, RunConfig
+from slm_toolkit.report.labels import common, varying
 from slm_toolkit.report.rows import Row
-from slm_toolkit.report.stats import MIN_ROUNDS
-from slm_toolkit.report.tables.columns import columns_of, common, marks_of, value_of, varying
+from slm_toolkit.report.tables.columns import columns_of, marks_of
 from slm_toolkit.report.tables.fitted import (
     DASH,
     Column,
+    Heading,
     columns_that_fit,
+    filled,
     left_out_note,
     loss,
     table_of,
 )
 from slm_toolkit.report.verdict import verdict
 
-_ALWAYS_ABOVE = (
-    *("model", "numerics", "seq_len", "per_device_train_batch_size", "gradient_accumulation_steps"),
-    "attn_implementation",
-)
-"settings for which `heading` has its own phrases"
+_ALWAYS_ABOVE = ("numerics", "seq_len", "per_device_train_batch_size", "attn_implementation")
+"settings that the heading shows even if they have the default"
 
 
 def comparison_table(rows: list[Row], *, width: int, all_rows: list[Row] | None = None) -> RenderableType:
@@ -36,7 +36,7 @@ def comparison_table(rows: list[Row], *, width: int, all_rows: list[Row] | None 
     columns, dropped = columns_that_fit(columns_of(rows), width=width)
     conclusion = [Text(line, style="bold") for line in verdict(all_rows or rows)]
     table = table_of(columns, row_styles=list(map(_style, rows)))
-    return Group(heading(rows), table, *conclusion, *notes(rows, dropped))
+    return Group(heading(rows), table, *conclusion, *notes(rows, columns, dropped))
 
 
 def _style(row: Row) -> str | None:
@@ -46,41 +46,30 @@ def _style(row: Row) -> str | None:
 
 def heading(rows: list[Row]) -> Text:
     """Return a line with the evidence and the settings that all rows share."""
-    columns = {name for name, _ in varying(rows)}
-    row = rows[0]
-    same = []
-    if "model" not in columns:
-        same.append(row.model)
-    if any(row.is_rehearsed for row in rows):
-        same += _rehearsed_ranks(rows, columns)
-    elif "world_size" not in columns and (size := common(rows, "world_size")) is not None:
-        gpu = common(rows, "gpu")  # a failed run may not have recorded it
-        ranks = f"{size} x {gpu}" if gpu else f"{size} CPU process{'es' if size > 1 else ''}"
-        several = "num_machines" not in columns and (common(rows, "num_machines") or 1) > 1
-        same.append(f"{ranks} on {common(rows, 'num_machines')} machines" if several else ranks)
-    if "numerics" not in columns:
-        same.append(f"numerics {row.numerics}")
-    if "seq_len" not in columns and row.seq_len is not None:
-        same.append(f"sequence {row.seq_len}")
-    batch = row.per_device_train_batch_size
-    if any(other.per_device_train_batch_size != batch for other in rows):
-        batch = None  # of a user's own script, whose arguments have columns instead
-    if "per_device_train_batch_size" not in columns and row.largest_batch is None and batch is not None:
-        same.append(f"batch {batch} per process")
-    if "attn_implementation" not in columns and (kernel := common(rows, "attn_implementation")):
-        same.append(f"attention {kernel}")
-    if "gradient_accumulation_steps" not in columns and (row.gradient_accumulation_steps or 1) > 1:
-        same.append(f"{row.gradient_accumulation_steps} micro-steps")
-    for name, flag in FLAGS.items():
-        value = value_of(row, name)
-        if (
-            flag.heading
-            and name not in (*_ALWAYS_ABOVE, *columns)
-            and value not in (None, getattr(RunConfig, name))
-        ):
+    columns = varying(rows)
+    same = [] if "model" in columns else [rows[0].model]
+    same += _ranks(rows, columns)
+    for name in dict.fromkeys((*_ALWAYS_ABOVE, *FLAGS)):
+        flag, value = FLAGS[name], common(rows, name)  # a failed run may not have recorded it
+        is_special = name in _ALWAYS_ABOVE or value != getattr(RunConfig, name)
+        if flag.heading and name not in ("model", *columns) and value is not None and is_special:
             same.append(flag.heading.format(value))
     evidence = " and ".join(dict.fromkeys(row.evidence for row in rows))
     return Text(f"{evidence}: " + ", ".join(same), style="bold")
+
+
+def _ranks(rows: list[Row], columns: Collection[str]) -> list[str]:
+    """Return a phrase with the number of ranks and their device; empty if rows differ in it."""
+    size, gpu = common(rows, "world_size"), common(rows, "gpu")
+    is_same_size = "world_size" not in columns and size is not None
+    if any(row.is_rehearsed for row in rows):
+        if "evidence" in columns:
+            return [f"{size} ranks"] * is_same_size
+        ranks = f"of {size}" if is_same_size else "of the ranks below"
+        return [f"rank 0 {ranks}, " + (f"alone on one {gpu}" if gpu else "traced without a GPU")]
+    ranks = f"{size} x {gpu}" if gpu else f"{size} CPU process{'es' if size != 1 else ''}"
+    num_machines = 1 if "num_machines" in columns else common(rows, "num_machines") or 1
+    return [f"{ranks} on {num_machines} machines" if num_machines > 1 else ranks] * is_same_size
 
 
 _VERSIONS = ("NVIDIA driver", "slm_toolkit", "torch", "accelerate", "deepspeed", "transformers")
@@ -108,19 +97,8 @@ def _machine(row: Row) -> str:
     return f"{row.gpu or row.cpu}{cores}"
 
 
-def _rehearsed_ranks(rows: list[Row], columns: set[str]) -> list[str]:
-    """Return a phrase with the number of ranks, and the device on which the rehearsals ran."""
-    size = common(rows, "world_size")
-    is_same_size = "world_size" not in columns and size is not None
-    if "evidence" in columns:
-        return [f"{size} ranks"] if is_same_size else []
-    gpu = common(rows, "gpu")
-    ranks = f"of {size}" if is_same_size else "of the ranks below"
-    return [f"rank 0 {ranks}, " + (f"alone on one {gpu}" if gpu else "traced without a GPU")]
-
-
-def notes(rows: list[Row], dropped: list[str]) -> list[Text]:
-    """Return the notes below the table; `dropped` has the titles of dropped columns."""
+def notes(rows: list[Row], columns: list[Column], dropped: Sequence[str] = ()) -> list[Text]:
+    """Return the notes below the table with these columns; `dropped` has the titles of dropped columns."""
     notes = _reasons(rows)
     for marked, mark in marks_of(rows).items():
         first = next(row for row in rows if tuple(row.numerics_differences) == marked)
@@ -129,43 +107,12 @@ def notes(rows: list[Row], dropped: list[str]) -> list[Text]:
             note += f". To align: {'; '.join(first.numerics_alignments)}"
         notes.append(Text(note, style="yellow"))
     notes += _warnings(rows)
-    if any(row.rank for row in rows) and "rank" not in dropped:
-        paired = any(len(row.tokens_per_second_by_round) >= MIN_ROUNDS for row in rows)
-        how = "not clearly different in paired rounds" if paired else "the intervals overlap"
-        scope = f"among rows of one model, sequence length and machine; =: shared, {how}"
-        notes.append(Text(f"rank: by tokens/s per process, {scope}", style="dim"))
-    if (most := max(row.num_launches for row in rows)) > 1 and "interval" not in dropped:
-        notes.append(Text(f"intervals: from up to {most} launches", style="dim"))
-    if any(row.is_rehearsed for row in rows):
-        notes.append(
-            Text(
-                "rehearsed: one process played rank 0 and sent nothing; memory of tensors only, without the "
-                "overhead of CUDA, NCCL and the allocator",
-                style="dim",
-            )
-        )
-    prices = sorted({row.price for row in rows if row.price})
-    notes += [Text(f"price: {price}", style="dim") for price in prices]
-    if (
-        not prices
-        and "$ per 1M tokens" not in dropped
-        and any(row.status == "ok" and not row.is_rehearsed for row in rows)
-    ):
-        notes.append(Text("no known price for this hardware: set one with --prices", style="dim"))
-    if any(row.deepspeed_bytes for row in rows) and not any("DeepSpeed" in title for title in dropped):
-        notes.append(
-            Text("DeepSpeed's estimate: by its own function; model states only, no activations", style="dim")
-        )
-    if any(row.largest_batch is not None for row in rows):
-        at_limit = "; or more: no larger batch was tried"
-        ended = any(row.largest_batch is not None and row.smallest_oom_batch is None for row in rows)
-        definition = "largest batch: sequences per process that ran; one more ran out of memory"
-        notes.append(Text(definition + at_limit * ended, style="dim"))
-    if any(row.estimated_peak_bytes for row in rows) and "estimated GiB" not in dropped:
-        notes.append(Text("estimated: by closed forms", style="dim"))
-    if dropped:
-        notes.append(Text(left_out_note(dropped), style="dim"))
-    return notes
+    explanations = [column.note for column in columns if column.note]
+    prices = sorted({f"price: {row.price}" for row in rows if row.price})
+    if not prices and any(row.gpu and row.status == "ok" and not row.is_rehearsed for row in rows):
+        prices = ["no known price for this hardware: set one with --prices"]
+    left_out = [left_out_note(dropped)] * bool(dropped)
+    return notes + [Text(note, style="dim") for note in (*explanations, *prices, *left_out)]
 
 
 def _reasons(rows: list[Row]) -> list[Text]:
@@ -239,15 +186,13 @@ def dataset_table(rows: dict[str, Row]) -> RenderableType:
         for label, row in rows.items()
         for name in dict.fromkeys([*row.final_loss_by_dataset, *row.final_eval_losses])
     ]
-    columns = [
-        Column("run", [label for label, *_ in lines], justify="left"),
-        Column("dataset", [name for _, name, _, _ in lines], justify="left"),
-        Column("last training\nloss", [loss(trained) for _, _, trained, _ in lines]),
-        Column("held-out\nloss", [loss(held_out) for *_, held_out in lines]),
-        Column("held-out\nperplexity", [_perplexity(held_out) for *_, held_out in lines]),
-    ]
-    return Group(Text("losses by dataset", style="bold"), table_of(columns))
+    return Group(Text("losses by dataset", style="bold"), table_of(filled(_OF_DATASETS, lines)))
 
 
-def _perplexity(held_out_loss: float | None) -> str:
-    return DASH if held_out_loss is None else f"{math.exp(min(held_out_loss, 50)):.4g}"
+_OF_DATASETS = (
+    Heading("run", lambda line: line[0], justify="left"),
+    Heading("dataset", lambda line: line[1], justify="left"),
+    Heading("last training\nloss", lambda line: line[2], loss),
+    Heading("held-out\nloss", lambda line: line[3], loss),
+    Heading("held-out\nperplexity", lambda line: DASH if line[3] is None else f"{exp(min(line[3], 50)):.4g}"),
+)

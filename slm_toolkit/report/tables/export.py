@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from slm_toolkit.report.rows import Row, labelled
+from slm_toolkit.report.labels import labelled
+from slm_toolkit.report.rows import Row
 from slm_toolkit.report.tables.columns import columns_of
 from slm_toolkit.report.tables.comparison import (
     commands_of,
@@ -40,11 +41,6 @@ def write_export(
     path.write_text(_TEXTS[path.suffix](rows, content, page), encoding="utf-8")
 
 
-def json_rows(rows: list[Row]) -> list[dict[str, Any]]:
-    """Return one object per row; `dataclasses.asdict` would copy each loss, which doubles the time."""
-    return [dict(vars(row)) for row in rows]
-
-
 def json_text(content: list[dict[str, Any]]) -> str:
     return msgspec.json.format(msgspec.json.encode(content), indent=2).decode()
 
@@ -68,7 +64,7 @@ def markdown_text(rows: list[Row]) -> str:
     rules = ["---:" if column.is_numeric else "---" for column in columns]
     cells = [[_markdown(cell) for cell in column.cells] for column in columns]
     lines = [f"| {' | '.join(line)} |" for line in (titles, rules, *zip(*cells, strict=True))]
-    all_notes = (*notes(rows, []), *parity_notes(labelled(rows)))
+    all_notes = (*notes(rows, columns), *parity_notes(labelled(rows)))
     note_lines = [f"- {_markdown(note.plain)}" for note in all_notes]
     conclusion = [f"- **{_markdown(line)}**" for line in verdict(rows)]
     conclusion.append(f"- {_markdown(provenance(rows))}")

@@ -1,10 +1,11 @@
 """Tables that fit the console's width: a narrow console loses columns, but no figure is cut."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from operator import attrgetter
+from typing import Any, Literal
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -13,6 +14,32 @@ from rich.text import Text
 
 PIPE_WIDTH = 220
 "width in characters if stdout is a file or a pipe"
+
+
+# Values as the text of a table's cell; an unknown value is a dash.
+
+DASH = "-"
+
+
+def setting(value: object) -> str:
+    if value is None:
+        return DASH
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value)
+
+
+def number(form: str, factor: float = 1) -> Callable[[float | None], str]:
+    """Return the function that writes a number times `factor` in this form."""
+    return lambda value: DASH if value is None else form.format(value * factor)
+
+
+rate = number("{:,.0f}")
+percent = number("{:.0%}")
+gib = number("{:.2f}", 2**-30)
+milliseconds = number("{:,.1f}", 1e3)
+dollars = number("${:.4f}")
+loss = number("{:.4f}")
 
 
 @dataclass(frozen=True)
@@ -27,6 +54,8 @@ class Column:
     "None: right if all cells are numbers"
     styles: Sequence[str] = ()
     "style of each cell; empty: plain"
+    note: str | None = None
+    "the line below a table that has this column"
 
     @property
     def is_numeric(self) -> bool:
@@ -46,6 +75,37 @@ class Column:
     @cached_property
     def width(self) -> int:
         return max(map(cell_len, {*self.title.split("\n"), *self.cells}))
+
+
+@dataclass(frozen=True)
+class Heading:
+    """A column of a table of any rows: its title, its value, and the value's text."""
+
+    title: str
+    value: str | Callable[[Any], Any]
+    "name of a row's attribute, or a function of a row"
+    text: Callable[[Any], str] = setting
+    drop_order: int = 0
+    style: Callable[[Any], str] | None = None
+    justify: Literal["left", "right"] | None = None
+    note: str | None = None
+
+
+def filled(headings: Sequence[Heading], rows: Sequence[Any]) -> list[Column]:
+    """Return the columns of these rows; columns without a value are left out."""
+    columns = [
+        Column(
+            heading.title,
+            [heading.text(value(row)) for row in rows],
+            heading.drop_order,
+            heading.justify,
+            [heading.style(row) for row in rows] if heading.style else (),
+            heading.note,
+        )
+        for heading in headings
+        for value in [attrgetter(heading.value) if isinstance(heading.value, str) else heading.value]
+    ]
+    return [column for column in columns if column.has_values]
 
 
 def columns_that_fit(columns: Sequence[Column], *, width: int) -> tuple[list[Column], list[str]]:
@@ -109,40 +169,3 @@ def console_of_stdout(*, pipe_width: int = PIPE_WIDTH) -> Console:
 def command_line(command: str) -> Text:
     """Return a command that no console wraps, so that it can be copied."""
     return Text(command, no_wrap=True, overflow="ignore")
-
-
-# Values as the text of a table's cell; an unknown value is a dash.
-
-DASH = "-"
-
-
-def setting(value: object) -> str:
-    if value is None:
-        return DASH
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return str(value)
-
-
-def rate(value: float | None) -> str:
-    return DASH if value is None else f"{value:,.0f}"
-
-
-def percent(share: float | None) -> str:
-    return DASH if share is None else f"{share:.0%}"
-
-
-def gib(num_bytes: int | None) -> str:
-    return DASH if num_bytes is None else f"{num_bytes / 2**30:.2f}"
-
-
-def milliseconds(seconds: float | None) -> str:
-    return DASH if seconds is None else f"{seconds * 1e3:,.1f}"
-
-
-def dollars(usd: float | None) -> str:
-    return DASH if usd is None else f"${usd:.4f}"
-
-
-def loss(value: float | None) -> str:
-    return DASH if value is None else f"{value:.4f}"

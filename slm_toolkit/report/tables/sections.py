@@ -8,7 +8,8 @@ from rich.text import Text
 
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.record.step_breakdown import Anatomy
-from slm_toolkit.report.rows import Row, labelled
+from slm_toolkit.report.labels import labelled
+from slm_toolkit.report.rows import Row
 from slm_toolkit.report.tables.comparison import (
     comparison_table,
     dataset_table,

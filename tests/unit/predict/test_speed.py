@@ -31,7 +31,7 @@ from slm_toolkit.predict.speed.step import (
     step_time,
 )
 from slm_toolkit.predict.speed.traffic import Transfer, transfers
-from slm_toolkit.report.rows import row_of
+from slm_toolkit.report.rows import Row
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy
 
 pytestmark = pytest.mark.usefixtures("uncalibrated")
@@ -466,11 +466,11 @@ def test_mfu_is_between_0_and_1_wherever_one_looks(num_draws: int) -> None:
 def test_a_gpu_run_is_reported_beside_its_estimated_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLM_CALIBRATION")  # a report may know this run's estimate already
     record = made_record()  # slm-100m, 2 H100s, DDP, batch 4
-    row = row_of([(Path("r"), record)])
+    row = Row([(Path("r"), record)])
     asked = {"model": "slm-100m", "kernels": "plain", "per_device_train_batch_size": 4}
     (expected,) = estimates(asked, [find_strategy("ddp")], gpus=["h100-80gb"], num_gpus=[2])
     assert row.estimated_tokens_per_second == pytest.approx(expected.tokens_per_second)
-    assert row_of([(Path("r"), dataclasses.replace(record, gpu=None))]).estimated_tokens_per_second is None
+    assert Row([(Path("r"), dataclasses.replace(record, gpu=None))]).estimated_tokens_per_second is None
 
 
 def test_a_layer_with_more_norms_moves_their_bytes_by_hand() -> None:

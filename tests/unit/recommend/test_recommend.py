@@ -397,9 +397,7 @@ def report_of(ranked: list[Plan], *, top: int = 10, objective: str = "cost") -> 
 
 def on_gpus(plan: Plan, num_gpus: int, **changes: object) -> Plan:
     """The plan on another number of GPUs; `changes` are fields of its estimate."""
-    return dataclasses.replace(
-        plan, estimate=dataclasses.replace(plan.estimate, num_gpus=num_gpus, **changes)
-    )
+    return dataclasses.replace(plan, estimate=plan.estimate.with_values(num_gpus=num_gpus, **changes))
 
 
 def test_the_report_says_what_may_not_fit() -> None:

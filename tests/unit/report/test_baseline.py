@@ -7,12 +7,12 @@ import pytest
 from conftest import made_record, slm_here
 
 from slm_toolkit.record.run_record import RunRecord
-from slm_toolkit.report.rows import row_of
+from slm_toolkit.report.rows import Row
 from slm_toolkit.report.tables.baseline import Change, changes
 
 
 def change(now: RunRecord, then: RunRecord) -> Change:
-    (found,), missing = changes([row_of([(Path("now"), now)])], [row_of([(Path("then"), then)])])
+    (found,), missing = changes([Row([(Path("now"), now)])], [Row([(Path("then"), then)])])
     assert missing == []
     return found
 
@@ -90,8 +90,8 @@ def test_a_peak_that_grew_is_found_beside_a_state_that_shrank() -> None:
 def test_the_newest_of_several_records_is_the_baseline() -> None:
     steps = [0.5 * 1.5] * 33
     old = made_record(step_seconds=[steps, steps], started_at="2025-01-01T00:00:00+00:00")
-    now = row_of([(Path("now"), made_record())])
-    then = [row_of([(Path("a"), old)]), row_of([(Path("b"), made_record())])]
+    now = Row([(Path("now"), made_record())])
+    then = [Row([(Path("a"), old)]), Row([(Path("b"), made_record())])]
     for order in (then, then[::-1]):
         (found,), _ = changes([now], order)
         assert (found.speed, found.record_then) == ("tie", "b")
@@ -100,17 +100,17 @@ def test_the_newest_of_several_records_is_the_baseline() -> None:
 def test_the_record_asked_most_alike_is_the_baseline_before_the_newest() -> None:
     short = {**made_record().asked, "config": {**made_record().asked["config"], "max_steps": 3}}
     newer = made_record(asked=short, losses=[10.0] * 3, started_at="2027-01-01T00:00:00+00:00")
-    now = row_of([(Path("now"), made_record(losses=[10.5] * 33))])
-    (found,), _ = changes([now], [row_of([(Path("a"), newer)]), row_of([(Path("b"), made_record())])])
+    now = Row([(Path("now"), made_record(losses=[10.5] * 33))])
+    (found,), _ = changes([now], [Row([(Path("a"), newer)]), Row([(Path("b"), made_record())])])
     assert (found.record_then, found.losses) == ("b", "differ")
 
 
 def test_another_cpu_is_another_run_and_so_is_no_other_length() -> None:
     cpu = {"gpu": None, "cpu": "this one"}
-    row = row_of([(Path("now"), made_record(**cpu))])
-    assert changes([row], [row_of([(Path("then"), made_record(**{**cpu, "cpu": "that one"}))])])[0] == []
+    row = Row([(Path("now"), made_record(**cpu))])
+    assert changes([row], [Row([(Path("then"), made_record(**{**cpu, "cpu": "that one"}))])])[0] == []
     asked = {**made_record().asked, "config": {**made_record().asked["config"], "max_steps": 20}}
-    (found,), _ = changes([row], [row_of([(Path("then"), made_record(**cpu, asked=asked))])])
+    (found,), _ = changes([row], [Row([(Path("then"), made_record(**cpu, asked=asked))])])
     assert (found.speed, found.losses) == ("tie", "unknown")  # the learning rate fell otherwise
 
 
@@ -124,9 +124,9 @@ def test_a_disturbed_measurement_is_no_regression(busy: float, speed: str) -> No
 
 
 def test_another_run_is_no_baseline_and_other_versions_are() -> None:
-    row = row_of([(Path("now"), made_record())])
+    row = Row([(Path("now"), made_record())])
     other = {**made_record().asked, "config": {**made_record().asked["config"], "seq_len": 2048}}
-    found, missing = changes([row], [row_of([(Path("then"), made_record(asked=other))])])
+    found, missing = changes([row], [Row([(Path("then"), made_record(asked=other))])])
     assert (found, missing) == ([], [row])
     newer = made_record(versions={"torch": "9.9"}, identity="other")
     assert change(newer, made_record()).speed == "tie"

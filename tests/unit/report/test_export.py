@@ -13,7 +13,7 @@ from conftest import Finished, made_record
 
 from slm_toolkit.cli.main import main
 from slm_toolkit.record.files import write_record
-from slm_toolkit.report.rows import Row, ranked, row_of
+from slm_toolkit.report.rows import Row, ranked
 from slm_toolkit.report.tables.export import markdown_text
 
 NASTY = 'a|b_c & 100% of $x,\n"quoted" [1] *# {~^\\}'
@@ -37,7 +37,7 @@ def report(capsys: pytest.CaptureFixture[str], *words: str | Path) -> Finished:
 
 def rows_with(strategy: str) -> list[Row]:
     made = [made_record(strategy=name) for name in (strategy, "ddp")]
-    return ranked([row_of([(Path("r"), record)]) for record in made], strict=False)
+    return ranked([Row([(Path("r"), record)]) for record in made], strict=False)
 
 
 def test_csv_has_the_names_and_values_of_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,6 +145,6 @@ def test_rows_asked_alike_find_their_reference_without_being_held_against_all(
         made_record(strategy="ds_zero1", engine="deepspeed"),
     ]
     other = made_record(strategy="ds_zero2", engine="deepspeed", numerics={"compute_dtype": "float32"})
-    rows = ranked([row_of([(Path("r"), record)]) for record in (*made, other)], strict=False)
+    rows = ranked([Row([(Path("r"), record)]) for record in (*made, other)], strict=False)
     assert [row.numerics_differences for row in rows] == [[], [], ["compute float32 (not bfloat16)"]]
     assert [row.numerics_reference for row in rows] == [None, None, "ddp"]

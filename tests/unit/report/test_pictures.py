@@ -9,15 +9,14 @@ from made_records import made
 from slm_toolkit.record.memory_timeline import Segment
 from slm_toolkit.report.charts.figures import MOST_POINTS, loss_panel, speed_panel
 from slm_toolkit.report.charts.memory import parts_panel, timeline_panel
-from slm_toolkit.report.rows import Row, row_of, with_values
+from slm_toolkit.report.rows import Row
 
 
 def priced(rate: float, usd: float, *, spread: float = 0.05, **changes: object) -> Row:
     """A row with this rate, give or take a share of it, and dollars per million tokens."""
-    row = row_of([(Path("made"), made(0))])
+    row = Row([(Path("made"), made(0))])
     ends = {"tokens_per_second_lowest": rate * (1 - spread), "tokens_per_second_highest": rate * (1 + spread)}
-    return with_values(
-        row,
+    return row.with_values(
         tokens_per_second=rate,
         usd_per_million_tokens=usd,
         tokens_per_second_by_round={},
@@ -33,9 +32,9 @@ def test_a_bar_has_its_rate_and_the_interval_around_it() -> None:
 def test_rows_without_a_bar_are_named_with_their_reason() -> None:
     rows = {
         "good": priced(100, 1.0),
-        "large": with_values(priced(100, 1.0), status="oom", tokens_per_second=None),
-        "played": with_values(priced(100, 1.0), evidence="rehearsed"),
-        "short": with_values(priced(100, 1.0), tokens_per_second=None),
+        "large": priced(100, 1.0).with_values(status="oom", tokens_per_second=None),
+        "played": priced(100, 1.0).with_values(evidence="rehearsed"),
+        "short": priced(100, 1.0).with_values(tokens_per_second=None),
     }
     reasons = [note for note in speed_panel(rows).notes if note.startswith("not drawn")]
     assert reasons == [
@@ -73,7 +72,7 @@ def test_a_long_timeline_keeps_the_highest_of_each_stretch() -> None:
 
 def test_a_resumed_curve_begins_where_it_was_resumed_and_its_last_step_is_drawn() -> None:
     record = made_record(first_step=100, losses=[float(step) for step in range(650)])
-    (figure,) = loss_panel({"resumed": row_of([(Path("made"), record)])}).figures
+    (figure,) = loss_panel({"resumed": Row([(Path("made"), record)])}).figures
     (curve,) = figure.data
     assert len(curve["x"]) <= MOST_POINTS
     assert (curve["x"][-1], curve["y"][-1]) == (750, 649)
@@ -82,6 +81,6 @@ def test_a_resumed_curve_begins_where_it_was_resumed_and_its_last_step_is_drawn(
 
 def test_bars_of_memory_add_up_to_the_peak() -> None:
     record = made_record(peak_allocated_bytes=[3 * 2**30] * 2)
-    (figure,) = parts_panel({"run": row_of([(Path("made"), record)])}, {}).figures
+    (figure,) = parts_panel({"run": Row([(Path("made"), record)])}, {}).figures
     assert [bar["text"] for bar in figure.layout["annotations"]] == ["<b>run</b>", "measured 3.00 GiB"]
     assert sum(trace["x"][0] for trace in figure.data) == pytest.approx(3, rel=1e-3)

@@ -17,12 +17,12 @@ from slm_toolkit.record.files import find_records, read_record, write_record
 from slm_toolkit.record.numerics import Numerics
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.report.recorded_estimate import estimate_of
-from slm_toolkit.report.rows import Row, ranked, row_of, rows_of
+from slm_toolkit.report.rows import Row, ranked, rows_of
 from slm_toolkit.report.tables.comparison import comparison_table, heading
 
 
 def row_from(one: RunRecord, **options: float) -> Row:
-    return row_of([(Path("r"), one)], **options)
+    return Row([(Path("r"), one)], **options)
 
 
 def table(rows: list, width: int) -> str:
@@ -60,9 +60,7 @@ def test_an_unknown_gpu_has_no_mfu_and_no_price() -> None:
 
 def test_dollars_by_hand() -> None:
     # a million tokens at 10,000 a second take 100 s; two GPUs at $3.60 an hour cost $0.002 a second: $0.20
-    assert usd_per_million_tokens(tokens_per_second=1e4, usd_per_gpu_hour=3.6, num_gpus=2) == pytest.approx(
-        0.2
-    )
+    assert usd_per_million_tokens(1e4, 3.6, 2) == pytest.approx(0.2)
     row = row_from(made_record(), prices=3.6)
     assert row.usd_per_million_tokens == pytest.approx(1e6 / 16384 * 2 * 3.6 / 3600)
 
@@ -169,8 +167,8 @@ def test_batches_are_listed_by_size_not_by_their_first_digit(tmp_path: Path) -> 
 
 
 def test_the_machine_is_told_though_the_first_run_did_not_come_to_name_it() -> None:
-    failed = row_of([(Path("a"), made_record(status="failed", gpu=None))])
-    text = heading([failed, row_of([(Path("b"), made_record())])]).plain
+    failed = Row([(Path("a"), made_record(status="failed", gpu=None))])
+    text = heading([failed, Row([(Path("b"), made_record())])]).plain
     assert "2 x NVIDIA H100" in text
 
 
@@ -204,9 +202,9 @@ def test_a_record_that_a_report_can_not_compute_is_left_out(
     def fails_for_odd(repeats: list, **options: object) -> Row:
         if repeats[0][1].run_name == "odd":
             raise ZeroDivisionError("a number that nobody thought of")
-        return row_of(repeats, **options)
+        return Row(repeats, **options)
 
-    monkeypatch.setattr("slm_toolkit.report.rows.row_of", fails_for_odd)
+    monkeypatch.setattr("slm_toolkit.report.rows.Row", fails_for_odd)
     write_record(made_record(run_name="good", identity="a"), tmp_path / "good")
     path = write_record(made_record(run_name="odd", identity="b"), tmp_path / "odd")
     with pytest.raises(SystemExit) as ended:
