@@ -116,44 +116,26 @@ REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
     "torch_compile_mode": "--kernels compiled+graphs is reduce-overhead",
 }
 _LAUNCHERS_OWN = ("strategy", "config_file", "num_processes", "num_machines", "machine_rank")
-_OUR_NAME = {f"--{other}": f"--{ours}" for ours, others in SAME_MEANING.items() for other in others}
-
-
 _SWITCHES = {
-    "--bf16": ("--numerics", "aligned"),
-    "--fp16": ("--numerics", "fp16"),
-    "--torch_compile": ("--kernels", "compiled"),
+    "bf16": ("numerics", "aligned"),
+    "fp16": ("numerics", "fp16"),
+    "torch_compile": ("kernels", "compiled"),
 }
 "switches of Trainer: our flag and its value; without --bf16 and with its false, our default stays"
 
 
-_BOOLEANS = ("true", "false")
+class _Switch(argparse.Action):
+    """`--fp16` or `--fp16 true` stores what our flag would store; `--fp16 false` stores nothing."""
 
+    def __init__(self, name: str, ours: argparse.Action, value: str) -> None:
+        super().__init__(
+            [f"--{name}"], ours.dest, nargs="?", const="true", choices=("true", "false"), type=str.lower
+        )
+        self.stored = [value] if ours.nargs == "+" else value
 
-def in_our_names(words: list[str], known: Collection[str]) -> list[str]:
-    """Return the words with other trainers' names replaced by ours: `--lr 1e-3` is `--learning_rate 1e-3`.
-
-    A name that is itself among the parser's flags, `known`, stays, and so do all words after `--`.
-    """
-    ours = words.index("--") if "--" in words else len(words)
-    named, left = [], words[:ours]
-    while left:
-        word = left.pop(0)
-        name, equals, value = word.partition("=")
-        flag, of_flag = _SWITCHES.get(name, ("", ""))
-        if flag not in known or (equals and value.lower() not in _BOOLEANS):
-            named.append(_in_our_name(word, known))
-            continue
-        if not equals and left and left[0].lower() in _BOOLEANS:
-            value = left.pop(0)
-        named += [] if value.lower() == "false" else [flag, of_flag]
-    return [*named, *words[ours:]]
-
-
-def _in_our_name(word: str, known: Collection[str]) -> str:
-    name, equals, value = word.partition("=")
-    ours = _OUR_NAME.get(name)
-    return word if name in known or ours not in known else ours + equals + value
+    def __call__(self, parser: Any, namespace: argparse.Namespace, value: Any, flag: Any = None) -> None:
+        if value == "true":
+            setattr(namespace, self.dest, self.stored)
 
 
 def hint_for(words: list[str], known: Collection[str]) -> str:
@@ -227,12 +209,12 @@ def words_of(
 
     Raises ValueError, which begins with `where`, for an unknown name and a value that its flag can't take.
     """
-    settings = list(_without_switches(settings, actions))
-    flags = in_our_names([f"--{name.replace('-', '_')}" for name, _ in settings], actions)
-    if unknown := [flag for flag in flags if flag not in actions or flag in ("--help", "--config")]:
+    typed = [f"--{name.replace('-', '_')}" for name, _ in settings]
+    if unknown := [flag for flag in typed if flag not in actions or flag in ("--help", "--config")]:
         hint = "; ".join(filter(None, (_hint(flag, actions) for flag in unknown))) or hint
         names = ", ".join(flag[2:] for flag in unknown)
         raise ValueError(f"{where}unknown {names}" + (f"\nhint: {hint}" if hint else ""))
+    flags = [actions[flag].option_strings[0] for flag in typed]
     if twice := [flag for flag in dict.fromkeys(flags) if flags.count(flag) > 1]:
         raise ValueError(f"{where}{', '.join(flag[2:] for flag in twice)} given twice\nhint: keep one value")
     return [
@@ -242,28 +224,18 @@ def words_of(
     ]
 
 
-def _without_switches(settings: list[tuple[str, Any]], known: Collection[str]) -> Iterator[tuple[str, Any]]:
-    for name, value in settings:
-        ours, of_ours = _SWITCHES.get(f"--{name}", ("", ""))
-        if ours not in known:
-            yield name, value
-        elif value not in (True, False, None):
-            raise ValueError(f"{name} is {value!r}\nhint: it takes true or false")
-        elif value:
-            yield ours.removeprefix("--"), of_ours
-
-
 def _words_of_setting(flag: str, value: Any, action: argparse.Action, where: str) -> list[str]:
     """`--seed=1`, or `--seed 1 2` of a list; nothing for null, and for false if the flag is a switch."""
-    if value is None or (action.nargs == 0 and value is False):
+    is_switch = action.nargs == 0 or isinstance(action, _Switch)
+    if value is None or (is_switch and value is False):
         return []
-    if action.nargs == 0 and value is True:
+    if is_switch and value is True:
         return [flag]
     value = list(value) if isinstance(value, tuple) else value
     values = value if isinstance(value, list) else [value]
     several = action.nargs in ("+", "*")
-    if action.nargs == 0 or (isinstance(value, list) and not (several and value)):
-        takes = "true or false" if action.nargs == 0 else "a list of values" if several else "one value"
+    if is_switch or (isinstance(value, list) and not (several and value)):
+        takes = "true or false" if is_switch else "a list of values" if several else "one value"
         raise ValueError(f"{where}{flag[2:]} is {value!r}\nhint: it takes {takes}")
     if any(isinstance(each, dict | list | None) for each in values):
         raise ValueError(f"{where}{flag[2:]} holds {value!r}\nhint: it takes texts and numbers")
@@ -305,24 +277,34 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = sys.argv[1:] if args is None else list(args)
+        self.add_other_names()
         if "--config" in self._option_string_actions and self.prefix_chars:
             words = with_config_files(words, self._option_string_actions)
         arguments: list[str] = []
         if self.has_arguments and "--" in words:
             ours = words.index("--")
             words, arguments = words[:ours], words[ours + 1 :]
-        parsed, unknown = super().parse_known_args(
-            in_our_names(words, self._option_string_actions), namespace
-        )
+        parsed, unknown = super().parse_known_args(words, namespace)
         if self.has_arguments:
             parsed.arguments = arguments
         return parsed, unknown
+
+    def add_other_names(self) -> None:
+        """Let each flag be typed by other trainers' names, which help does not show."""
+        known = self._option_string_actions
+        for ours, others in SAME_MEANING.items():
+            for other in others if f"--{ours}" in known else ():
+                known.setdefault(f"--{other}", known[f"--{ours}"])
+        for name, (ours, value) in _SWITCHES.items():
+            if f"--{ours}" in known:
+                known.setdefault(f"--{name}", _Switch(name, known[f"--{ours}"], value))
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             parser = getattr(parsed, "parser", self)  # the verb's
-            hint = hint_for(unknown, parser._option_string_actions)
+            shown = [flag for action in parser._actions for flag in action.option_strings]
+            hint = hint_for(unknown, shown)
             parser.error(f"unknown: {' '.join(unknown)}" + (f"\nhint: {hint}" if hint else ""))
         return parsed
 
@@ -424,6 +406,7 @@ class VerbParser(Parser):
         can take.
         """
         self.fill()
+        self.add_other_names()
         known = self._option_string_actions
         left = {flag: action for flag, action in known.items() if action.dest not in leave_out}
         return words_of(list(flags.items()), left)
