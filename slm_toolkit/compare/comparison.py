@@ -95,7 +95,7 @@ def prepare(
             check_tokenizer(run.config, run.spec)
     check_with_torch(runs, console)  # reports a missing GPU before a missing package
     launches: list[tuple[Strategy, RunConfig, ModelSpec, int]] = [
-        (run.strategy, run.config, run.spec, run.asked["num_processes"]) for run in runs
+        (run.strategy, run.config, run.spec, run.num_ranks) for run in runs
     ]
     taken_out = [run.taken_out for run in runs if run.taken_out is not None]
     notes = check_launches(launches, machine, is_here=nodes is None)

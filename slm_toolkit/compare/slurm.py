@@ -28,7 +28,7 @@ from slm_toolkit.config.flags import flags_of
 from slm_toolkit.hardware.gpus import Machine
 from slm_toolkit.launch.processes import safe_environment
 from slm_toolkit.record.files import write_record
-from slm_toolkit.record.run_record import PROGRESS_FILE, RECORD_FILE, RunRecord, identity_of
+from slm_toolkit.record.run_record import PROGRESS_FILE, RECORD_FILE, RunRecord
 from slm_toolkit.strategy.strategy import Strategy, on_nodes, write_resolved
 
 # The script of a run's Slurm job, filled in from a readable template.
@@ -316,8 +316,7 @@ class SlurmJobs:
         """Like `local.kept_record`, but with the record's GPU, which was unknown when the run was planned."""
         if str(script_path(run)) in self.jobs or (record := written_record(run.folder)) is None:
             return None
-        identity = identity_of(run.asked, run.versions, record.gpu)
-        return local.kept_record(dataclasses.replace(run, identity=identity))
+        return local.kept_record(dataclasses.replace(run, gpu=record.gpu))
 
     def forget(self, run: PlannedRun) -> None:
         """Cancel an earlier comparison's job and remove its folder, unless this comparison started it."""

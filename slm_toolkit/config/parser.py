@@ -7,7 +7,7 @@ litgpt, nanoGPT, axolotl and LLaMA-Factory.
 import argparse
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
