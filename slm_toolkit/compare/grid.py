@@ -25,7 +25,7 @@ from slm_toolkit.record.run_record import (
     run_name_of,
     script_asked,
 )
-from slm_toolkit.strategy.checked_run import checked_run, refused
+from slm_toolkit.strategy.checked_run import all_of, checked_run
 from slm_toolkit.strategy.groups import fit_groups
 from slm_toolkit.strategy.strategy import Strategy, find_strategy
 
@@ -150,7 +150,7 @@ def plan_runs(
         except ValueError as error:
             problems.append(str(error))
     if problems:
-        raise refused(problems, verb="compare")
+        raise all_of(problems, verb="compare")
     for run in runs:
         check_hub_names(run.config)
     references = [run.named(f"{PARITY_REFERENCE}-{run.run_name}") for run in references]

@@ -951,11 +951,6 @@ class RunConfig:
             *_name_problems(self),
         ]
 
-    def check(self) -> None:
-        """Raise one ValueError with all `problems`."""
-        if problems := self.problems():
-            raise ValueError("\n".join(problems) + "\nhint: `--help all` explains each flag")
-
 
 FLAGS = flags_of_fields(RunConfig)
 "each flag by its name, in the order of --help"

@@ -7,18 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from slm_toolkit.config.flags import every_config
 from slm_toolkit.config.run_config import FLAGS, RunConfig
-from slm_toolkit.model.families import kernel_problems
-from slm_toolkit.model.from_config import position_problem
 from slm_toolkit.predict.choices import choices, with_choices
 from slm_toolkit.predict.flag_checks import (
-    all_of,
     flag_problems,
     largest_batch_problems,
     model_to_estimate,
     placement_problems,
 )
 from slm_toolkit.predict.setup.setup import unlike_the_model
-from slm_toolkit.strategy.strategy import Strategy, contradictions
+from slm_toolkit.strategy.checked_run import all_of, run_problems
+from slm_toolkit.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
     from slm_toolkit.hardware.gpus import Gpu
@@ -69,7 +67,7 @@ def estimates(
     if find_largest_batch:
         problems += largest_batch_problems(given, strategies, found_gpus)
     if problems:
-        raise all_of(problems)
+        raise all_of(problems, verb="estimate")
     chosen = [
         choices(
             configs,
@@ -89,24 +87,16 @@ def estimates(
         notes += why
     configs = [with_choices(config, smallest) for config in configs]
     specs = {name: model_to_estimate(name) for name in dict.fromkeys(config.model for config in configs)}
-    problems = [
-        problem
-        for strategy in strategies
-        for config in configs
-        for problem in contradictions(strategy, config)
-    ]
-    problems += like.problems(strategies) if like else []
+    problems = like.problems(strategies) if like else []
     problems += placement_problems(strategies, num_gpus=num_gpus, gpus_per_node=gpus_per_node)
-    positions = [position_problem(specs[config.model], config.seq_len) for config in configs]
-    problems += [problem for problem in positions if problem is not None]
-    problems += [problem for config in configs for problem in kernel_problems(specs[config.model], config)]
-    problems += [
-        problem
-        for config, gpu in itertools.product(configs, found_gpus)
-        for problem in unknown_to_estimates(config, gpu=gpu, spec=specs[config.model])
-    ]
+    for config in configs:
+        spec = specs[config.model]
+        for strategy in strategies:
+            problems += run_problems(config, strategy, spec)
+        for gpu in found_gpus:
+            problems += unknown_to_estimates(config, gpu=gpu, spec=spec)
     if problems:
-        raise all_of(problems)
+        raise all_of(problems, verb="estimate")
 
     estimate_of = largest_batch if find_largest_batch else estimate
     rows: dict[tuple, Estimate] = {}

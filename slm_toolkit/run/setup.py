@@ -22,10 +22,8 @@ from slm_toolkit.base.secrets import without_secrets
 from slm_toolkit.base.user_files import exists, typed_path
 from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
 from slm_toolkit.launch.command_line import shared_launch_facts
-from slm_toolkit.model.from_config import check_trainable
 from slm_toolkit.model.model_spec import ModelSpec, padded_spec
 from slm_toolkit.model.names import (
-    check_adapter_base,
     check_tokenizer,
     find_model,
     has_weights,
@@ -102,8 +100,8 @@ from slm_toolkit.run.rehearse import (
     stay_in_place,
     tensors_of,
 )
-from slm_toolkit.strategy.deepspeed_optimizer import as_flags_say
-from slm_toolkit.strategy.strategy import contradictions, sequences_per_step
+from slm_toolkit.strategy.checked_run import checked_run
+from slm_toolkit.strategy.strategy import sequences_per_step
 
 
 def deepspeed_estimate_of(
@@ -207,31 +205,26 @@ class _Request:
 
 def _check_request(config: RunConfig) -> _Request:
     """Raise ValueError if flags, model or YAML are invalid or contradict each other."""
-    config.check()
     spec, launch = find_model(config.model), find_launch()
-    check_trainable(spec, config)
     if config.rehearse is not None:
         launch = pretend_ranks(launch, config.rehearse)
     absolute_deepspeed_config(launch.strategy)
     check_environment(launch)
     if config.rehearse is None:
         check_devices(launch, num_gpus=torch.cuda.device_count(), local_processes=local_world_size())
-    problems = contradictions(
-        launch.strategy,
+    checked = checked_run(
         config,
-        num_processes=launch.num_processes,
+        spec,
+        launch.strategy,
+        num_ranks=launch.num_processes,
         mixed_precision=launch.mixed_precision,
         has_gpu=torch.cuda.is_available(),
     )
-    if problems:
-        raise ValueError("\n".join(problems) + "\nhint: see --help of the flag")
-    strategy, taken_out = as_flags_say(launch.strategy, config)
-    if taken_out is not None:
-        _print_on_rank_0(taken_out)
+    if checked.taken_out is not None:
+        _print_on_rank_0(checked.taken_out)
     check_optional(config)
     check_adapters(config)
-    check_adapter_base(config, spec)
-    return _Request(config=config, spec=spec, launch=dataclasses.replace(launch, strategy=strategy))
+    return _Request(config=config, spec=spec, launch=dataclasses.replace(launch, strategy=checked.strategy))
 
 
 @dataclass(frozen=True)

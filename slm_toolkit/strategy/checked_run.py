@@ -53,14 +53,14 @@ def checked_run(
 ) -> CheckedRun:
     """Return the run. Raises one ValueError with all `run_problems`, or for a model that can't be trained."""
     if problems := run_problems(config, strategy, spec, num_ranks=num_ranks, **launch):
-        raise refused(problems)
+        raise all_of(problems)
     check_trainable(spec, config)
     check_adapter_base(config, spec)
     strategy, taken_out = as_flags_say(strategy, config)
     return CheckedRun(config, spec, strategy, num_ranks, taken_out)
 
 
-def refused(problems: list[str], *, verb: str | None = None) -> ValueError:
+def all_of(problems: list[str], *, verb: str | None = None) -> ValueError:
     """Return one error with all problems, each once, and the hints of those that have one."""
     usual = f"`slm {verb} --help all` explains each flag" if verb else "`--help all` explains each flag"
     parted = [problem.partition("\nhint: ")[::2] for problem in problems]

@@ -204,7 +204,7 @@ def test_compare_refuses_all_that_doctor_finds_wrong_before_it_launches_anything
     assert done.code == 2
     assert "did you mean stage3_max_live_parameters?" in done.err
     assert "train_batch_size 64, batch x micro-steps x ranks says 8" in done.err
-    assert "zero_hpz_partition_size 3 with --num_gpus 2" in done.err
+    assert "zero_hpz_partition_size 3 with 2 ranks" in done.err
     assert f"slm doctor --strategy {path}" in done.err
     assert not (tmp_path / "runs").exists()
 
