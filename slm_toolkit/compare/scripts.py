@@ -60,7 +60,7 @@ def plan_scripts(
     num_processes: int | None,
     machine: Machine,
     output_dir: str,
-    num_repeats: int = 1,
+    repeats: int = 1,
 ) -> list[PlannedRun]:
     """Plan a run of each combination under each strategy. Raise ValueError with all problems."""
     processes = num_processes or machine.num_gpus or 2
@@ -82,4 +82,4 @@ def plan_scripts(
         )
         stem = re.sub(r"[^\w.+=,@-]", "_", Path(script.path).stem)
         runs.append(run.named(f"{stem}-{strategy.name}-{run.identity}"))
-    return with_repeats(runs, num_repeats)
+    return with_repeats(runs, repeats)

@@ -56,6 +56,11 @@ class SlurmNodes:
         chosen = [word for word, name in _named(self.options) if name in _CHOOSES_HARDWARE]
         return Machine(self.num_nodes * self.gpus_per_node, shlex.join(chosen) or None)
 
+    def with_strategy(self, strategy: Strategy) -> Strategy:
+        """Return the strategy for the number of nodes; a single-process strategy uses one node."""
+        num_nodes = 1 if strategy.is_single else self.num_nodes
+        return strategy if strategy.num_machines == num_nodes else on_nodes(strategy, num_nodes)
+
 
 def slurm_nodes(*, num_nodes: int, gpus_per_node: int, options: str, template: Path) -> SlurmNodes:
     """Check the options and the template. Raises ValueError with all problems."""
@@ -83,12 +88,6 @@ def slurm_nodes(*, num_nodes: int, gpus_per_node: int, options: str, template: P
     if problems:
         raise ValueError("\n".join(problems) + f"\nhint: {SLURM_TEMPLATE} has and explains all names")
     return SlurmNodes(num_nodes, gpus_per_node, words, text)
-
-
-def strategy_on_nodes(strategy: Strategy, nodes: SlurmNodes) -> Strategy:
-    """Return the strategy for the number of nodes; a single-process strategy uses one node."""
-    num_nodes = 1 if strategy.is_single else nodes.num_nodes
-    return strategy if strategy.num_machines == num_nodes else on_nodes(strategy, num_nodes)
 
 
 def script_path(run: PlannedRun) -> Path:

@@ -389,23 +389,26 @@ def strategy_of(config: dict[str, Any], path: Path, deepspeed: dict[str, Any] | 
 
 def check_passed_on(strategy: Strategy) -> None:
     """Raise one ValueError with all settings that are not passed on to accelerate or DeepSpeed."""
-    refused = [
-        (strategy.path, refused_of_yaml(strategy.accelerate_config or {})),
-        (
-            strategy.deepspeed_config_file or strategy.path,
-            refused_of_json(strategy.deepspeed_config or {}),
-        ),
-    ]
+    if problems := passed_on_problems(strategy):
+        raise ValueError("\n".join(problems))
+
+
+def passed_on_problems(strategy: Strategy) -> list[str]:
+    """Return one sentence, with a hint, if settings of the files are not passed on."""
+    json_path = strategy.deepspeed_config_file or strategy.path
     lines = [
         f"{file}: {setting.sentence}: {setting.why}. Change: {setting.change}"
-        for file, settings in refused
+        for file, settings in (
+            (strategy.path, refused_of_yaml(strategy.accelerate_config or {})),
+            (json_path, refused_of_json(strategy.deepspeed_config or {})),
+        )
         for setting in settings
     ]
-    if lines:
-        raise ValueError(
-            "\n".join(lines) + "\nhint: nothing is launched with such settings; "
-            f"`slm doctor --strategy {strategy.path} --fix DIR` writes corrected copies"
-        )
+    hint = (
+        "hint: nothing is launched with such settings; "
+        f"`slm doctor --strategy {strategy.path} --fix DIR` writes corrected copies"
+    )
+    return ["\n".join([*lines, hint])] if lines else []
 
 
 def check_one_machine(strategies: Iterable[Strategy]) -> None:
