@@ -66,7 +66,6 @@ def test_the_display_shows_steps_whose_number_is_unknown(tmp_path: Path) -> None
         display.progress(run, state)
     task = display.bars.tasks[1]
     assert (task.completed, task.total) == (3, None)
-    assert display.steps_left(100.0) == {}
 
 
 def test_a_script_that_is_not_there_is_named() -> None:
