@@ -1,18 +1,16 @@
 """Launches `slm_toolkit.run.network_probe` on this machine."""
 
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 
-from slm_toolkit.base.safe_files import open_new
-from slm_toolkit.compare.local import free_port
+from slm_toolkit.compare.grid import PlannedRun
+from slm_toolkit.compare.local import Slot, launch
 from slm_toolkit.compare.outcome import LOG_FILE, reason_in_log
-from slm_toolkit.compare.supervisor import end_kept, start_kept
+from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import Machine
 from slm_toolkit.hardware.network import COLLECTIVES
-from slm_toolkit.launch.processes import safe_environment
-from slm_toolkit.strategy.strategy import find_strategy, write_resolved
+from slm_toolkit.strategy.strategy import find_strategy
 
 
 def num_ranks_to_probe(requested: int | None, machine: Machine) -> int:
@@ -46,29 +44,24 @@ def probe_network(
     """
     output = output.resolve()
     output.unlink(missing_ok=True)
-    folder = output.with_name("network_probe")
-    yaml_path = write_resolved(find_strategy("ddp"), folder / "launch", num_processes)
-    command = [
-        *(sys.executable, "-m", "accelerate.commands.launch"),
-        *("--config_file", str(yaml_path)),
-        *("--num_processes", str(num_processes)),
-        *("--main_process_port", str(free_port())),
-        *("-m", "slm_toolkit.run.network_probe"),
-        *("--output", str(output)),
-    ]
-    log_path = folder / LOG_FILE
-    started = time.monotonic()
-    with open_new(log_path, "xb") as log:
-        keeper = start_kept(command, folder, log, {**safe_environment(), "PYTHONUNBUFFERED": "1"})
-        try:
-            while keeper.poll() is None:
-                on_progress(_last_measured(log_path))
-                if time.monotonic() - started > timeout_seconds:
-                    return f"stopped after {timeout_seconds:g} s: see {log_path}"
-                time.sleep(0.2)
-        finally:
-            end_kept(keeper, folder)
-    return None if keeper.returncode == 0 and output.is_file() else reason_in_log(log_path)
+    run = PlannedRun(
+        config=RunConfig(output_dir=str(output.parent), run_name="network_probe"),
+        spec=None,
+        strategy=find_strategy("ddp"),
+        num_ranks=num_processes,
+        gpu=None,
+        words=("-m", "slm_toolkit.run.network_probe", "--output", str(output)),
+    )
+    ended = launch(
+        run,
+        Slot(),
+        timeout_seconds=timeout_seconds,
+        stop=Event(),
+        on_progress=lambda _: on_progress(_last_measured(run.folder / LOG_FILE)),
+    )
+    if ended.stopped_after_seconds is not None:
+        return f"stopped after {timeout_seconds:g} s: see {run.folder / LOG_FILE}"
+    return None if ended.exit_code == 0 and output.is_file() else reason_in_log(run.folder / LOG_FILE)
 
 
 def _last_measured(log: Path) -> str:

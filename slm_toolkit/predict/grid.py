@@ -61,6 +61,7 @@ def estimates(
     }
     if find_largest_batch:
         several["per_device_train_batch_size"] = 1
+    deployment_of = deployments or (lambda gpu: Deployment())
     found_gpus = [None if name is None else gpu_of_name(name) for name in dict.fromkeys(gpus)]
     configs = every_config(several)
     problems = flag_problems(configs, num_gpus, gpus_per_node)
@@ -78,7 +79,7 @@ def estimates(
             gpus_per_node=gpus_per_node,
             is_comparison=True,
             like=like,
-            deployment=deployments(gpu) if deployments else Deployment(),
+            deployment=deployment_of(gpu),
         )
         for gpu, count in itertools.product(found_gpus, num_gpus)
     ]
@@ -99,30 +100,28 @@ def estimates(
         raise all_of(problems, verb="estimate")
 
     estimate_of = largest_batch if find_largest_batch else estimate
-    rows: dict[tuple, Estimate] = {}
+    setups = [
+        Setup(
+            specs[config.model],
+            strategy,
+            config,
+            num_gpus=1 if strategy.is_single else count,
+            gpus_per_node=gpus_per_node,
+            gpu=gpu,
+            like=like,
+            deployment=deployment_of(gpu),
+        )
+        for config, gpu, count, strategy in itertools.product(configs, found_gpus, num_gpus, strategies)
+    ]
+    rows: list[Estimate] = []
     num_searched = 0
-    for number, config in enumerate(configs):
-        for gpu, count, (index, strategy) in itertools.product(found_gpus, num_gpus, enumerate(strategies)):
-            count = 1 if strategy.is_single else count
-            key = (number, gpu and gpu.name, count, index)
-            if key in rows:
-                continue
-            setup = Setup(
-                specs[config.model],
-                strategy,
-                config,
-                num_gpus=count,
-                gpus_per_node=gpus_per_node,
-                gpu=gpu,
-                like=like,
-                deployment=deployments(gpu) if deployments else Deployment(),
-            )
-            row = estimate_of(setup.launched)
-            if search_changes and row.fits is False and num_searched < MOST_SEARCHED_ROWS:
-                num_searched += 1
-                row = dataclasses.replace(row, changes_that_fit=changes_that_fit(setup, row))
-            rows[key] = row
-    return list(rows.values())
+    for setup in dict.fromkeys(setups):
+        row = estimate_of(setup.launched)
+        if search_changes and row.fits is False and num_searched < MOST_SEARCHED_ROWS:
+            num_searched += 1
+            row = dataclasses.replace(row, changes_that_fit=changes_that_fit(setup, row))
+        rows.append(row)
+    return rows
 
 
 # Notes on what an estimate ignores.
