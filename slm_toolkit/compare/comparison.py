@@ -98,9 +98,7 @@ def prepare(request: Request, *, console: Console) -> Prepared:
     if script is None:
         check_pairs(request.names, PAIRS, has_gpu=has_gpu)
     strategies, notes = strategies_asked(request.strategy, given, has_gpu=has_gpu)
-    if nodes is None:
-        check_one_machine(strategies)
-    else:
+    if nodes is not None:
         strategies = [nodes.with_strategy(strategy) for strategy in strategies]
     _print_notes(notes)
     num_processes = request.num_processes
@@ -109,9 +107,14 @@ def prepare(request: Request, *, console: Console) -> Prepared:
     common = {"num_processes": num_processes, "machine": machine, "repeats": request.repeats}
     if script is not None:
         folder = given.get("output_dir", RunConfig.output_dir)
-        return Prepared(plan_scripts(script, strategies, output_dir=folder, **common), slots, machine)
-    given = _with_choices(request, given, strategies, machine, num_processes)
-    runs = plan_runs(given, strategies, **common)
+        runs = plan_scripts(script, strategies, output_dir=folder, **common)
+    else:
+        given = _with_choices(request, given, strategies, machine, num_processes)
+        runs = plan_runs(given, strategies, **common)
+    if nodes is None:
+        check_one_machine(strategies)
+    if script is not None:
+        return Prepared(runs, slots, machine)
     for run in runs:
         if not request.dry_run:
             check_tokenizer(run.config, run.spec)

@@ -19,7 +19,6 @@ from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.strategy.deepspeed_json import is_deepspeed_config, read_deepspeed_config
 from slm_toolkit.strategy.deepspeed_optimizer import optimizer_problems
 from slm_toolkit.strategy.deepspeed_parts import part_problems
-from slm_toolkit.strategy.passed_on import refused_of_json, refused_of_yaml
 from slm_toolkit.strategy.settings import (
     DeepSpeedSettings,
     FsdpSettings,
@@ -395,6 +394,11 @@ def check_passed_on(strategy: Strategy) -> None:
 
 def passed_on_problems(strategy: Strategy) -> list[str]:
     """Return one sentence, with a hint, if settings of the files are not passed on."""
+    from slm_toolkit.strategy.passed_on import (  # its lists take 20 ms to read
+        refused_of_json,
+        refused_of_yaml,
+    )
+
     json_path = strategy.deepspeed_config_file or strategy.path
     lines = [
         f"{file}: {setting.sentence}: {setting.why}. Change: {setting.change}"
