@@ -9,7 +9,9 @@ import re
 import sys
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from slm_toolkit.base.user_files import read_text, typed_path, yaml_node, yaml_of
@@ -25,96 +27,19 @@ _OF_THE_LAUNCH = {  # flags of `slm train` and `compare` outside RunConfig: thei
 SAME_MEANING = {name: flag.other_names for name, flag in FLAGS.items() if flag.other_names} | _OF_THE_LAUNCH
 "our flag: other trainers' names for it"
 
-_BATCH = (
-    "--per_device_train_batch_size N: sequences of one process and micro-step. A step has N x "
-    "--gradient_accumulation_steps x the number of processes"
-)
-_PRECISION = (
-    "--numerics: aligned (the default) computes in bf16 with fp32 master weights; stock uses accelerate's "
-    "mixed_precision bf16; fp16 is for GPUs without bf16; fp32 has no low precision"
-)
-_SCHEDULE = "--lr_scheduler_type cosine_to_tenth ends at a tenth of --learning_rate, cosine and linear at 0"
-_SHARDING = "--strategy NAME or FILE: ddp, fsdp_full_shard, ds_zero2, ..., or your own file"
-_RANKS = "--num_processes N: ranks of all machines together"
-_ADAPTERS = "--peft lora, or --peft qlora for weights in 4 bits"
-_FLASH = "--attn_implementation flash_attention_2; sdpa, the default, has PyTorch's own flash kernel"
 _OF_THE_LAUNCHER = (
     "this is a flag of the launch: `slm train` takes it; for `accelerate launch` put it before -m"
 )
-_HERE = "a run takes the GPUs of this machine, those of CUDA_VISIBLE_DEVICES; `slm estimate` takes any"
 
-HINTS = {  # a name that is refused: the hint, which says what to write instead
-    **dict.fromkeys(
-        ("batch_size", "bs", "train_batch_size", "global_batch_size", "total_batch_size"), _BATCH
-    ),
-    **dict.fromkeys(("amp", "mixed_precision", "precision", "dtype", "torch_dtype"), _PRECISION),
-    "warmup_ratio": "--warmup_steps N: a number of steps",
-    "min_lr": _SCHEDULE,
-    "lr_scheduler_kwargs": _SCHEDULE,
-    **dict.fromkeys(("deepspeed", "deepspeed_config", "ds_config", "fsdp", "zero_stage"), _SHARDING),
-    **dict.fromkeys(("num_gpus", "gpus", "nproc_per_node", "devices", "world_size"), _RANKS),
-    "num_processes": "--num_gpus N",
-    **dict.fromkeys(("lora", "use_lora", "use_peft", "qlora", "use_qlora", "load_in_4bit"), _ADAPTERS),
-    **dict.fromkeys(("flash_attn", "flash_attention", "use_flash_attn", "use_flash_attention_2"), _FLASH),
-    "per_device_eval_batch_size": "--eval_batches N: so many batches of --per_device_train_batch_size",
-    **dict.fromkeys(("wandb", "use_wandb"), "--report_to wandb"),
-    "gpu": _HERE,
-}
-_UPLOAD = "`hf upload ME/MODEL runs/NAME/model`"
-REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
-    **dict.fromkeys(("plot", "svg", "figures"), "--export FILE.html draws all charts on one page"),
-    **dict.fromkeys(("csv", "parquet"), "--export FILE.csv"),
-    **dict.fromkeys(("markdown", "latex"), "--export FILE.md"),
-    "html": "--export FILE.html",
-    "fsdp_prefetch": "FSDP2 gathers about one layer ahead by itself",
-    "lr_decay_steps": "warmup_stable_decay falls in the last tenth of the steps",
-    **dict.fromkeys(("scale_lr", "base_batch_size"), "give the --learning_rate of the whole batch"),
-    **dict.fromkeys(
-        ("eval_strategy", "evaluation_strategy", "do_eval"),
-        "leave it out: --eval_steps N evaluates",
-    ),
-    "save_strategy": "leave it out: --save_steps N writes checkpoints",
-    "max_loss": "a loss above twice ln(vocabulary size) is bad",
-    "async_save": "checkpoints are written between two steps",
-    "loss_chunk_tokens": "the fused loss chooses its chunks by itself",
-    "usd_per_gpu_hour": "--prices USD",
-    "inter_node_gbps": "--network GBIT",
-    **dict.fromkeys(("price_kind", "provider"), "--prices USD, or --gpu NAME@USD for each GPU type"),
-    "any_version": "set the environment variable SLM_ANY_VERSION=1",
-    "trace_memory": "--profile memory",
-    "validation_split_percentage": "--eval_dataset 10%",
-    "reduce_dtype": "--numerics stock reduces as the engine does, --numerics fp32 in fp32",
-    "grad_dtype": "--numerics stock has the gradients of the engine, --numerics fp32 has fp32 ones",
-    "keep_grads": "`slm estimate --like nanotron` has such gradients",
-    "tf32": "call torch.set_float32_matmul_precision in your own script; --numerics aligned is faster",
-    "find_batch_size": "`slm estimate --largest_batch` and `slm compare --largest_batch` find it before",
-    "stage_ends": "train a second run from the model of the first, with its own --dataset",
-    "until_loss": "`slm report --export FILE.html` draws the losses over time of all runs",
-    "parity_tolerance": "the limit is by numerics; --json has parity_max_loss_difference",
-    "phases": "--json has phase_seconds; --profile prints where the time of a step goes",
-    "probe_seconds": "leave it out: --probe_network stops after 30 seconds",
-    "skip_oom": "the default batch fits under every strategy; a run without enough memory is a row",
-    "retry": "repeat the same command: it runs what failed",
-    "runs_at_once": "leave it out: runs are launched one after another",
-    "take_turns": "--repeats 5 compares round by round",
-    **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_private_repo"), _UPLOAD),
-    "lm_eval_tasks": "`lm_eval --model hf --model_args pretrained=runs/NAME/model --tasks hellaswag`",
-    "versions": "`slm doctor` checks the versions that are installed where it runs: run it there",
-    "ours_against": "in a checkout, python bench/throughput.py compares with Trainer, LitGPT and torchtitan",
-    "paper": "in a checkout, python studies/ashkboos/compare.py prints the paper's figures next to ours",
-    "timing_warmup_steps": "leave it out: first steps that are slow or compile are not timed",
-    **dict.fromkeys(("parity_task", "fp32_steps"), "`slm compare --parity K` sets it for its runs"),
-    "sp_size": "--gradient_checkpointing full, and ZeRO-3 or FSDP with offload, hold the longest sequences",
-    "adam_dtype": "--optim muon takes 4 bytes less per parameter; ds_zero2_offload takes none on the GPU",
-    "mlp_kernel": "--kernels compiled fuses the MLP",
-    **dict.fromkeys(
-        ("loss_kernel", "norm_kernel", "triton_loss", "use_liger_kernel"),
-        "--kernels fused, or only loss, norm or triton",
-    ),
-    "merge_adapter": "--save_final_model merged",
-    "dataset_config_name": "--dataset NAME:CONFIGURATION",
-    "torch_compile_mode": "--kernels compiled+graphs is reduce-overhead",
-}
+
+@cache
+def foreign_flags(kind: str) -> dict[str, str]:
+    """Return what to write instead of a flag, by its name: of other trainers (hints), or removed ones."""
+    path = Path(__file__).with_name("foreign_flags.yaml")
+    texts = yaml_of(path.read_text(), path, hint="")[kind]
+    return {name: text for names, text in texts.items() for name in names.split()}
+
+
 _LAUNCHERS_OWN = ("strategy", "config_file", "num_processes", "num_machines", "machine_rank")
 _SWITCHES = {
     "bf16": ("numerics", "aligned"),
@@ -151,9 +76,9 @@ def hint_for(words: list[str], known: Collection[str]) -> str:
 
 def _hint(flag: str, known: Collection[str]) -> str:
     name = flag.removeprefix("--")
-    if name in REMOVED:
-        return f"--{name} was removed: {REMOVED[name]}"
-    text = HINTS.get(name, "")
+    if instead := foreign_flags("removed").get(name):
+        return f"--{name} was removed: {instead}"
+    text = foreign_flags("hints").get(name, "")
     if name in _LAUNCHERS_OWN and "--strategy" not in known:
         text = _OF_THE_LAUNCHER
     if text and "--seq_len" in known and all(word in known for word in re.findall(r"--\w+", text)):

@@ -9,7 +9,7 @@ from conftest import slm_here
 
 from slm_toolkit.cli.main import _parser
 from slm_toolkit.config.flags import training_config
-from slm_toolkit.config.parser import HINTS, REMOVED, SAME_MEANING, with_underscores
+from slm_toolkit.config.parser import SAME_MEANING, foreign_flags, with_underscores
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import gpu_of_name, gpus_and_count
 from slm_toolkit.model.names import find_model
@@ -69,8 +69,8 @@ def test_the_tables_name_flags_that_exist_and_no_name_twice(capsys: pytest.Captu
     others = [other for names in SAME_MEANING.values() for other in names]
     assert len(others) == len(set(others))
     assert not set(others) & set(RunConfig.__dataclass_fields__)
-    assert not set(others) & HINTS.keys()
-    mentioned = {flag for text in HINTS.values() for flag in re.findall(r"--(\w+)", text)}
+    assert not set(others) & foreign_flags("hints").keys()
+    mentioned = {flag for text in foreign_flags("hints").values() for flag in re.findall(r"--(\w+)", text)}
     assert mentioned <= flags | {"num_gpus"}  # estimate's
 
 
@@ -94,7 +94,7 @@ def test_a_name_that_may_mean_something_else_gets_a_hint(verb: str, words: str, 
 
 
 def test_a_removed_flag_is_answered_with_what_to_do_instead() -> None:
-    for name, instead in REMOVED.items():
+    for name, instead in foreign_flags("removed").items():
         said = refused("compare", f"--{name}", "1")
         assert said.startswith(f"unknown: --{name} 1\nhint: --{name} was removed: {instead}")
 
