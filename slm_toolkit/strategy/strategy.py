@@ -344,10 +344,9 @@ def strategy_of(config: dict[str, Any], path: Path, deepspeed: dict[str, Any] | 
     distributed_type = str(config["distributed_type"]).upper()
     check_sections(config, path)
     check_no_secrets(config, path)
-    settings: dict[str, Any] = {}
-    if distributed_type in ("NO", "MULTI_CPU", "MULTI_GPU"):
-        engine = "single" if distributed_type == "NO" else "ddp"
-    elif distributed_type == "FSDP":
+    engines = {"NO": "single", "MULTI_CPU": "ddp", "MULTI_GPU": "ddp", "DEEPSPEED": "deepspeed"}
+    engine, settings = engines.get(distributed_type), {}
+    if distributed_type == "FSDP":
         fsdp = config.get("fsdp_config") or {}
         engine = "fsdp2" if str(fsdp.get("fsdp_version", 1)) == "2" else "fsdp1"  # accelerate's default
         reshard = fsdp.get("fsdp_reshard_after_forward", True)
@@ -357,21 +356,16 @@ def strategy_of(config: dict[str, Any], path: Path, deepspeed: dict[str, Any] | 
                     f"{path}: fsdp_reshard_after_forward is {reshard!r}\nhint: FSDP2 accepts true or false"
                 )
             settings = {"reshard_after_forward": is_true(reshard)}
-    elif distributed_type == "DEEPSPEED":
-        engine = "deepspeed"
-        deepspeed = read_deepspeed_config(
-            config.get("deepspeed_config") or {},
-            path,
-            mixed_precision=config.get("mixed_precision"),
-            content=deepspeed,
-        )
+    elif engine == "deepspeed":
+        section, precision = config.get("deepspeed_config") or {}, config.get("mixed_precision")
+        deepspeed = read_deepspeed_config(section, path, mixed_precision=precision, content=deepspeed)
         stage = deepspeed.get("zero_optimization", {}).get("stage", 0)
         if type(stage) is not int or not 0 <= stage <= 3:
             raise ValueError(
                 f"{path}: ZeRO stage is {stage!r}\nhint: set zero_optimization.stage to 0, 1, 2 or 3"
             )
         settings = {"zero_stage": stage, "deepspeed_config": deepspeed}
-    else:
+    if engine is None:
         raise ValueError(
             f"{path}: distributed_type {distributed_type!r} is not supported\n"
             "hint: use NO, MULTI_GPU, FSDP or DEEPSPEED"
