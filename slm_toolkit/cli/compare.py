@@ -229,7 +229,8 @@ def _compare(args: argparse.Namespace) -> int:
             return print_scripts(todo, nodes, console, timeout_seconds=args.timeout)
     if args.dry_run:
         return _print_commands(prepared.runs, args)
-    done = launch_all(prepared, request, jobs=jobs, console=console, guard=user_errors)
+    with user_errors():
+        done = launch_all(prepared, request, jobs=jobs, console=console)
     if done.interrupted and not done.records:
         return 130
     code = print_records(_report_of(done, args), args, baseline=baseline)

@@ -4,7 +4,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -170,64 +170,37 @@ class Done:
     "whether Ctrl-C stopped the comparison"
 
 
-def launch_all(
-    prepared: Prepared,
-    request: Request,
-    *,
-    jobs: "SlurmJobs | None",
-    console: Console,
-    guard: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> Done:
+def launch_all(prepared: Prepared, request: Request, *, jobs: "SlurmJobs | None", console: Console) -> Done:
     """Launch the runs that have no record yet. Show progress on the console, and lock the folder of the runs.
 
-    `guard` is a context manager around calls that raise ValueError for a user's mistake, also in the threads
-    of runs; the command line prints the error there. Raises ValueError for a folder that can't be used.
+    Raises ValueError for a folder that can't be used, and for what a run can't replace.
     """
-    runs = prepared.runs
-    folder = Path(runs[0].config.output_dir)
-    with ExitStack() as until_the_end:
-        with guard():
-            num_left_over = until_the_end.enter_context(locked(folder))
-        if num_left_over:
-            console.print(f"stopped {num_left_over} processes that a killed comparison left in {folder}")
-        return _launch_all(prepared, request, jobs=jobs, console=console, guard=guard)
-
-
-def _launch_all(
-    prepared: Prepared,
-    request: Request,
-    *,
-    jobs: "SlurmJobs | None",
-    console: Console,
-    guard: Callable[[], AbstractContextManager[None]],
-) -> Done:
-    runs, slots = prepared.runs, prepared.slots
-    if jobs is None and not request.force and not request.largest_batch:
-        with guard():
-            for run in runs:
-                local.check_place(run)
-    stop = threading.Event()
-    launcher: Any = local if jobs is None else jobs
+    runs, launcher = prepared.runs, jobs or local
+    folder, stop = Path(runs[0].config.output_dir), threading.Event()
+    display = Display(
+        runs,
+        console,
+        searching=request.largest_batch,
+        num_slots=len(prepared.slots) if jobs is None else None,  # the time in a queue is unknown
+        usd_so_far=_usd_so_far(runs, prepared.machine, jobs, prices=request.prices),
+    )
 
     def execute_or_keep(run: PlannedRun, slot: Slot) -> RunRecord:
         if request.force:
-            with guard():
-                launcher.forget(run)
+            launcher.forget(run)
         record = launcher.kept_record(run)
-        kept = record is not None
-        if kept:
+        if kept := record is not None:
             with suppress(OSError):
                 local.clear(run.folder)  # a kill after the record was written leaves files
-        if record is None:
+        else:
             display.begin(run)
-            with guard():
-                record = launcher.execute(
-                    run,
-                    slot,
-                    timeout_seconds=request.timeout,
-                    stop=stop,
-                    on_progress=partial(display.progress, run),
-                )
+            record = launcher.execute(
+                run,
+                slot,
+                timeout_seconds=request.timeout,
+                stop=stop,
+                on_progress=partial(display.progress, run),
+            )
         display.end(run, record, kept=kept)
         return record
 
@@ -239,31 +212,23 @@ def _launch_all(
         return shown, record, found
 
     done: dict[int, tuple[PlannedRun, RunRecord, BatchSearch | None]] = {}
-    display = Display(
-        runs,
-        console,
-        searching=request.largest_batch,
-        num_slots=len(slots) if jobs is None else None,  # the time in a queue is unknown
-        usd_so_far=_usd_so_far(runs, prepared.machine, jobs, prices=request.prices),
-    )
     interrupted = False
-    try:
-        if jobs is not None:
-            with guard():
-                jobs.begin([] if request.largest_batch else runs, force=request.force)
-        with display, closing(run_in_slots(runs, work, slots, stop)) as results:
-            for index, result in results:
-                done[index] = result
-    except KeyboardInterrupt:
-        interrupted = True
-        if jobs is not None:
-            with guard():
-                jobs.cancel()
-        again = "the same command, without --force," if request.force else "the same command"
-        console.print(f"stopped after {len(done)} of {len(runs)} runs; {again} continues from here")
+    with locked(folder) as num_left_over:
+        if num_left_over:
+            console.print(f"stopped {num_left_over} processes that a killed comparison left in {folder}")
+        try:
+            launcher.begin([] if request.largest_batch else runs, force=request.force)
+            with display, closing(run_in_slots(runs, work, prepared.slots, stop)) as results:
+                for index, result in results:
+                    done[index] = result
+        except KeyboardInterrupt:
+            interrupted = True
+            launcher.cancel()
+            again = "the same command, without --force," if request.force else "the same command"
+            console.print(f"stopped after {len(done)} of {len(runs)} runs; {again} continues from here")
     shown = [done[index] for index in sorted(done)]
     if not interrupted:
-        console.print(f"records and logs: {Path(runs[0].config.output_dir)}", highlight=False, soft_wrap=True)
+        console.print(f"records and logs: {folder}", highlight=False, soft_wrap=True)
     return Done(
         records=[(run.folder / RECORD_FILE, record) for run, record, _ in shown],
         searches={str(run.folder / RECORD_FILE): found for run, _, found in shown if found is not None},

@@ -139,7 +139,17 @@ def kept_record(run: PlannedRun) -> RunRecord | None:
     return record if record.identity == run.identity and record.status in ("ok", "oom") else None
 
 
-def check_place(run: PlannedRun) -> None:
+def begin(runs: Sequence[PlannedRun], *, force: bool) -> None:
+    """Raise ValueError if one of the runs would replace what an earlier run saved, unless `force`."""
+    for run in () if force else runs:
+        _check_place(run)
+
+
+def cancel() -> None:
+    """Nothing is left to cancel: each run has ended with the thread that launched it."""
+
+
+def _check_place(run: PlannedRun) -> None:
     """Raise ValueError if this run would replace checkpoints or a model of an earlier run.
 
     With --save_steps, an unfinished run resumes from its newest checkpoint instead.
