@@ -13,31 +13,19 @@ if _COLLECTS := gc.isenabled():
 from slm_toolkit import __version__
 from slm_toolkit.base.errors import about_path, user_errors
 from slm_toolkit.base.interrupts import ending_at_once
-from slm_toolkit.config.parser import Parser, VerbParser, with_underscores
+from slm_toolkit.config.parser import Parser, with_flags_of, with_underscores
 
-_VERBS = {  # name: the module that adds its flags, help
-    "train": ("cli.train", "train one model under one strategy, on this machine or on several"),
-    "compare": ("cli.compare", "run a grid of models, batches and strategies, then print the table"),
-    "estimate": (
-        "cli.estimate",
-        "estimate memory, speed and cost of a grid of models, strategies, batches, ...",
-    ),
-    "recommend": (
-        "cli.recommend",
-        "find the cheapest or fastest way to train a model on the GPUs you can get",
-    ),
-    "doctor": ("cli.doctor", "find what is wrong or unwise in a model and its configuration"),
-    "report": ("cli.report", "print the table of recorded runs"),
-    "launch": (
-        "cli.launch",
-        "`accelerate launch` with clear errors; several machines wait for each other",
-    ),
-    "configs": ("cli.configs", "list or copy the shipped accelerate YAMLs"),
-    "convert": (
-        "cli.convert",
-        "convert accelerate YAMLs and DeepSpeed JSONs into one another",
-    ),
-    "recipes": ("cli.recipes", "list, print or copy the shipped recipes"),
+_VERBS = {  # name, which is also its module in cli/: help
+    "train": "train one model under one strategy, on this machine or on several",
+    "compare": "run a grid of models, batches and strategies, then print the table",
+    "estimate": "estimate memory, speed and cost of a grid of models, strategies, batches, ...",
+    "recommend": "find the cheapest or fastest way to train a model on the GPUs you can get",
+    "doctor": "find what is wrong or unwise in a model and its configuration",
+    "report": "print the table of recorded runs",
+    "launch": "`accelerate launch` with clear errors; several machines wait for each other",
+    "configs": "list or copy the shipped accelerate YAMLs",
+    "convert": "convert accelerate YAMLs and DeepSpeed JSONs into one another",
+    "recipes": "list, print or copy the shipped recipes",
 }
 _REMOVED = {"completion": "type flags in full; `slm VERB --help all` lists them"}
 "a verb of earlier versions: what to do instead"
@@ -100,7 +88,7 @@ def _run(argv: list[str] | None) -> None:
 
 
 def _parser(verb: str | None = None) -> argparse.ArgumentParser:
-    """Return the parser of all verbs, or of one."""
+    """Return the parser of one verb, or one that only lists them."""
     parser = Parser(
         prog="slm",
         description="Train a small language model under every sharding strategy and compare what it costs.",
@@ -108,10 +96,11 @@ def _parser(verb: str | None = None) -> argparse.ArgumentParser:
         has_config_file=False,
     )
     parser.add_argument("--version", action="version", version=f"slm_toolkit {__version__}")
-    verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=VerbParser)
+    verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=Parser)
     for name in [verb] if verb in _VERBS else _VERBS:
-        module, help_text = _VERBS[name]
-        verbs.add_parser(name, help=help_text, filled_by=f"slm_toolkit.{module}")
+        of_verb = verbs.add_parser(name, help=_VERBS[name])
+        if name == verb:
+            with_flags_of(verb, of_verb)
     return parser
 
 

@@ -224,6 +224,17 @@ class Parser(argparse.ArgumentParser):
             if f"--{ours}" in known:
                 known.setdefault(f"--{name}", _Switch(name, known[f"--{ours}"], value))
 
+    def words_of(self, flags: Mapping[str, Any], *, leave_out: Collection[str]) -> list[str]:
+        """Return the words of flags that a Python program gives by name, as `parse_args` takes them.
+
+        `leave_out`: flags that the program can't give. Raises ValueError for a name or a value that no flag
+        can take.
+        """
+        self.add_other_names()
+        known = self._option_string_actions
+        left = {flag: action for flag, action in known.items() if action.dest not in leave_out}
+        return words_of(list(flags.items()), left)
+
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
@@ -307,38 +318,11 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return f"{names} {self._format_args(action, action.dest.upper())}".rstrip()
 
 
-class VerbParser(Parser):
-    """A verb's parser, filled by `fill(parser)` of the module `filled_by` when the verb is used.
-
-    So `slm --help` loads no verb, and a verb loads no other verb.
-    """
-
-    def __init__(self, *, filled_by: str, **options: Any) -> None:
-        super().__init__(**options)
-        self._filled_by: str | None = filled_by
-
-    def fill(self) -> None:
-        """Add the verb's flags, once."""
-        if self._filled_by is not None:
-            import_module(self._filled_by).fill(self)
-            self._filled_by = None
-            self.set_defaults(parser=self)
-
-    def words_of(self, flags: Mapping[str, Any], *, leave_out: Collection[str]) -> list[str]:
-        """Return the words of flags that a Python program gives by name, as `parse_args` takes them.
-
-        `leave_out`: flags that the program can't give. Raises ValueError for a name or a value that no flag
-        can take.
-        """
-        self.fill()
-        self.add_other_names()
-        known = self._option_string_actions
-        left = {flag: action for flag, action in known.items() if action.dest not in leave_out}
-        return words_of(list(flags.items()), left)
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self.fill()
-        return super().parse_known_args(args, namespace)
+def with_flags_of(verb: str, parser: Parser) -> Parser:
+    """Return the parser with the flags of a verb, whose module is loaded here: no verb loads another."""
+    import_module(f"slm_toolkit.cli.{verb}").fill(parser)
+    parser.set_defaults(parser=parser)
+    return parser
 
 
 def positive_number(text: str) -> float:

@@ -20,7 +20,7 @@ from slm_toolkit.strategy.strategy import find_strategy, precision_problem
 def refused(*words: str) -> str:
     """What is said of a command line that does not parse."""
     with pytest.raises(ValueError, match="hint: ") as ended:
-        _parser().parse_args(with_underscores(list(words)))
+        _parser(words[0]).parse_args(with_underscores(list(words)))
     return str(ended.value)
 
 
@@ -43,8 +43,8 @@ def test_a_name_with_the_same_meaning_is_taken_by_verbs_and_by_the_script(
 ) -> None:
     words = typed.split()
     assert getattr(training_config(words), field) == value
-    assert getattr(_parser().parse_args(with_underscores(["train", *words])), field) == value
-    found = getattr(_parser().parse_args(with_underscores(["compare", *words])), field)
+    assert getattr(_parser("train").parse_args(with_underscores(["train", *words])), field) == value
+    found = getattr(_parser("compare").parse_args(with_underscores(["compare", *words])), field)
     assert found in (value, [value])
 
 
@@ -63,7 +63,7 @@ def test_a_switch_of_trainer_is_a_value_of_our_flag(typed: str, meant: dict[str,
 
 def test_the_tables_name_flags_that_exist_and_no_name_twice(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        _parser().parse_args(["train", "--help", "all"])
+        _parser("train").parse_args(["train", "--help", "all"])
     flags = set(re.findall(r"--(\w+)", capsys.readouterr().out))
     assert SAME_MEANING.keys() <= flags
     others = [other for names in SAME_MEANING.values() for other in names]
