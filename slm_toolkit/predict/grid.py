@@ -14,12 +14,13 @@ from slm_toolkit.predict.flag_checks import (
     model_to_estimate,
     placement_problems,
 )
-from slm_toolkit.predict.setup.setup import unlike_the_model
+from slm_toolkit.predict.setup.setup import unknown_to_estimates, unlike_the_model
 from slm_toolkit.strategy.checked_run import all_of, run_problems
 from slm_toolkit.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
     from slm_toolkit.hardware.gpus import Gpu
+    from slm_toolkit.model.model_spec import ModelSpec
     from slm_toolkit.predict.estimate import Estimate
     from slm_toolkit.predict.setup.other_trainers import OtherTrainer
     from slm_toolkit.predict.setup.setup import Deployment
@@ -51,7 +52,7 @@ def estimates(
     from slm_toolkit.hardware.gpus import gpu_of_name
     from slm_toolkit.predict.changes_that_fit import changes_that_fit
     from slm_toolkit.predict.estimate import estimate, largest_batch
-    from slm_toolkit.predict.setup.setup import Deployment, Setup, unknown_to_estimates
+    from slm_toolkit.predict.setup.setup import Deployment, Setup
 
     several = {
         name: list(dict.fromkeys(value))[: 1 if FLAGS[name].estimate == "ignores" else None]
@@ -90,12 +91,7 @@ def estimates(
     specs = {name: model_to_estimate(name) for name in dict.fromkeys(config.model for config in configs)}
     problems = like.problems(strategies) if like else []
     problems += placement_problems(strategies, num_gpus=num_gpus, gpus_per_node=gpus_per_node)
-    for config in configs:
-        spec = specs[config.model]
-        for strategy in strategies:
-            problems += run_problems(config, strategy, spec)
-        for gpu in found_gpus:
-            problems += unknown_to_estimates(config, gpu=gpu, spec=spec)
+    problems += _problems_of_rows(configs, strategies, found_gpus, specs)
     if problems:
         raise all_of(problems, verb="estimate")
 
@@ -122,6 +118,23 @@ def estimates(
             row = dataclasses.replace(row, changes_that_fit=changes_that_fit(setup, row))
         rows.append(row)
     return rows
+
+
+def _problems_of_rows(
+    configs: list[RunConfig],
+    strategies: list[Strategy],
+    gpus: list["Gpu | None"],
+    specs: "dict[str, ModelSpec]",
+) -> list[str]:
+    """Return the contradictions of all combinations, and the flags without a closed form."""
+    problems = []
+    for config in configs:
+        spec = specs[config.model]
+        for strategy in strategies:
+            problems += run_problems(config, strategy, spec)
+        for gpu in gpus:
+            problems += unknown_to_estimates(config, gpu=gpu, spec=spec)
+    return problems
 
 
 # Notes on what an estimate ignores.
