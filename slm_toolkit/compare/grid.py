@@ -140,8 +140,6 @@ def plan_runs(
     references, runs = [], []
     for config, strategy in itertools.product(configs, strategies):
         count = 1 if strategy.is_single else config.rehearse or processes
-        if config.rehearse is not None:
-            config = dataclasses.replace(config, rehearse=count)
         try:
             runs.append(_planned(config, strategy, count, machine))
             for numerics in dict.fromkeys(("fp32", config.numerics)) if config.parity else ():
@@ -226,4 +224,6 @@ def _planned(config: RunConfig, strategy: Strategy, num_ranks: int, machine: Mac
     spec, has_gpu = find_model(config.model), machine.num_gpus > 0
     checked = checked_run(config, spec, strategy, num_ranks=num_ranks, has_gpu=has_gpu)
     run = PlannedRun(**vars(checked), gpu=machine.gpu)
+    if config.rehearse is not None:
+        run = dataclasses.replace(run, config=dataclasses.replace(config, rehearse=num_ranks))
     return run.named(run_name_of(spec, strategy, run.identity))
