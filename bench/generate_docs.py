@@ -16,7 +16,6 @@ import shlex
 import sys
 import tempfile
 from contextlib import chdir, redirect_stderr, redirect_stdout
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,7 +28,7 @@ from convert_tables import pairs_table
 
 from slm_toolkit.cli.main import _VERBS, main
 from slm_toolkit.config import run_config
-from slm_toolkit.config.parser import VerbParser
+from slm_toolkit.config.parser import Parser, with_flags_of
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -140,7 +139,7 @@ def flags_page() -> str:
     for group in dict.fromkeys(flag.group for flag in FLAGS.values()):
         rows = [_training_row(training[name]) for name, flag in FLAGS.items() if flag.group == group]
         parts += [f"### Flags: {group}\n", _table(("flag", "values", "default", "grid", "meaning"), rows)]
-    for verb, (_, help_text) in _VERBS.items():
+    for verb, help_text in _VERBS.items():
         own, shared = _options(parsers[verb]), _options(parsers[verb], of_training=True)
         parts.append(f"## slm {verb}\n\n{_sentence(help_text)}{_shared_text(shared)}\n")
         if verb in ("launch", "convert"):  # their --help explains the words of the command, not only flags
@@ -152,9 +151,7 @@ def flags_page() -> str:
 
 
 def _parser_of(verb: str) -> argparse.ArgumentParser:
-    parser = VerbParser(prog=f"slm {verb}", filled_by=f"slm_toolkit.{_VERBS[verb][0]}")
-    import_module(f"slm_toolkit.{_VERBS[verb][0]}").fill(parser)
-    return parser
+    return with_flags_of(verb, Parser(prog=f"slm {verb}"))
 
 
 def _options(parser: argparse.ArgumentParser, *, of_training: bool = False) -> dict[str, argparse.Action]:

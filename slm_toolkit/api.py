@@ -80,8 +80,8 @@ def report(records: Records | str | Path | Sequence[str | Path] = "runs", **flag
 
 def _args(verb: str, flags: dict[str, object], arguments: Sequence[object] = ()) -> Namespace:
     """Parse flags as the verb's command line does. Raises ValueError in its words."""
-    from slm_toolkit.config.parser import VerbParser
+    from slm_toolkit.config.parser import Parser, with_flags_of
 
-    parser = VerbParser(prog=f"slm {verb}", filled_by=f"slm_toolkit.cli.{verb}")
+    parser = with_flags_of(verb, Parser(prog=f"slm {verb}"))
     words = parser.words_of(flags, leave_out=_OF_PRINTING)
     return parser.parse_args([*words, "--", *map(str, arguments)] if arguments else words)

@@ -19,28 +19,19 @@ from slm_toolkit.cli.output import (
     print_records,
     read_baseline,
 )
-from slm_toolkit.compare.comparison import (
-    Done,
-    Prepared,
-    Request,
-    launch_all,
-    prepare,
-    prepare_script,
-    with_searches,
-)
+from slm_toolkit.compare.comparison import Done, Prepared, Request, launch_all, prepare, with_searches
 from slm_toolkit.compare.largest_batch import LARGEST_ON_CPU
 from slm_toolkit.compare.scripts import PAIRS, Script
-from slm_toolkit.compare.slurm import SLURM_TEMPLATE, SlurmJobs, SlurmNodes, slurm_nodes, write_script
 from slm_toolkit.config.flag_pairs import Pair, check_pairs, flags_given, pair_problems
 from slm_toolkit.config.flags import ONE_RUN_ONLY, add_flags, given_flags
 from slm_toolkit.config.parser import count, positive_number, whole_number
-from slm_toolkit.doctor.before_launch import check_launches
 from slm_toolkit.hardware.machine import use_huge_pages
 from slm_toolkit.results import Records, Report
 from slm_toolkit.strategy.groups import help_of_strategies
 
 if TYPE_CHECKING:
     from slm_toolkit.compare.grid import PlannedRun
+    from slm_toolkit.compare.slurm import SlurmJobs, SlurmNodes
 
 _DESCRIPTION = """\
 Train under each strategy with its own `accelerate launch`, then print one table. Finished runs of an earlier
@@ -159,11 +150,13 @@ _SLURM_PAIRS = (
 _MEASURES_NOTHING = (Pair("export", "dry_run", ", which measures nothing"),)
 
 
-def nodes_asked(args: argparse.Namespace) -> SlurmNodes | None:
+def nodes_asked(args: argparse.Namespace) -> "SlurmNodes | None":
     """Return the Slurm nodes; None for runs on this machine. Raises ValueError for flags that contradict."""
     if args.launcher == "local":
         check_pairs(flags_given(args), _SLURM_PAIRS)
         return None
+    from slm_toolkit.compare.slurm import SLURM_TEMPLATE, slurm_nodes
+
     num_nodes, gpus_per_node = args.num_nodes or 1, args.gpus_per_node or 0
     num_processes = args.num_processes
     if num_processes is None:
@@ -187,9 +180,11 @@ def nodes_asked(args: argparse.Namespace) -> SlurmNodes | None:
 
 
 def print_scripts(
-    runs: list["PlannedRun"], nodes: SlurmNodes, console: Console, *, timeout_seconds: float
+    runs: list["PlannedRun"], nodes: "SlurmNodes", console: Console, *, timeout_seconds: float
 ) -> int:
     """Write the script of each run and print how to submit it. `slm compare` finds the jobs again."""
+    from slm_toolkit.compare.slurm import write_script
+
     for run in runs:
         script = write_script(run, nodes, timeout_seconds=timeout_seconds)
         print(f"sbatch {shlex.quote(str(script))}")
@@ -218,26 +213,24 @@ def _compare(args: argparse.Namespace) -> int:
             continue
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
             signal.signal(number, signal.default_int_handler)
-    with user_errors():
-        nodes = nodes_asked(args)
-    if args.probe_network:
-        return start_probe(args)
     console = Console(stderr=True)
     with user_errors():
+        nodes = nodes_asked(args)
+        if args.probe_network:
+            return start_probe(args)
         if args.memory and not (args.profile == "memory" or args.rehearse):
             raise ValueError("--memory needs traced allocations\nhint: add --profile memory")
         check_exports(args.export)
         check_pairs(flags_given(args), _MEASURES_NOTHING)
         baseline = read_baseline(args.baseline)
-        request = _request(args, nodes)
-        prepared = _prepared(request, args, console)
-        jobs = nodes and SlurmJobs(nodes, console, timeout_seconds=args.timeout)
+        request, prepared, jobs = _prepared(args, nodes, console)
         if args.slurm_only_write:
             todo = [run for run in prepared.runs if args.force or jobs.kept_record(run) is None]
             return print_scripts(todo, nodes, console, timeout_seconds=args.timeout)
     if args.dry_run:
         return _print_commands(prepared.runs, args)
-    done = launch_all(prepared, request, jobs=jobs, console=console, guard=user_errors)
+    with user_errors():
+        done = launch_all(prepared, request, jobs=jobs, console=console)
     if done.interrupted and not done.records:
         return 130
     code = print_records(_report_of(done, args), args, baseline=baseline)
@@ -251,10 +244,7 @@ def compared(args: argparse.Namespace) -> Report:
     """
     is_live = False if Console().is_jupyter else None  # a notebook would keep each state of a live bar
     console = Console(stderr=True, force_jupyter=False, force_terminal=is_live)
-    nodes = nodes_asked(args)
-    request = _request(args, nodes)
-    prepared = _prepared(request, args, console)
-    jobs = nodes and SlurmJobs(nodes, console, timeout_seconds=args.timeout)
+    request, prepared, jobs = _prepared(args, nodes_asked(args), console)
     done = launch_all(prepared, request, jobs=jobs, console=console)
     if done.interrupted:
         raise KeyboardInterrupt
@@ -267,12 +257,25 @@ def _report_of(done: Done, args: argparse.Namespace) -> Report:
     return Report(rows, Records(done.records), problems)
 
 
-def _prepared(request: Request, args: argparse.Namespace, console: Console) -> Prepared:
-    if request.nodes is None or not request.nodes.gpus_per_node:
+def _prepared(
+    args: argparse.Namespace, nodes: "SlurmNodes | None", console: Console
+) -> tuple[Request, Prepared, "SlurmJobs | None"]:
+    if nodes is None or not nodes.gpus_per_node:
         use_huge_pages()  # as the ranks do: a record has their allocator
-    if (script := _script(args)) is not None:
-        return prepare_script(request, script, console=console)
-    return prepare(request, names=flags_given(args), check_launches=check_launches, console=console)
+    flags = ("strategy", "num_processes", "timeout", "repeats", "largest_batch", "gpus_per_run", "force")
+    request = Request(
+        given=given_flags(args),
+        names=flags_given(args),
+        script=_script(args),
+        nodes=nodes,
+        **{name: getattr(args, name) for name in (*flags, "dry_run", "prices")},
+    )
+    prepared, jobs = prepare(request, console=console), None
+    if nodes is not None:
+        from slm_toolkit.compare.slurm import SlurmJobs
+
+        jobs = SlurmJobs(nodes, console, timeout_seconds=args.timeout)
+    return request, prepared, jobs
 
 
 def _script(args: argparse.Namespace) -> Script | None:
@@ -284,22 +287,6 @@ def _script(args: argparse.Namespace) -> Script | None:
         return None
     check_pairs(flags_given(args), PAIRS)
     return Script.of(args.script, args.arguments)
-
-
-def _request(args: argparse.Namespace, nodes: SlurmNodes | None) -> Request:
-    return Request(
-        given=given_flags(args),
-        strategy=args.strategy,
-        num_processes=args.num_processes,
-        timeout_seconds=args.timeout,
-        num_repeats=args.repeats,
-        find_largest_batch=args.largest_batch,
-        gpus_per_run=args.gpus_per_run,
-        force=args.force,
-        dry_run=args.dry_run,
-        prices=args.prices,
-        nodes=nodes,
-    )
 
 
 def _print_commands(runs: list["PlannedRun"], args: argparse.Namespace) -> int:

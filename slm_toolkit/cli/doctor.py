@@ -27,11 +27,11 @@ from slm_toolkit.model.from_config import position_problem
 from slm_toolkit.predict.choices import choices, with_choices
 from slm_toolkit.predict.flag_checks import (
     NOT_OF_AN_ESTIMATE,
-    all_of,
     gpus_asked,
     model_to_estimate,
     node_problems,
 )
+from slm_toolkit.strategy.checked_run import all_of
 from slm_toolkit.strategy.groups import ranks_of_each_node
 from slm_toolkit.strategy.strategy import (
     STUDIED_STRATEGIES,

@@ -1,21 +1,19 @@
 """`slm train`: one training run under one strategy. It prints and runs an `accelerate launch`."""
 
 import argparse
-import sys
 from pathlib import Path
 
 import yaml
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.base.safe_files import make_folder, write_new
+from slm_toolkit.cli.output import print_notes
 from slm_toolkit.config.flags import MODULE, add_flags, config_from_args, flags_of
 from slm_toolkit.config.parser import count
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.hardware.gpus import Machine, gpus_here
+from slm_toolkit.hardware.gpus import gpus_here
 from slm_toolkit.launch.command_line import check_training
 from slm_toolkit.model.names import check_tokenizer, find_model
-from slm_toolkit.predict.choices import completed
-from slm_toolkit.strategy.deepspeed_optimizer import as_flags_say
 from slm_toolkit.strategy.groups import fit_groups, group_options
 from slm_toolkit.strategy.strategy import (
     Strategy,
@@ -88,27 +86,12 @@ def _train(args: argparse.Namespace) -> int:
     with user_errors():
         config, strategy = config_from_args(args), find_strategy(args.strategy)
         check_training([config], [strategy])
-        num_ranks = processes_asked(strategy, config, args)
-        here, _ = completed(config, strategy, has_gpu=bool(gpus_here()), num_ranks=num_ranks)
         if config.resume_from_checkpoint is None:  # the run that it continues may have read bytes
-            check_tokenizer(here, find_model(here.model))
+            model = config.with_defaults(has_gpu=bool(gpus_here())).model
+            check_tokenizer(config, find_model(model))
         words = launch_words(strategy, config, args)
-        notes = notes_on([strategy])
-        if args.num_machines in (None, 1):
-            notes += _found_by_doctor(strategy, here, num_ranks=config.rehearse or num_ranks)
-    for note in notes:
-        print(note, file=sys.stderr)
+    print_notes(notes_on([strategy]))
     return start(words)
-
-
-def _found_by_doctor(strategy: Strategy, config: RunConfig, *, num_ranks: int) -> list[str]:
-    """Notes on what is wrong and trains all the same. Raises ValueError for all else that is wrong."""
-    from slm_toolkit.doctor.before_launch import check_launches
-
-    gpus = gpus_here()
-    checked = as_flags_say(strategy, config)[0]
-    machine = Machine(len(gpus), gpus[0] if gpus else None)
-    return check_launches([(checked, config, find_model(config.model), num_ranks)], machine, is_here=True)
 
 
 def launch_words(strategy: Strategy, config: RunConfig, args: argparse.Namespace) -> list[str]:

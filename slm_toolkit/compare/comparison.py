@@ -4,11 +4,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -18,7 +18,6 @@ from slm_toolkit.compare.grid import PAIRS, PlannedRun, plan_runs
 from slm_toolkit.compare.largest_batch import LARGEST_ON_CPU, BatchSearch, find_largest_batch, flags_of_trials
 from slm_toolkit.compare.local import Slot, run_in_slots, slots_of
 from slm_toolkit.compare.scripts import Script, plan_scripts
-from slm_toolkit.compare.slurm import SlurmJobs, SlurmNodes, strategy_on_nodes
 from slm_toolkit.compare.supervisor import locked
 from slm_toolkit.compare.torch_checks import check_with_torch
 from slm_toolkit.config.flag_pairs import check_pairs
@@ -27,7 +26,6 @@ from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import Machine, find_gpu, this_machine
 from slm_toolkit.hardware.prices import OwnPrices, find_price
 from slm_toolkit.launch.command_line import check_surroundings, check_training, check_versions
-from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import check_tokenizer
 from slm_toolkit.predict.choices import choices, given_with
 from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED
@@ -36,8 +34,8 @@ from slm_toolkit.report.rows import Row
 from slm_toolkit.strategy.groups import strategies_asked
 from slm_toolkit.strategy.strategy import Strategy, check_one_machine, find_strategy, precision_note
 
-CheckLaunches = Callable[..., list[str]]
-"doctor.before_launch.check_launches, passed in because this room can't import doctor, which is above it"
+if TYPE_CHECKING:
+    from slm_toolkit.compare.slurm import SlurmJobs, SlurmNodes
 
 
 @dataclass(frozen=True)
@@ -46,17 +44,21 @@ class Request:
 
     given: dict[str, Any]
     "values by field name of RunConfig; a list makes a grid"
+    names: Collection[str]
+    "the flags with another value than their default"
     strategy: list[str] | None
     "None: the six strategies of the study"
-    num_processes: int | None = None
-    timeout_seconds: float = 3600
-    num_repeats: int = 1
-    find_largest_batch: bool = False
-    gpus_per_run: int | None = None
-    force: bool = False
-    dry_run: bool = False
-    prices: OwnPrices | None = None
-    nodes: SlurmNodes | None = None
+    script: Script | None
+    "the user's own training script; None: ours"
+    num_processes: int | None
+    timeout: float
+    repeats: int
+    largest_batch: bool
+    gpus_per_run: int | None
+    force: bool
+    dry_run: bool
+    prices: OwnPrices | None
+    nodes: "SlurmNodes | None"
     "the nodes of Slurm; None: all runs are on this machine"
 
 
@@ -70,117 +72,86 @@ class Prepared:
     machine: Machine
 
 
-def prepare(
-    request: Request,
-    *,
-    names: Collection[str],
-    check_launches: CheckLaunches,
-    console: Console,
-) -> Prepared:
+def prepare(request: Request, *, console: Console) -> Prepared:
     """Plan all runs and check them before anything starts. Notes go to stderr.
 
-    `names`: the flags with another value than their default.
     Raises ValueError with all wrong settings.
     """
-    nodes = request.nodes
-    check_training(every_config(request.given), [find_strategy(name) for name in request.strategy or ()])
-    if nodes is None:
-        with console.status("looking at this machine"):
-            machine = this_machine()
-    else:
-        machine = nodes.machine
-    runs, slots = _plan(request, machine, names)
-    for run in runs:
-        if not request.dry_run:
-            check_tokenizer(run.config, run.spec)
-    check_with_torch(runs, console)  # reports a missing GPU before a missing package
-    launches: list[tuple[Strategy, RunConfig, ModelSpec, int]] = [
-        (run.strategy, run.config, run.spec, run.asked["num_processes"]) for run in runs
-    ]
-    taken_out = [run.taken_out for run in runs if run.taken_out is not None]
-    notes = check_launches(launches, machine, is_here=nodes is None)
-    if nodes is None:
-        check_one_machine(run.strategy for run in runs)
-    _print_notes(dict.fromkeys([*taken_out, *notes]))
-    return Prepared(runs, slots, machine)
-
-
-def prepare_script(request: Request, script: Script, *, console: Console) -> Prepared:
-    """Plan the runs of a user's own script. Notes go to stderr. Raises ValueError with all problems."""
-    if flags := [name for name in request.given if name != "output_dir"]:
+    nodes, script, given = request.nodes, request.script, dict(request.given)
+    if script is None:
+        check_training(every_config(given), [find_strategy(name) for name in request.strategy or ()])
+    elif flags := [name for name in given if name != "output_dir"]:
         raise ValueError(
             f"--script with --{', --'.join(flags)}: flags of our own trainer\n"
             "hint: give the script's own arguments at the end: slm compare --script train.py -- ARGUMENTS"
         )
-    check_surroundings()
-    check_versions()
-    if request.nodes is None:
+    else:
+        check_surroundings()
+        check_versions()
+    if nodes is None:
         with console.status("looking at this machine"):
             machine = this_machine()
         slots = slots_of(machine, gpus_per_run=request.gpus_per_run, num_processes=request.num_processes)
-    else:
-        machine, slots = request.nodes.machine, [Slot()]
-    strategies, notes = strategies_asked(request.strategy, {}, has_gpu=machine.num_gpus > 0)
-    if request.nodes is None:
-        check_one_machine(strategies)
-    else:
-        strategies = [strategy_on_nodes(strategy, request.nodes) for strategy in strategies]
-    runs = plan_scripts(
-        script,
-        strategies,
-        num_processes=request.num_processes or request.gpus_per_run,
-        machine=machine,
-        output_dir=request.given.get("output_dir", RunConfig.output_dir),
-        num_repeats=request.num_repeats,
-    )
+    else:  # Slurm decides how many run at the same time; this process waits for them one by one
+        machine, slots = nodes.machine, [Slot()]
+    has_gpu = machine.num_gpus > 0
+    if script is None:
+        check_pairs(request.names, PAIRS, has_gpu=has_gpu)
+    strategies, notes = strategies_asked(request.strategy, given, has_gpu=has_gpu)
+    if nodes is not None:
+        strategies = [nodes.with_strategy(strategy) for strategy in strategies]
     _print_notes(notes)
+    num_processes = request.num_processes
+    if num_processes is None and "rehearse" not in given:  # a rehearsal is one process
+        num_processes = request.gpus_per_run
+    common = {"num_processes": num_processes, "machine": machine, "repeats": request.repeats}
+    if script is not None:
+        folder = given.get("output_dir", RunConfig.output_dir)
+        runs = plan_scripts(script, strategies, output_dir=folder, **common)
+    else:
+        given = _with_choices(request, given, strategies, machine, num_processes)
+        runs = plan_runs(given, strategies, **common)
+    if nodes is None:
+        check_one_machine(strategies)
+    if script is not None:
+        return Prepared(runs, slots, machine)
+    for run in runs:
+        if not request.dry_run:
+            check_tokenizer(run.config, run.spec)
+    check_with_torch(runs, console)  # reports a missing GPU before a missing package
+    ignored = {(run.strategy.path, precision_note(run.strategy.mixed_precision, run.config)) for run in runs}
+    _print_notes(sorted(f"note: {path}: {note}" for path, note in ignored if note))
+    _print_notes(dict.fromkeys(run.taken_out for run in runs if run.taken_out is not None))
     return Prepared(runs, slots, machine)
 
 
-def _plan(request: Request, machine: Machine, names: Collection[str]) -> tuple[list[PlannedRun], list[Slot]]:
-    given, has_gpu = dict(request.given), machine.num_gpus > 0
+def _with_choices(
+    request: Request,
+    given: dict[str, Any],
+    strategies: list[Strategy],
+    machine: Machine,
+    num_processes: int | None,
+) -> dict[str, Any]:
+    """Return the flags with what a comparison, a search of batches and this machine decide."""
     if given.get("save_final_model") is None:
         given["save_final_model"] = "false"  # six copies of a model would fill the disk
     if given.get("save_steps") and not (given.get("overwrite_output_dir") or "rehearse" in given):
         given["resume_from_checkpoint"] = "auto"  # or an unfinished run could not continue
-    strategies, left_out = strategies_asked(request.strategy, given, has_gpu=has_gpu)
-    _print_notes(left_out)
-    check_pairs(names, PAIRS, has_gpu=has_gpu)
-    if request.nodes is None:
-        slots = slots_of(machine, gpus_per_run=request.gpus_per_run, num_processes=request.num_processes)
-    else:  # Slurm decides how many run at the same time; this process waits for them one by one
-        slots = [Slot()]
-        strategies = [strategy_on_nodes(strategy, request.nodes) for strategy in strategies]
-    if request.find_largest_batch:
+    if request.largest_batch:
         given = flags_of_trials(given, strategies)
-    num_processes = request.num_processes
-    if num_processes is None and "rehearse" not in given:  # a rehearsal is one process
-        num_processes = request.gpus_per_run
     num_gpus = num_processes or machine.num_gpus or 1
     chosen, notes = choices(
         every_config(given),
         strategies,
         gpu=find_gpu(machine.gpu),
-        has_gpu=has_gpu or "rehearse" in given,
+        has_gpu=machine.num_gpus > 0 or "rehearse" in given,
         num_gpus=num_gpus,
         gpus_per_node=num_gpus // (request.nodes.num_nodes if request.nodes else 1),
         is_comparison=True,
         runs_here=request.nodes is None,
     )
     _print_notes(notes)
-    given = given_with(chosen, given)
-    runs = plan_runs(
-        given,
-        strategies,
-        num_processes=num_processes,
-        machine=machine,
-        repeats=request.num_repeats,
-    )
-    notes = {
-        (run.strategy.path, precision_note(run.strategy.mixed_precision, run.config)): None for run in runs
-    }
-    _print_notes(f"note: {path}: {note}" for path, note in notes if note)
-    return runs, slots
+    return given_with(chosen, given)
 
 
 def _print_notes(notes: Iterable[str]) -> None:
@@ -199,100 +170,65 @@ class Done:
     "whether Ctrl-C stopped the comparison"
 
 
-def launch_all(
-    prepared: Prepared,
-    request: Request,
-    *,
-    jobs: SlurmJobs | None,
-    console: Console,
-    guard: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> Done:
+def launch_all(prepared: Prepared, request: Request, *, jobs: "SlurmJobs | None", console: Console) -> Done:
     """Launch the runs that have no record yet. Show progress on the console, and lock the folder of the runs.
 
-    `guard` is a context manager around calls that raise ValueError for a user's mistake, also in the threads
-    of runs; the command line prints the error there. Raises ValueError for a folder that can't be used.
+    Raises ValueError for a folder that can't be used, and for what a run can't replace.
     """
-    runs = prepared.runs
-    folder = Path(runs[0].config.output_dir)
-    with ExitStack() as until_the_end:
-        with guard():
-            num_left_over = until_the_end.enter_context(locked(folder))
-        if num_left_over:
-            console.print(f"stopped {num_left_over} processes that a killed comparison left in {folder}")
-        return _launch_all(prepared, request, jobs=jobs, console=console, guard=guard)
-
-
-def _launch_all(
-    prepared: Prepared,
-    request: Request,
-    *,
-    jobs: SlurmJobs | None,
-    console: Console,
-    guard: Callable[[], AbstractContextManager[None]],
-) -> Done:
-    runs, slots = prepared.runs, prepared.slots
-    if jobs is None and not request.force and not request.find_largest_batch:
-        with guard():
-            for run in runs:
-                local.check_place(run)
-    stop = threading.Event()
-    launcher: Any = local if jobs is None else jobs
+    runs, launcher = prepared.runs, jobs or local
+    folder, stop = Path(runs[0].config.output_dir), threading.Event()
+    display = Display(
+        runs,
+        console,
+        searching=request.largest_batch,
+        num_slots=len(prepared.slots) if jobs is None else None,  # the time in a queue is unknown
+        usd_so_far=_usd_so_far(runs, prepared.machine, jobs, prices=request.prices),
+    )
 
     def execute_or_keep(run: PlannedRun, slot: Slot) -> RunRecord:
         if request.force:
-            with guard():
-                launcher.forget(run)
+            launcher.forget(run)
         record = launcher.kept_record(run)
-        kept = record is not None
-        if kept:
+        if kept := record is not None:
             with suppress(OSError):
                 local.clear(run.folder)  # a kill after the record was written leaves files
-        if record is None:
+        else:
             display.begin(run)
-            with guard():
-                record = launcher.execute(
-                    run,
-                    slot,
-                    timeout_seconds=request.timeout_seconds,
-                    stop=stop,
-                    on_progress=partial(display.progress, run),
-                )
+            record = launcher.execute(
+                run,
+                slot,
+                timeout_seconds=request.timeout,
+                stop=stop,
+                on_progress=partial(display.progress, run),
+            )
         display.end(run, record, kept=kept)
         return record
 
     def work(run: PlannedRun, slot: Slot) -> tuple[PlannedRun, RunRecord, BatchSearch | None]:
-        if not request.find_largest_batch:
+        if not request.largest_batch:
             return run, execute_or_keep(run, slot), None
         most = LARGEST_BATCH_TRIED if prepared.machine.num_gpus else LARGEST_ON_CPU
         found, shown, record = find_largest_batch(run, partial(execute_or_keep, slot=slot), most=most)
         return shown, record, found
 
     done: dict[int, tuple[PlannedRun, RunRecord, BatchSearch | None]] = {}
-    display = Display(
-        runs,
-        console,
-        searching=request.find_largest_batch,
-        num_slots=len(slots) if jobs is None else None,  # the time in a queue is unknown
-        usd_so_far=_usd_so_far(runs, prepared.machine, jobs, prices=request.prices),
-    )
     interrupted = False
-    try:
-        if jobs is not None:
-            with guard():
-                jobs.begin([] if request.find_largest_batch else runs, force=request.force)
-        with display, closing(run_in_slots(runs, work, slots, stop)) as results:
-            for index, result in results:
-                done[index] = result
-    except KeyboardInterrupt:
-        interrupted = True
-        if jobs is not None:
-            with guard():
-                jobs.cancel()
-        again = "the same command, without --force," if request.force else "the same command"
-        console.print(f"stopped after {len(done)} of {len(runs)} runs; {again} continues from here")
+    with locked(folder) as num_left_over:
+        if num_left_over:
+            console.print(f"stopped {num_left_over} processes that a killed comparison left in {folder}")
+        try:
+            launcher.begin([] if request.largest_batch else runs, force=request.force)
+            with display, closing(run_in_slots(runs, work, prepared.slots, stop)) as results:
+                for index, result in results:
+                    done[index] = result
+        except KeyboardInterrupt:
+            interrupted = True
+            launcher.cancel()
+            again = "the same command, without --force," if request.force else "the same command"
+            console.print(f"stopped after {len(done)} of {len(runs)} runs; {again} continues from here")
     shown = [done[index] for index in sorted(done)]
     if not interrupted:
-        console.print(f"records and logs: {Path(runs[0].config.output_dir)}", highlight=False, soft_wrap=True)
+        console.print(f"records and logs: {folder}", highlight=False, soft_wrap=True)
     return Done(
         records=[(run.folder / RECORD_FILE, record) for run, record, _ in shown],
         searches={str(run.folder / RECORD_FILE): found for run, _, found in shown if found is not None},
@@ -311,7 +247,7 @@ def with_searches(rows: list[Row], searches: dict[str, BatchSearch]) -> list[Row
 
 
 def _usd_so_far(
-    runs: list[PlannedRun], machine: Machine, jobs: SlurmJobs | None, *, prices: OwnPrices | None
+    runs: list[PlannedRun], machine: Machine, jobs: "SlurmJobs | None", *, prices: OwnPrices | None
 ) -> Callable[[], float] | None:
     """Return a function for the dollars spent so far; None without a price.
 

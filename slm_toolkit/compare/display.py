@@ -3,7 +3,8 @@
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -15,6 +16,7 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     SpinnerColumn,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
 )
@@ -39,14 +41,12 @@ def seconds_left(
     running: list[tuple[PlannedRun, float]],
     *,
     num_slots: int,
-    steps_left: Mapping[str, float] | None = None,
 ) -> float | None:
     """Estimate the seconds until all runs are done; None before the first is done.
 
     `done` and `running`: runs with their seconds so far. A run is expected to take the mean of the runs that
     are done with the same model, strategy and batch; without any, the same model and strategy; then the same
     strategy; then all. A run that has taken longer is expected to take OVERDUE times its seconds so far.
-    `steps_left`: by the name of a running run, the seconds of its steps to come, which it takes at least.
     """
     if not done:
         return None
@@ -58,11 +58,7 @@ def seconds_left(
     def expected(run: PlannedRun) -> float:
         return next(mean(took[kind]) for kind in _kinds(run) if kind in took)
 
-    at_least = steps_left or {}
-    rest = [
-        max(expected(run) - elapsed, (OVERDUE - 1) * elapsed, at_least.get(run.run_name, 0.0))
-        for run, elapsed in running
-    ]
+    rest = [max(expected(run) - elapsed, (OVERDUE - 1) * elapsed) for run, elapsed in running]
     total = sum(rest) + sum(expected(run) for run in waiting)
     return max([total / num_slots, *rest])
 
@@ -109,13 +105,12 @@ class Waits:
         self._first_step_at: float | None = None
         self._before_step_1: str | None = None
         self._step: float | None = None
-        self._wait: str | None = None
         self._moved_at = self._began_at
         "when the run began or was seen to do a step"
+        self._size_then = 0
+        "size of the log at that step: waits before it are over"
         self._num_standstills, self._standstill = 0, ""
         self._last_line = ""
-        self._offset = 0
-        self._half_line = b""
 
     def look(self, state: dict[str, Any] | None) -> str | None:
         """Return what the run waits for, from its log; None if it waits for nothing or has done a step since.
@@ -123,24 +118,30 @@ class Waits:
         After a minute without a step, also return how long, and the stage or the last line of output if the
         log names no wait. `state`: the content of the run's progress file, None before there is one.
         """
-        has_step = state is not None and "step" in state
-        for line in self._new_lines():
-            if line.startswith(WAITING):
-                self._wait = line.removeprefix(WAITING).strip()
-                if not has_step:
-                    self._before_step_1 = self._wait
-        step = state["step"] if has_step else None
+        new, size = read_end(self.log, _MOST_BYTES, start=self._size_then)
+        if size < self._size_then:  # another try has a new log
+            new, size = read_end(self.log, _MOST_BYTES)
+        text, now = new.decode(errors="replace"), time.monotonic()
+        ends = filter(None, map(str.strip, reversed(re.split(r"[\r\n]", text))))
+        self._last_line = next(ends, self._last_line)
+        whole_lines = text.rpartition("\n")[0].split("\n")
+        waits = [line.removeprefix(WAITING).strip() for line in whole_lines if line.startswith(WAITING)]
+        step = (state or {}).get("step")
+        if step is None:
+            self._before_step_1 = waits[-1] if waits else self._before_step_1
         if step != self._step:
-            self._step, self._wait = step, None
-            self._moved_at = time.monotonic()
-            self._first_step_at = self._first_step_at or self._moved_at
-        number = int((time.monotonic() - self._moved_at) / _STANDSTILL_SECONDS)
+            self._step, self._moved_at, self._size_then, waits = step, now, size, []
+            self._first_step_at = self._first_step_at or now
+        if not size and not self.log.exists():  # a Slurm job waits in its queue
+            self._moved_at = now
+        wait = waits[-1] if waits else None
+        number = int((now - self._moved_at) / _STANDSTILL_SECONDS)
         if number > self._num_standstills:
             last = f"its last output: {shown(self._last_line)[:200]}" if self._last_line else "no output yet"
-            doing = self._wait or (state or {}).get("stage") or last
+            doing = wait or (state or {}).get("stage") or last
             self._standstill = f"no step for {as_words(number * _STANDSTILL_SECONDS)}: {doing}"
         self._num_standstills = number
-        return self._standstill if number else self._wait
+        return self._standstill if number else wait
 
     def at_the_end(self, seconds_total: float) -> str:
         """Return `, 270 s of it before step 1: ...` if the run waited before step 1, else an empty string."""
@@ -150,28 +151,19 @@ class Waits:
         seconds = min(seconds, seconds_total)  # the run itself measured `seconds_total`
         return f", {seconds:.0f} s of it before step 1: {self._before_step_1}"
 
-    def _new_lines(self) -> list[str]:
-        """Return the complete lines that were written since the last call."""
-        new, size = read_end(self.log, _MOST_BYTES, start=self._offset)
-        if size < self._offset:  # another try has a new log
-            self._offset, self._half_line = 0, b""
-            new, size = read_end(self.log, _MOST_BYTES)
-        if size - self._offset > _MOST_BYTES:
-            self._half_line = b""
-        self._offset = size
-        if not size and not self.log.exists():  # a Slurm job waits in its queue
-            self._moved_at = time.monotonic()
-        *whole, self._half_line = (self._half_line[-_MOST_BYTES:] + new).split(b"\n")
-        lines = [line.decode(errors="replace") for line in whole]
-        ends = [
-            line.rpartition("\r")[2].strip() for line in (*lines, self._half_line.decode(errors="replace"))
-        ]
-        self._last_line = next(filter(None, reversed(ends)), self._last_line)
-        return lines
-
 
 _QUOTED_LINES = 5
 _STYLE = {"ok": "green", "oom": "yellow"}
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A run that was launched."""
+
+    run: PlannedRun
+    began: float
+    bar: TaskID
+    waits: Waits
 
 
 class Display:
@@ -195,11 +187,7 @@ class Display:
         self.num_ended = 0
         self.took: list[tuple[PlannedRun, float]] = []
         self.waiting = {run.run_name: run for run in runs}
-        self.running: dict[str, tuple[PlannedRun, float, int]] = {}
-        "by name: the run, its start time and its bar"
-        self.waits: dict[str, Waits] = {}
-        self.steps: dict[str, tuple[float, int, int, int]] = {}
-        "by name of a running run: when a first step was seen, that step, the newest, and the number of steps"
+        self.running: dict[str, _Running] = {}
         self.lock = threading.RLock()
         names = [name for name, flag in FLAGS.items() if flag.grid]
         others = [run.config for run in runs if not run.run_name.startswith(PARITY_REFERENCE)]
@@ -232,39 +220,35 @@ class Display:
         with self.lock:
             bar = self.bars.add_task(self._label(run), total=steps, status=status)
             self.waiting.pop(run.run_name, None)
-            self.running[run.run_name] = run, time.monotonic(), bar
-            self.waits[run.run_name] = Waits(run.folder / LOG_FILE)
+            self.running[run.run_name] = _Running(run, time.monotonic(), bar, Waits(run.folder / LOG_FILE))
 
     def progress(self, run: PlannedRun, state: dict[str, Any] | None) -> None:
         with self.lock:
-            if (state or {}).get("num_steps") is not None:  # of a user's own script it is unknown
-                first = self.steps.get(run.run_name, (time.monotonic(), state["step"]))[:2]
-                self.steps[run.run_name] = (*first, state["step"], state["num_steps"])
             self.bars.update(self.overall, status=self._outlook())
-            _, _, bar = self.running[run.run_name]
+            running = self.running[run.run_name]
             if state is not None and "step" in state:
                 rate = state["tokens_per_second"]
                 words = "warming up" if rate is None else f"{rate:,.0f} tokens/s"
                 status = "" if state["loss"] is None else f"loss {state['loss']:.3f}  {words}"
-                self.bars.update(bar, completed=state["step"], total=state["num_steps"], status=status)
+                self.bars.update(
+                    running.bar, completed=state["step"], total=state["num_steps"], status=status
+                )
             elif state is not None:
-                self.bars.update(bar, status=escape(f"starting: {state['stage']}"))
-            waits = self.waits[run.run_name]
-            if (wait := waits.look(state)) is None:
+                self.bars.update(running.bar, status=escape(f"starting: {state['stage']}"))
+            if (wait := running.waits.look(state)) is None:
                 return
-            self.bars.update(bar, status=escape(wait))
-            if not self.console.is_terminal and wait not in waits.shown:
-                waits.shown.add(wait)
+            self.bars.update(running.bar, status=escape(wait))
+            if not self.console.is_terminal and wait not in running.waits.shown:
+                running.waits.shown.add(wait)
                 self.console.print(f"{self._label(run)}: {escape(wait)}", highlight=False, soft_wrap=True)
 
     def end(self, run: PlannedRun, record: RunRecord, *, kept: bool) -> None:
         """Replace the run's bar by a permanent line; if the run failed, also show its last log lines."""
         with self.lock:
-            if run.run_name in self.running:
-                _, _, bar = self.running.pop(run.run_name)
-                self.bars.remove_task(bar)
+            running = self.running.pop(run.run_name, None)
+            if running is not None:
+                self.bars.remove_task(running.bar)
             self.waiting.pop(run.run_name, None)
-            self.steps.pop(run.run_name, None)
             self.num_ended += 1
             if record.seconds_total is not None:
                 self.took.append((run, record.seconds_total))
@@ -273,8 +257,8 @@ class Display:
             style = _STYLE.get(record.status, "red")
             seconds = record.seconds_total
             time_text = "-" if seconds is None else f"{seconds:.0f} s"
-            if (waits := self.waits.pop(run.run_name, None)) is not None and seconds is not None:
-                time_text += waits.at_the_end(seconds)
+            if running is not None and seconds is not None:
+                time_text += running.waits.at_the_end(seconds)
             if kept:
                 began = record.started_at[:16].replace("T", " ")
                 time_text = f"kept from {began} UTC (--force runs it again)"
@@ -294,24 +278,14 @@ class Display:
     def _outlook(self) -> str:
         """Return the time left and the cost so far, if known."""
         now, words = time.monotonic(), []
-        running = [(run, now - began) for run, began, _ in self.running.values()]
+        running = [(one.run, now - one.began) for one in self.running.values()]
         waiting = list(self.waiting.values())
         if self.num_slots is not None and not self.searching and (running or waiting):
-            left = seconds_left(
-                self.took, waiting, running, num_slots=self.num_slots, steps_left=self.steps_left(now)
-            )
+            left = seconds_left(self.took, waiting, running, num_slots=self.num_slots)
             words += [] if left is None else [_left_in_words(left)]
         if self.usd_so_far is not None:
             words.append(f"${self.usd_so_far():,.2f} so far")
         return ", ".join(words)
-
-    def steps_left(self, now: float) -> dict[str, float]:
-        """Return the seconds of the steps to come of each run that has done two, at its pace so far."""
-        return {
-            name: (num_steps - newest) * (now - began) / (newest - first)
-            for name, (began, first, newest, num_steps) in self.steps.items()
-            if newest > first
-        }
 
     def _label(self, run: PlannedRun) -> str:
         """Return the strategy and the flags that vary between the runs of the grid."""

@@ -5,6 +5,7 @@ import itertools
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,8 @@ from slm_toolkit.config.flag_pairs import Pair
 from slm_toolkit.config.flags import every_config
 from slm_toolkit.config.run_config import REHEARSED_RANKS_PER_NODE, RunConfig
 from slm_toolkit.hardware.gpus import Machine
-from slm_toolkit.model.from_config import check_trainable
 from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.model.names import check_adapter_base, check_hub_names, find_model
+from slm_toolkit.model.names import check_hub_names, find_model
 from slm_toolkit.predict.flag_checks import SEARCH_HAS_NO_BATCH
 from slm_toolkit.record.numerics import PLAIN
 from slm_toolkit.record.run_record import (
@@ -23,14 +23,11 @@ from slm_toolkit.record.run_record import (
     identity_of,
     installed_versions,
     run_name_of,
+    script_asked,
 )
-from slm_toolkit.strategy.deepspeed_optimizer import as_flags_say
-from slm_toolkit.strategy.groups import fit_groups, parallel_problems
-from slm_toolkit.strategy.strategy import (
-    Strategy,
-    contradictions,
-    find_strategy,
-)
+from slm_toolkit.strategy.checked_run import all_of, checked_run
+from slm_toolkit.strategy.groups import fit_groups
+from slm_toolkit.strategy.strategy import Strategy, find_strategy
 
 PAIRS = (
     SEARCH_HAS_NO_BATCH,
@@ -57,19 +54,39 @@ class PlannedRun:
     spec: ModelSpec | None
     "None: a user's own script, whose model is not known"
     strategy: Strategy
-    num_processes: int
-    "launched processes; 1 for a rehearsal, because the ranks that it stands for are in `asked`"
+    num_ranks: int
+    "with those that a rehearsal stands for"
     gpu: str | None
-    asked: dict[str, Any]
-    versions: dict[str, str]
-    identity: str
-    run_name: str
     taken_out: str | None = None
     "a line for the user if the flags replace the optimizer and scheduler of a DeepSpeed JSON"
     words: tuple[str, ...] | None = None
     "of a user's own script: what the launcher starts in each rank"
     details: str = ""
     "the arguments that distinguish runs of a user's own script"
+
+    @property
+    def num_processes(self) -> int:
+        """Number of launched processes; 1 for a rehearsal."""
+        return 1 if self.config.rehearse is not None else self.num_ranks
+
+    @cached_property
+    def asked(self) -> dict[str, Any]:
+        """All settings; runs with equal settings are repeats of each other."""
+        if self.words is not None:
+            return script_asked(self.strategy, self.num_ranks, self.words[2:])
+        return everything_asked(self.config, self.strategy, self.num_ranks)
+
+    @property
+    def versions(self) -> dict[str, str]:
+        return _versions()
+
+    @property
+    def identity(self) -> str:
+        return identity_of(self.asked, self.versions, self.gpu)
+
+    @property
+    def run_name(self) -> str:
+        return self.config.run_name
 
     @property
     def folder(self) -> Path:
@@ -79,6 +96,16 @@ class PlannedRun:
     def name(self) -> str:
         """Return the run's name in tables."""
         return self.strategy.name
+
+    def named(self, run_name: str) -> "PlannedRun":
+        """Return the run with a folder of this name."""
+        # realpath accepts circular links, unlike Path.resolve
+        folder = os.path.realpath(self.config.output_dir)
+        config = dataclasses.replace(self.config, run_name=run_name, output_dir=folder)
+        return dataclasses.replace(self, config=config)
+
+
+_versions = cache(installed_versions)
 
 
 def plan_runs(
@@ -105,45 +132,41 @@ def plan_runs(
     ]
     # hybrid sharding needs four processes: two copies of two shards
     on_cpu = 4 if any(strategy.sharding.is_hybrid for strategy in strategies) else 2
-    default_processes = machine.num_gpus or on_cpu
-    processes = default_processes if num_processes is None else num_processes
-    problems = [problem for config in configs for problem in config.problems()]
+    processes = (machine.num_gpus or on_cpu) if num_processes is None else num_processes
+    problems = process_problems(strategies, processes, machine)
     most_rehearsed = max(config.rehearse or 0 for config in configs)
     if most_rehearsed > 1 and all(strategy.is_single for strategy in strategies):
         problems.append(f"--rehearse {most_rehearsed} with {strategies[0].name}, which has only one rank")
-    problems += process_problems(strategies, processes, machine)
-    for strategy in strategies:
-        for config in configs:
-            problems += contradictions(strategy, config, has_gpu=has_gpu)
-            num_ranks = config.rehearse or processes
-            problems += parallel_problems(strategy, num_ranks=num_ranks)
-    if problems:
-        raise ValueError(
-            "\n".join(dict.fromkeys(problems)) + "\nhint: `slm compare --help all` explains each flag"
-        )
-
-    versions = installed_versions()
     references, runs = [], []
     for config, strategy in itertools.product(configs, strategies):
         count = 1 if strategy.is_single else config.rehearse or processes
-        if config.rehearse is not None:
-            config = dataclasses.replace(config, rehearse=count)
-        nodes = strategy.num_machines
-        per_node = min(count, REHEARSED_RANKS_PER_NODE) if config.rehearse else max(1, count // nodes)
-        strategy = fit_groups(strategy, num_ranks=count, ranks_per_node=per_node)
-        strategy, taken_out = as_flags_say(strategy, config)
-        if config.parity is not None:
-            single = find_strategy("single")
-            for numerics in dict.fromkeys(("fp32", config.numerics)):
+        try:
+            runs.append(_planned(config, strategy, count, machine))
+            for numerics in dict.fromkeys(("fp32", config.numerics)) if config.parity else ():
                 reference = _parity_reference(config, numerics=numerics, num_processes=count)
-                references.append(
-                    _planned(reference, single, 1, machine.gpu, versions, prefix=f"{PARITY_REFERENCE}-")
-                )
-        run = _planned(config, strategy, count, machine.gpu, versions)
-        runs.append(dataclasses.replace(run, taken_out=taken_out))
-    # each repeat runs all strategies, so that a drift over time affects them equally
-    again = [repeated(run, number) for number in range(2, repeats + 1) for run in runs]
-    return list({run.folder: run for run in (*references, *runs, *again)}.values())
+                references.append(_planned(reference, find_strategy("single"), 1, machine))
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise all_of(problems, verb="compare")
+    for run in runs:
+        check_hub_names(run.config)
+    references = [run.named(f"{PARITY_REFERENCE}-{run.run_name}") for run in references]
+    return with_repeats([*references, *runs], repeats)
+
+
+def with_repeats(runs: list[PlannedRun], repeats: int) -> list[PlannedRun]:
+    """Return each different run, and so many launches of all but parity references.
+
+    A repeat runs all strategies before the next begins, so that a drift over time affects them equally.
+    """
+    again = [
+        run.named(f"{run.run_name}-r{number}")
+        for number in range(2, repeats + 1)
+        for run in runs
+        if not run.run_name.startswith(PARITY_REFERENCE)
+    ]
+    return list({run.folder: run for run in (*runs, *again)}.values())
 
 
 def process_problems(strategies: Iterable[Strategy], processes: int, machine: Machine) -> list[str]:
@@ -164,15 +187,9 @@ def process_problems(strategies: Iterable[Strategy], processes: int, machine: Ma
 
 def with_batch(run: PlannedRun, size: int) -> PlannedRun:
     """Return the same run with another --per_device_train_batch_size."""
-    config = dataclasses.replace(run.config, per_device_train_batch_size=size, run_name=None)
-    return _planned(config, run.strategy, run.asked["num_processes"], run.gpu, run.versions)
-
-
-def repeated(run: PlannedRun, number: int) -> PlannedRun:
-    run_name = f"{run.run_name}-r{number}"
-    return dataclasses.replace(
-        run, run_name=run_name, config=dataclasses.replace(run.config, run_name=run_name)
-    )
+    config = dataclasses.replace(run.config, per_device_train_batch_size=size)
+    changed = dataclasses.replace(run, config=config)
+    return changed.named(run_name_of(run.spec, run.strategy, changed.identity))
 
 
 def _parity_reference(config: RunConfig, *, numerics: str, num_processes: int) -> RunConfig:
@@ -198,24 +215,15 @@ def _parity_reference(config: RunConfig, *, numerics: str, num_processes: int) -
     )
 
 
-def _planned(
-    config: RunConfig,
-    strategy: Strategy,
-    num_processes: int,
-    gpu: str | None,
-    versions: dict[str, str],
-    *,
-    prefix: str = "",
-) -> PlannedRun:
-    """Plan one run of `num_processes` ranks; raises ValueError if its model can't be trained."""
-    spec = find_model(config.model)
-    check_trainable(spec, config)
-    check_adapter_base(config, spec)
-    check_hub_names(config)
-    asked = everything_asked(config, strategy, num_processes)
-    identity = identity_of(asked, versions, gpu)
-    run_name = prefix + run_name_of(spec, strategy, identity)
-    folder = os.path.realpath(config.output_dir)  # unlike Path.resolve, it accepts circular links
-    config = dataclasses.replace(config, run_name=run_name, output_dir=folder)
-    launched = 1 if config.rehearse is not None else num_processes
-    return PlannedRun(config, spec, strategy, launched, gpu, asked, versions, identity, run_name)
+def _planned(config: RunConfig, strategy: Strategy, num_ranks: int, machine: Machine) -> PlannedRun:
+    """Plan one run of `num_ranks` ranks. Raises ValueError with all problems of its settings."""
+    on_node = num_ranks // strategy.num_machines
+    if config.rehearse is not None:
+        on_node = min(num_ranks, REHEARSED_RANKS_PER_NODE)
+    strategy = fit_groups(strategy, num_ranks=num_ranks, ranks_per_node=max(1, on_node))
+    spec, has_gpu = find_model(config.model), machine.num_gpus > 0
+    checked = checked_run(config, spec, strategy, num_ranks=num_ranks, has_gpu=has_gpu)
+    run = PlannedRun(**vars(checked), gpu=machine.gpu)
+    if config.rehearse is not None:
+        run = dataclasses.replace(run, config=dataclasses.replace(config, rehearse=num_ranks))
+    return run.named(run_name_of(spec, strategy, run.identity))

@@ -66,15 +66,14 @@ def setup_of(run: PlannedRun) -> Setup | None:
         placement_of(run.strategy)
     except ValueError:  # ZeRO-0, tensor parallelism, ...
         return None
-    num_gpus = run.asked["num_processes"]
     return Setup(
         run.spec,
         run.strategy,
         run.config,
-        num_gpus=num_gpus,
+        num_gpus=run.num_ranks,
         gpus_per_node=REHEARSED_RANKS_PER_NODE
         if run.config.rehearse
-        else max(1, num_gpus // run.strategy.num_machines),
+        else max(1, run.num_ranks // run.strategy.num_machines),
         gpu=gpu,
     ).launched
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, CancelledError, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -105,11 +105,8 @@ def run_in_slots(
     pool = ThreadPoolExecutor(max_workers=len(slots))
     try:
         index_of = {pool.submit(in_a_slot, job): index for index, job in enumerate(jobs)}
-        pending = set(index_of)
-        while pending:
-            done, pending = wait(pending, return_when=FIRST_COMPLETED)
-            for future in sorted(done, key=index_of.__getitem__):
-                yield index_of[future], future.result()
+        for future in as_completed(index_of):
+            yield index_of[future], future.result()
     except BaseException:
         stop.set()
         raise
@@ -142,7 +139,17 @@ def kept_record(run: PlannedRun) -> RunRecord | None:
     return record if record.identity == run.identity and record.status in ("ok", "oom") else None
 
 
-def check_place(run: PlannedRun) -> None:
+def begin(runs: Sequence[PlannedRun], *, force: bool) -> None:
+    """Raise ValueError if one of the runs would replace what an earlier run saved, unless `force`."""
+    for run in () if force else runs:
+        _check_place(run)
+
+
+def cancel() -> None:
+    """Nothing is left to cancel: each run has ended with the thread that launched it."""
+
+
+def _check_place(run: PlannedRun) -> None:
     """Raise ValueError if this run would replace checkpoints or a model of an earlier run.
 
     With --save_steps, an unfinished run resumes from its newest checkpoint instead.
@@ -230,12 +237,7 @@ def _execute_once(
     started_at, started = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     try:
         clear(run.folder, RECORD_FILE, LOG_FILE)
-        command = launch_command(
-            run, write_resolved(run.strategy, run.folder / "launch", run.num_processes), port=free_port()
-        )
-        ended = _launch(
-            run, slot, command, timeout_seconds=timeout_seconds, stop=stop, on_progress=on_progress
-        )
+        ended = launch(run, slot, timeout_seconds=timeout_seconds, stop=stop, on_progress=on_progress)
         clear(run.folder)
         if (record := own_record(run, ended)) is not None:
             return record
@@ -252,16 +254,12 @@ def _execute_once(
     return record
 
 
-def _launch(
-    run: PlannedRun,
-    slot: Slot,
-    command: list[str],
-    *,
-    timeout_seconds: float,
-    stop: threading.Event,
-    on_progress: Progress,
+def launch(
+    run: PlannedRun, slot: Slot, *, timeout_seconds: float, stop: threading.Event, on_progress: Progress
 ) -> Ended:
-    """Start `command` and wait until it ends, exceeds its time limit, or `stop` is set."""
+    """Launch a run and wait until it ends, exceeds its time limit, or `stop` is set."""
+    yaml_path = write_resolved(run.strategy, run.folder / "launch", run.num_processes)
+    command = launch_command(run, yaml_path, port=free_port())
     folder, before = run.folder, look_at_host_ram()
     least_available_bytes = before.available_bytes
     started_at, started = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slm_toolkit.compare.grid import PlannedRun, process_problems, repeated
+from slm_toolkit.compare.grid import PlannedRun, process_problems, with_repeats
 from slm_toolkit.config.flag_pairs import Pair
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import Machine
-from slm_toolkit.record.run_record import identity_of, installed_versions, script_asked
 from slm_toolkit.strategy.groups import fit_groups
 from slm_toolkit.strategy.strategy import Strategy
 
@@ -61,38 +60,26 @@ def plan_scripts(
     num_processes: int | None,
     machine: Machine,
     output_dir: str,
-    num_repeats: int = 1,
+    repeats: int = 1,
 ) -> list[PlannedRun]:
     """Plan a run of each combination under each strategy. Raise ValueError with all problems."""
     processes = num_processes or machine.num_gpus or 2
     if problems := process_problems(strategies, processes, machine):
         raise ValueError("\n".join(dict.fromkeys(problems)) + "\nhint: see --num_processes and --strategy")
-    combinations, versions, runs = script.grid, installed_versions(), []
-    for arguments, strategy in itertools.product(combinations, strategies):
+    runs = []
+    for arguments, strategy in itertools.product(script.grid, strategies):
         count = 1 if strategy.is_single else processes
-        strategy = fit_groups(
-            strategy, num_ranks=count, ranks_per_node=max(1, count // strategy.num_machines)
-        )
-        words = (script.path, *arguments)
-        asked = script_asked(strategy, count, words)
-        identity = identity_of(asked, versions, machine.gpu)
-        stem = re.sub(r"[^\w.+=,@-]", "_", Path(script.path).stem)
-        run_name = f"{stem}-{strategy.name}-{identity}"
+        per_node = max(1, count // strategy.num_machines)
         varying = (mine for mine, first in zip(arguments, script.arguments, strict=True) if mine != first)
-        runs.append(
-            PlannedRun(
-                config=RunConfig(output_dir=os.path.realpath(output_dir), run_name=run_name),
-                spec=None,
-                strategy=strategy,
-                num_processes=count,
-                gpu=machine.gpu,
-                asked=asked,
-                versions=versions,
-                identity=identity,
-                run_name=run_name,
-                words=("-m", PROGRAM, *words),
-                details=" ".join(varying),
-            )
+        run = PlannedRun(
+            config=RunConfig(output_dir=output_dir),
+            spec=None,
+            strategy=fit_groups(strategy, num_ranks=count, ranks_per_node=per_node),
+            num_ranks=count,
+            gpu=machine.gpu,
+            words=("-m", PROGRAM, script.path, *arguments),
+            details=" ".join(varying),
         )
-    again = [repeated(run, number) for number in range(2, num_repeats + 1) for run in runs]
-    return list({run.folder: run for run in (*runs, *again)}.values())
+        stem = re.sub(r"[^\w.+=,@-]", "_", Path(script.path).stem)
+        runs.append(run.named(f"{stem}-{strategy.name}-{run.identity}"))
+    return with_repeats(runs, repeats)

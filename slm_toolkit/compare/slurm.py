@@ -28,7 +28,7 @@ from slm_toolkit.config.flags import flags_of
 from slm_toolkit.hardware.gpus import Machine
 from slm_toolkit.launch.processes import safe_environment
 from slm_toolkit.record.files import write_record
-from slm_toolkit.record.run_record import PROGRESS_FILE, RECORD_FILE, RunRecord, identity_of
+from slm_toolkit.record.run_record import PROGRESS_FILE, RECORD_FILE, RunRecord
 from slm_toolkit.strategy.strategy import Strategy, on_nodes, write_resolved
 
 # The script of a run's Slurm job, filled in from a readable template.
@@ -55,6 +55,11 @@ class SlurmNodes:
         """All nodes as one machine. The GPU's name is unknown; options that choose hardware replace it."""
         chosen = [word for word, name in _named(self.options) if name in _CHOOSES_HARDWARE]
         return Machine(self.num_nodes * self.gpus_per_node, shlex.join(chosen) or None)
+
+    def with_strategy(self, strategy: Strategy) -> Strategy:
+        """Return the strategy for the number of nodes; a single-process strategy uses one node."""
+        num_nodes = 1 if strategy.is_single else self.num_nodes
+        return strategy if strategy.num_machines == num_nodes else on_nodes(strategy, num_nodes)
 
 
 def slurm_nodes(*, num_nodes: int, gpus_per_node: int, options: str, template: Path) -> SlurmNodes:
@@ -83,12 +88,6 @@ def slurm_nodes(*, num_nodes: int, gpus_per_node: int, options: str, template: P
     if problems:
         raise ValueError("\n".join(problems) + f"\nhint: {SLURM_TEMPLATE} has and explains all names")
     return SlurmNodes(num_nodes, gpus_per_node, words, text)
-
-
-def strategy_on_nodes(strategy: Strategy, nodes: SlurmNodes) -> Strategy:
-    """Return the strategy for the number of nodes; a single-process strategy uses one node."""
-    num_nodes = 1 if strategy.is_single else nodes.num_nodes
-    return strategy if strategy.num_machines == num_nodes else on_nodes(strategy, num_nodes)
 
 
 def script_path(run: PlannedRun) -> Path:
@@ -294,8 +293,7 @@ class SlurmJobs:
         """Like `local.kept_record`, but with the record's GPU, which was unknown when the run was planned."""
         if str(script_path(run)) in self.jobs or (record := written_record(run.folder)) is None:
             return None
-        identity = identity_of(run.asked, run.versions, record.gpu)
-        return local.kept_record(dataclasses.replace(run, identity=identity))
+        return local.kept_record(dataclasses.replace(run, gpu=record.gpu))
 
     def forget(self, run: PlannedRun) -> None:
         """Cancel an earlier comparison's job and remove its folder, unless this comparison started it."""

@@ -13,22 +13,20 @@ def check_with_torch(runs: list[PlannedRun], console: Console) -> None:
         from slm_toolkit.run.engine.engine import check_tracker
 
         check_tracker(config.report_to)
-    if any(run.config.fp8 != "none" or run.config.compiles for run in runs):
-        from slm_toolkit.run.kernels.layer_kernels import check_optional
+    for run in runs:
+        if run.config.fp8 != "none" or run.config.compiles:
+            from slm_toolkit.run.kernels.layer_kernels import check_optional
 
-        for run in runs:
             check_optional(run.config)
-    if any(run.config.peft != "none" for run in runs):
-        from slm_toolkit.run.model.adapters import check_adapters
+        if run.config.peft != "none":
+            from slm_toolkit.run.model.adapters import check_adapters
 
-        for run in runs:
             check_adapters(run.config)
-    if kernels := {run.config.attn_implementation for run in runs} - {"eager", "sdpa"}:
-        from slm_toolkit.run.model.model import check_attention
+    for run in {(run.spec.name, run.config.attn_implementation): run for run in runs}.values():
+        if run.config.attn_implementation not in ("eager", "sdpa"):
+            from slm_toolkit.run.model.model import check_attention
 
-        for run in {(run.spec.name, run.config.attn_implementation): run for run in runs}.values():
-            if run.config.attn_implementation in kernels:
-                check_attention(run.spec, run.config)
+            check_attention(run.spec, run.config)
     if config.dataset != SYNTHETIC:
         from slm_toolkit.run.data.data import load_data
 

@@ -35,8 +35,6 @@ class ExcludesStrategy:
     "the sentence; {flag} becomes the flag as typed, {strategy} the strategy's name"
     own: tuple[Any, ...] = ()
     "values of this flag that exclude the strategies; empty: any but the default"
-    unless: bool = False
-    "True: exclude the strategies without the property"
 
 
 @dataclass(frozen=True)
@@ -176,7 +174,7 @@ def strategy_problems(config: Any, strategy: Any) -> list[str]:
         for name, of_flag in known.items()
         if of_flag.excludes_strategies and _is_given(config, name)
         for rule in of_flag.excludes_strategies
-        if getattr(strategy, rule.property) is not rule.unless
+        if getattr(strategy, rule.property)
         and (not rule.own or any(part in rule.own for part in of_flag.parts_of(getattr(config, name))))
     ]
     return list(dict.fromkeys(sentences))

@@ -7,9 +7,11 @@ litgpt, nanoGPT, axolotl and LLaMA-Factory.
 import argparse
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from difflib import get_close_matches
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from slm_toolkit.base.user_files import read_text, typed_path, yaml_node, yaml_of
@@ -25,138 +27,40 @@ _OF_THE_LAUNCH = {  # flags of `slm train` and `compare` outside RunConfig: thei
 SAME_MEANING = {name: flag.other_names for name, flag in FLAGS.items() if flag.other_names} | _OF_THE_LAUNCH
 "our flag: other trainers' names for it"
 
-_BATCH = (
-    "--per_device_train_batch_size N: sequences of one process and micro-step. A step has N x "
-    "--gradient_accumulation_steps x the number of processes"
-)
-_PRECISION = (
-    "--numerics: aligned (the default) computes in bf16 with fp32 master weights; stock uses accelerate's "
-    "mixed_precision bf16; fp16 is for GPUs without bf16; fp32 has no low precision"
-)
-_SCHEDULE = "--lr_scheduler_type cosine_to_tenth ends at a tenth of --learning_rate, cosine and linear at 0"
-_SHARDING = "--strategy NAME or FILE: ddp, fsdp_full_shard, ds_zero2, ..., or your own file"
-_RANKS = "--num_processes N: ranks of all machines together"
-_ADAPTERS = "--peft lora, or --peft qlora for weights in 4 bits"
-_FLASH = "--attn_implementation flash_attention_2; sdpa, the default, has PyTorch's own flash kernel"
 _OF_THE_LAUNCHER = (
     "this is a flag of the launch: `slm train` takes it; for `accelerate launch` put it before -m"
 )
-_HERE = "a run takes the GPUs of this machine, those of CUDA_VISIBLE_DEVICES; `slm estimate` takes any"
 
-HINTS = {  # a name that is refused: the hint, which says what to write instead
-    **dict.fromkeys(
-        ("batch_size", "bs", "train_batch_size", "global_batch_size", "total_batch_size"), _BATCH
-    ),
-    **dict.fromkeys(("amp", "mixed_precision", "precision", "dtype", "torch_dtype"), _PRECISION),
-    "warmup_ratio": "--warmup_steps N: a number of steps",
-    "min_lr": _SCHEDULE,
-    "lr_scheduler_kwargs": _SCHEDULE,
-    **dict.fromkeys(("deepspeed", "deepspeed_config", "ds_config", "fsdp", "zero_stage"), _SHARDING),
-    **dict.fromkeys(("num_gpus", "gpus", "nproc_per_node", "devices", "world_size"), _RANKS),
-    "num_processes": "--num_gpus N",
-    **dict.fromkeys(("lora", "use_lora", "use_peft", "qlora", "use_qlora", "load_in_4bit"), _ADAPTERS),
-    **dict.fromkeys(("flash_attn", "flash_attention", "use_flash_attn", "use_flash_attention_2"), _FLASH),
-    "per_device_eval_batch_size": "--eval_batches N: so many batches of --per_device_train_batch_size",
-    **dict.fromkeys(("wandb", "use_wandb"), "--report_to wandb"),
-    "gpu": _HERE,
-}
-_UPLOAD = "`hf upload ME/MODEL runs/NAME/model`"
-REMOVED: dict[str, str] = {  # a flag of earlier versions: what to do instead
-    **dict.fromkeys(("plot", "svg", "figures"), "--export FILE.html draws all charts on one page"),
-    **dict.fromkeys(("csv", "parquet"), "--export FILE.csv"),
-    **dict.fromkeys(("markdown", "latex"), "--export FILE.md"),
-    "html": "--export FILE.html",
-    "fsdp_prefetch": "FSDP2 gathers about one layer ahead by itself",
-    "lr_decay_steps": "warmup_stable_decay falls in the last tenth of the steps",
-    **dict.fromkeys(("scale_lr", "base_batch_size"), "give the --learning_rate of the whole batch"),
-    **dict.fromkeys(
-        ("eval_strategy", "evaluation_strategy", "do_eval"),
-        "leave it out: --eval_steps N evaluates",
-    ),
-    "save_strategy": "leave it out: --save_steps N writes checkpoints",
-    "max_loss": "a loss above twice ln(vocabulary size) is bad",
-    "async_save": "checkpoints are written between two steps",
-    "loss_chunk_tokens": "the fused loss chooses its chunks by itself",
-    "usd_per_gpu_hour": "--prices USD",
-    "inter_node_gbps": "--network GBIT",
-    **dict.fromkeys(("price_kind", "provider"), "--prices USD, or --gpu NAME@USD for each GPU type"),
-    "any_version": "set the environment variable SLM_ANY_VERSION=1",
-    "trace_memory": "--profile memory",
-    "validation_split_percentage": "--eval_dataset 10%",
-    "reduce_dtype": "--numerics stock reduces as the engine does, --numerics fp32 in fp32",
-    "grad_dtype": "--numerics stock has the gradients of the engine, --numerics fp32 has fp32 ones",
-    "keep_grads": "`slm estimate --like nanotron` has such gradients",
-    "tf32": "call torch.set_float32_matmul_precision in your own script; --numerics aligned is faster",
-    "find_batch_size": "`slm estimate --largest_batch` and `slm compare --largest_batch` find it before",
-    "stage_ends": "train a second run from the model of the first, with its own --dataset",
-    "until_loss": "`slm report --export FILE.html` draws the losses over time of all runs",
-    "parity_tolerance": "the limit is by numerics; --json has parity_max_loss_difference",
-    "phases": "--json has phase_seconds; --profile prints where the time of a step goes",
-    "probe_seconds": "leave it out: --probe_network repeats each size 30 times",
-    "skip_oom": "the default batch fits under every strategy; a run without enough memory is a row",
-    "retry": "repeat the same command: it runs what failed",
-    "runs_at_once": "leave it out: runs are launched one after another",
-    "take_turns": "--repeats 5 compares round by round",
-    **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_private_repo"), _UPLOAD),
-    "lm_eval_tasks": "`lm_eval --model hf --model_args pretrained=runs/NAME/model --tasks hellaswag`",
-    "versions": "`slm doctor` checks the versions that are installed where it runs: run it there",
-    "ours_against": "in a checkout, python bench/throughput.py compares with Trainer, LitGPT and torchtitan",
-    "paper": "in a checkout, python studies/ashkboos/compare.py prints the paper's figures next to ours",
-    "timing_warmup_steps": "leave it out: first steps that are slow or compile are not timed",
-    **dict.fromkeys(("parity_task", "fp32_steps"), "`slm compare --parity K` sets it for its runs"),
-    "sp_size": "--gradient_checkpointing full, and ZeRO-3 or FSDP with offload, hold the longest sequences",
-    "adam_dtype": "--optim muon takes 4 bytes less per parameter; ds_zero2_offload takes none on the GPU",
-    "mlp_kernel": "--kernels compiled fuses the MLP",
-    **dict.fromkeys(
-        ("loss_kernel", "norm_kernel", "triton_loss", "use_liger_kernel"),
-        "--kernels fused, or only loss, norm or triton",
-    ),
-    "copy": "`slm recipes NAME > NAME.sh` writes a recipe as a file",
-    "merge_adapter": "--save_final_model merged",
-    "dataset_config_name": "--dataset NAME:CONFIGURATION",
-    "records": "`slm report` prints the speed and the cost per token of your own runs",
-    "like": "`slm estimate` takes it",
-    "torch_compile_mode": "--kernels compiled+graphs is reduce-overhead",
-}
+
+@cache
+def foreign_flags(kind: str) -> dict[str, str]:
+    """Return what to write instead of a flag, by its name: of other trainers (hints), or removed ones."""
+    path = Path(__file__).with_name("foreign_flags.yaml")
+    texts = yaml_of(path.read_text(), path, hint="")[kind]
+    return {name: text for names, text in texts.items() for name in names.split()}
+
+
 _LAUNCHERS_OWN = ("strategy", "config_file", "num_processes", "num_machines", "machine_rank")
-_OUR_NAME = {f"--{other}": f"--{ours}" for ours, others in SAME_MEANING.items() for other in others}
-
-
 _SWITCHES = {
-    "--bf16": ("--numerics", "aligned"),
-    "--fp16": ("--numerics", "fp16"),
-    "--torch_compile": ("--kernels", "compiled"),
+    "bf16": ("numerics", "aligned"),
+    "fp16": ("numerics", "fp16"),
+    "torch_compile": ("kernels", "compiled"),
 }
 "switches of Trainer: our flag and its value; without --bf16 and with its false, our default stays"
 
 
-_BOOLEANS = ("true", "false")
+class _Switch(argparse.Action):
+    """`--fp16` or `--fp16 true` stores what our flag would store; `--fp16 false` stores nothing."""
 
+    def __init__(self, name: str, ours: argparse.Action, value: str) -> None:
+        super().__init__(
+            [f"--{name}"], ours.dest, nargs="?", const="true", choices=("true", "false"), type=str.lower
+        )
+        self.stored = [value] if ours.nargs == "+" else value
 
-def in_our_names(words: list[str], known: Collection[str]) -> list[str]:
-    """Return the words with other trainers' names replaced by ours: `--lr 1e-3` is `--learning_rate 1e-3`.
-
-    A name that is itself among the parser's flags, `known`, stays, and so do all words after `--`.
-    """
-    ours = words.index("--") if "--" in words else len(words)
-    named, left = [], words[:ours]
-    while left:
-        word = left.pop(0)
-        name, equals, value = word.partition("=")
-        flag, of_flag = _SWITCHES.get(name, ("", ""))
-        if flag not in known or (equals and value.lower() not in _BOOLEANS):
-            named.append(_in_our_name(word, known))
-            continue
-        if not equals and left and left[0].lower() in _BOOLEANS:
-            value = left.pop(0)
-        named += [] if value.lower() == "false" else [flag, of_flag]
-    return [*named, *words[ours:]]
-
-
-def _in_our_name(word: str, known: Collection[str]) -> str:
-    name, equals, value = word.partition("=")
-    ours = _OUR_NAME.get(name)
-    return word if name in known or ours not in known else ours + equals + value
+    def __call__(self, parser: Any, namespace: argparse.Namespace, value: Any, flag: Any = None) -> None:
+        if value == "true":
+            setattr(namespace, self.dest, self.stored)
 
 
 def hint_for(words: list[str], known: Collection[str]) -> str:
@@ -172,9 +76,9 @@ def hint_for(words: list[str], known: Collection[str]) -> str:
 
 def _hint(flag: str, known: Collection[str]) -> str:
     name = flag.removeprefix("--")
-    if name in REMOVED:
-        return f"--{name} was removed: {REMOVED[name]}"
-    text = HINTS.get(name, "")
+    if instead := foreign_flags("removed").get(name):
+        return f"--{name} was removed: {instead}"
+    text = foreign_flags("hints").get(name, "")
     if name in _LAUNCHERS_OWN and "--strategy" not in known:
         text = _OF_THE_LAUNCHER
     if text and "--seq_len" in known and all(word in known for word in re.findall(r"--\w+", text)):
@@ -230,12 +134,12 @@ def words_of(
 
     Raises ValueError, which begins with `where`, for an unknown name and a value that its flag can't take.
     """
-    settings = list(_without_switches(settings, actions))
-    flags = in_our_names([f"--{name.replace('-', '_')}" for name, _ in settings], actions)
-    if unknown := [flag for flag in flags if flag not in actions or flag in ("--help", "--config")]:
+    typed = [f"--{name.replace('-', '_')}" for name, _ in settings]
+    if unknown := [flag for flag in typed if flag not in actions or flag in ("--help", "--config")]:
         hint = "; ".join(filter(None, (_hint(flag, actions) for flag in unknown))) or hint
         names = ", ".join(flag[2:] for flag in unknown)
         raise ValueError(f"{where}unknown {names}" + (f"\nhint: {hint}" if hint else ""))
+    flags = [actions[flag].option_strings[0] for flag in typed]
     if twice := [flag for flag in dict.fromkeys(flags) if flags.count(flag) > 1]:
         raise ValueError(f"{where}{', '.join(flag[2:] for flag in twice)} given twice\nhint: keep one value")
     return [
@@ -245,28 +149,18 @@ def words_of(
     ]
 
 
-def _without_switches(settings: list[tuple[str, Any]], known: Collection[str]) -> Iterator[tuple[str, Any]]:
-    for name, value in settings:
-        ours, of_ours = _SWITCHES.get(f"--{name}", ("", ""))
-        if ours not in known:
-            yield name, value
-        elif value not in (True, False, None):
-            raise ValueError(f"{name} is {value!r}\nhint: it takes true or false")
-        elif value:
-            yield ours.removeprefix("--"), of_ours
-
-
 def _words_of_setting(flag: str, value: Any, action: argparse.Action, where: str) -> list[str]:
     """`--seed=1`, or `--seed 1 2` of a list; nothing for null, and for false if the flag is a switch."""
-    if value is None or (action.nargs == 0 and value is False):
+    is_switch = action.nargs == 0 or isinstance(action, _Switch)
+    if value is None or (is_switch and value is False):
         return []
-    if action.nargs == 0 and value is True:
+    if is_switch and value is True:
         return [flag]
     value = list(value) if isinstance(value, tuple) else value
     values = value if isinstance(value, list) else [value]
     several = action.nargs in ("+", "*")
-    if action.nargs == 0 or (isinstance(value, list) and not (several and value)):
-        takes = "true or false" if action.nargs == 0 else "a list of values" if several else "one value"
+    if is_switch or (isinstance(value, list) and not (several and value)):
+        takes = "true or false" if is_switch else "a list of values" if several else "one value"
         raise ValueError(f"{where}{flag[2:]} is {value!r}\nhint: it takes {takes}")
     if any(isinstance(each, dict | list | None) for each in values):
         raise ValueError(f"{where}{flag[2:]} holds {value!r}\nhint: it takes texts and numbers")
@@ -308,24 +202,45 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = sys.argv[1:] if args is None else list(args)
+        self.add_other_names()
         if "--config" in self._option_string_actions and self.prefix_chars:
             words = with_config_files(words, self._option_string_actions)
         arguments: list[str] = []
         if self.has_arguments and "--" in words:
             ours = words.index("--")
             words, arguments = words[:ours], words[ours + 1 :]
-        parsed, unknown = super().parse_known_args(
-            in_our_names(words, self._option_string_actions), namespace
-        )
+        parsed, unknown = super().parse_known_args(words, namespace)
         if self.has_arguments:
             parsed.arguments = arguments
         return parsed, unknown
+
+    def add_other_names(self) -> None:
+        """Let each flag be typed by other trainers' names, which help does not show."""
+        known = self._option_string_actions
+        for ours, others in SAME_MEANING.items():
+            for other in others if f"--{ours}" in known else ():
+                known.setdefault(f"--{other}", known[f"--{ours}"])
+        for name, (ours, value) in _SWITCHES.items():
+            if f"--{ours}" in known:
+                known.setdefault(f"--{name}", _Switch(name, known[f"--{ours}"], value))
+
+    def words_of(self, flags: Mapping[str, Any], *, leave_out: Collection[str]) -> list[str]:
+        """Return the words of flags that a Python program gives by name, as `parse_args` takes them.
+
+        `leave_out`: flags that the program can't give. Raises ValueError for a name or a value that no flag
+        can take.
+        """
+        self.add_other_names()
+        known = self._option_string_actions
+        left = {flag: action for flag, action in known.items() if action.dest not in leave_out}
+        return words_of(list(flags.items()), left)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             parser = getattr(parsed, "parser", self)  # the verb's
-            hint = hint_for(unknown, parser._option_string_actions)
+            shown = [flag for action in parser._actions for flag in action.option_strings]
+            hint = hint_for(unknown, shown)
             parser.error(f"unknown: {' '.join(unknown)}" + (f"\nhint: {hint}" if hint else ""))
         return parsed
 
@@ -403,37 +318,11 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return f"{names} {self._format_args(action, action.dest.upper())}".rstrip()
 
 
-class VerbParser(Parser):
-    """A verb's parser, filled by `fill(parser)` of the module `filled_by` when the verb is used.
-
-    So `slm --help` loads no verb, and a verb loads no other verb.
-    """
-
-    def __init__(self, *, filled_by: str, **options: Any) -> None:
-        super().__init__(**options)
-        self._filled_by: str | None = filled_by
-
-    def fill(self) -> None:
-        """Add the verb's flags, once."""
-        if self._filled_by is not None:
-            import_module(self._filled_by).fill(self)
-            self._filled_by = None
-            self.set_defaults(parser=self)
-
-    def words_of(self, flags: Mapping[str, Any], *, leave_out: Collection[str]) -> list[str]:
-        """Return the words of flags that a Python program gives by name, as `parse_args` takes them.
-
-        `leave_out`: flags that the program can't give. Raises ValueError for a name or a value that no flag
-        can take.
-        """
-        self.fill()
-        known = self._option_string_actions
-        left = {flag: action for flag, action in known.items() if action.dest not in leave_out}
-        return words_of(list(flags.items()), left)
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self.fill()
-        return super().parse_known_args(args, namespace)
+def with_flags_of(verb: str, parser: Parser) -> Parser:
+    """Return the parser with the flags of a verb, whose module is loaded here: no verb loads another."""
+    import_module(f"slm_toolkit.cli.{verb}").fill(parser)
+    parser.set_defaults(parser=parser)
+    return parser
 
 
 def positive_number(text: str) -> float:

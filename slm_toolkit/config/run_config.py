@@ -839,8 +839,16 @@ class RunConfig:
         """Return the config with the steps that --max_tokens takes, the last one whole; itself without it."""
         if self.max_tokens is None:
             return self
-        num_steps = math.ceil(number_of_tokens(self.max_tokens) / (sequences_per_step * self.seq_len))
+        num_steps = math.ceil(self.num_tokens / (sequences_per_step * self.seq_len))
         return dataclasses.replace(self, max_steps=num_steps)
+
+    @property
+    def num_tokens(self) -> float | None:
+        """The number of --max_tokens. Raises ValueError if it is not a number of tokens."""
+        try:
+            return None if self.max_tokens is None else number_of_tokens(self.max_tokens)
+        except ValueError as error:
+            raise ValueError(f"--max_tokens: {error}") from None
 
     @property
     def max_seconds(self) -> float | None:
@@ -946,15 +954,9 @@ class RunConfig:
         return [
             *field_problems(self),
             *_size_problems(self),
-            *_step_problems(self),
-            *_source_problems(self),
+            *_text_problems(self),
             *_name_problems(self),
         ]
-
-    def check(self) -> None:
-        """Raise one ValueError with all `problems`."""
-        if problems := self.problems():
-            raise ValueError("\n".join(problems) + "\nhint: `--help all` explains each flag")
 
 
 FLAGS = flags_of_fields(RunConfig)
@@ -995,35 +997,24 @@ def number_of_tokens(text: str) -> float:
     return value
 
 
-def _step_problems(config: RunConfig) -> list[str]:
+def _text_problems(config: RunConfig) -> list[str]:
+    """Return a sentence for each text that can't be parsed."""
     problems = []
-    try:
-        _ = config.max_seconds
-    except ValueError as error:
-        problems.append(str(error))
-    try:
-        _ = config.max_tokens and number_of_tokens(config.max_tokens)
-    except ValueError as error:
-        problems.append(f"--max_tokens: {error}")
+    for name in ("max_seconds", "num_tokens", "sources", "eval_sources"):
+        try:
+            parsed = getattr(config, name)
+        except ValueError as error:
+            problems.append(str(error).splitlines()[0])
+            continue
+        paths = [source.path for source in parsed] if name.endswith("sources") else []
+        if SYNTHETIC in paths and (len(paths) > 1 or name == "eval_sources"):
+            problems.append("synthetic tokens can't be mixed with, or held out of, documents")
     return problems
 
 
 def rule_of(optim: str) -> str:
     """Return what a value of `--optim` updates the weights by: adamw or muon."""
     return optim.split("_")[0]
-
-
-def _source_problems(config: RunConfig) -> list[str]:
-    problems = []
-    for sources in ("sources", "eval_sources"):
-        try:
-            paths = [source.path for source in getattr(config, sources)]
-        except ValueError as error:
-            problems.append(str(error).splitlines()[0])
-            continue
-        if SYNTHETIC in paths and (len(paths) > 1 or sources == "eval_sources"):
-            problems.append("synthetic tokens can't be mixed with, or held out of, documents")
-    return problems
 
 
 def _name_problems(config: RunConfig) -> list[str]:

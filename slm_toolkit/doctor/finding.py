@@ -9,33 +9,6 @@ from typing import Any
 SEVERITIES = ("wrong", "unwise", "could be faster")
 "wrong: the launch fails, does not do what a setting says, or wastes most of its money"
 
-TRAINS_ANYWAY = frozenset(
-    [
-        "zero3-never-releases",
-        "no-wrap-policy",
-        "size-based-wrap",
-        "offload-param-below-stage-3",
-        "fsdp-version-missing",
-        "fsdp1",
-        "use-cpu",
-        "sharding-strategy-ignored",
-        "ignored-section",
-        "compiled-by-yaml",
-        "accumulation-differs",
-        "clipping-differs",
-        "fp8-emulated",
-        "gpu-without-bf16",
-        "nccl-p2p-disabled",
-        "nccl-ib-disabled",
-        "cuda-launch-blocking",
-        "distributed-debug",
-        "no-memory-caching",
-        "dynamo-disabled",
-    ]
-)
-"""names of findings of severity wrong that do not stop a launch: it is slow, or differs from its files.
-`slm compare` prints these findings and measures anyway; the record contains what ran"""
-
 
 REMOVE = None
 "the value of an Edit that removes its key"

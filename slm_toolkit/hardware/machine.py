@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import psutil
-
 from slm_toolkit.hardware.gpus import gpus_here
 
 _LIBRARIES = ("tcmalloc", "jemalloc", "mimalloc")
@@ -68,6 +66,8 @@ class RamState:
 
 
 def look_at_host_ram() -> RamState:
+    import psutil  # takes 10 ms, and no estimate needs it
+
     memory = psutil.virtual_memory()
     counts = [
         count for path in (Path("/proc/vmstat"), *_of_cgroups(_COUNTERS)) for count in _oom_kills_in(path)

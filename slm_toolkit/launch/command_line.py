@@ -22,7 +22,8 @@ from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
 from slm_toolkit.model.from_config import check_trainable
 from slm_toolkit.model.names import check_adapter_base, find_model, is_hub_id
 from slm_toolkit.record.run_record import installed_versions
-from slm_toolkit.strategy.strategy import Strategy, contradictions, on_nodes
+from slm_toolkit.strategy.checked_run import all_of, run_problems
+from slm_toolkit.strategy.strategy import Strategy, on_nodes
 
 _FEWEST_OPEN_FILES = 64
 "twice the need of two ranks on a CPU; with too few, torch's ranks silently wait an hour for each other"
@@ -41,22 +42,17 @@ def check_training(configs: list[RunConfig], strategies: Sequence[Strategy] = ()
     """
     check_surroundings()
     check_versions()
-    configs = [config.with_defaults(has_gpu=False) for config in configs]  # no check here depends on a GPU
-    problems = [problem for config in configs for problem in config.problems()]
-    problems += [
-        problem
-        for config in configs
-        for strategy in strategies
-        for problem in contradictions(strategy, config)
-    ]
+    problems, specs = [], {}
+    for config in (config.with_defaults(has_gpu=False) for config in configs):  # no check depends on a GPU
+        for strategy in strategies or [None]:
+            problems += run_problems(config, strategy)
+        if not problems and _is_local(config.model):
+            specs[config] = find_model(config.model)
     if problems:
-        hint = "\nhint: `--help all` explains each flag"
-        raise ValueError("\n".join(dict.fromkeys(problems)) + hint)
-    specs = {name: find_model(name) for name in {config.model for config in configs} if _is_local(name)}
-    for config in configs:
-        if config.model in specs:
-            check_trainable(specs[config.model], config)
-            check_adapter_base(config, specs[config.model])
+        raise all_of(problems)
+    for config, spec in specs.items():
+        check_trainable(spec, config)
+        check_adapter_base(config, spec)
     if configs[0].rehearse is None:  # a rehearsal may name the cluster's files
         _check_files(configs[0])
 

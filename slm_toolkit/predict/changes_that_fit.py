@@ -5,16 +5,10 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 
-from slm_toolkit.model.families import kernel_problems
 from slm_toolkit.predict.estimate import Change, Estimate, estimate
 from slm_toolkit.predict.setup.setup import Setup, unknown_to_estimates, with_flags
-from slm_toolkit.strategy.groups import fit_groups
-from slm_toolkit.strategy.strategy import (
-    STUDIED_STRATEGIES,
-    Strategy,
-    contradictions,
-    find_strategy,
-)
+from slm_toolkit.strategy.checked_run import run_problems
+from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, Strategy, find_strategy
 
 MOST_CHANGES = 3
 "changes that are combined if fewer are not enough"
@@ -85,16 +79,13 @@ def _mildest(setup: Setup, before: Estimate, options: dict[_Kind, list[_Option]]
 def _has_estimate(setup: Setup) -> bool:
     """Return whether the setup can be launched and has a closed form."""
     try:
-        strategy = fit_groups(setup.strategy, num_ranks=setup.num_gpus, ranks_per_node=setup.ranks_per_node)
-        sharding = dataclasses.replace(setup, strategy=strategy).placement
+        launched = setup.launched
+        _ = launched.placement
     except ValueError:
         return False
     problems = [
-        *sharding.problems(num_gpus=setup.num_gpus, gpus_per_node=setup.ranks_per_node),
-        *contradictions(strategy, setup.config),
-        *(setup.like.problems([strategy]) if setup.like else []),
-        *setup.config.problems(),
-        *kernel_problems(setup.spec, setup.config),
+        *run_problems(setup.config, launched.strategy, setup.spec, num_ranks=setup.num_gpus),
+        *(setup.like.problems([launched.strategy]) if setup.like else []),
         *unknown_to_estimates(setup.config, gpu=setup.gpu, spec=setup.spec),
     ]
     return not problems

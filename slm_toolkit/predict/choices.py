@@ -8,16 +8,15 @@ from itertools import compress, product
 from math import inf
 from typing import Any
 
-from slm_toolkit.config.flag_metadata import strategy_problems
 from slm_toolkit.config.run_config import DEFAULT_BATCH, FLAGS, KERNEL_SETS, RunConfig
 from slm_toolkit.hardware.gpus import Gpu, find_gpu, gpus_here, num_cores
 from slm_toolkit.hardware.machine import has_compiler
-from slm_toolkit.model.families import kernel_problems
 from slm_toolkit.model.model_spec import ModelSpec, flops_per_token
 from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED, Estimate, estimate
 from slm_toolkit.predict.setup.other_trainers import OtherTrainer
 from slm_toolkit.predict.setup.setup import Deployment, Setup
+from slm_toolkit.strategy.checked_run import run_problems
 from slm_toolkit.strategy.strategy import Strategy, sequences_per_step
 
 _USUAL = Deployment()
@@ -152,20 +151,15 @@ def allowed_kernels(
     missing: Set[str] = frozenset(),
 ) -> str:
     """Return the value of --kernels with the parts that all allow, and none that is `missing`."""
+    missing = {*missing, "compile"} if any(config.rehearse for config in configs) else missing
 
-    def problems(config: RunConfig, spec: ModelSpec, part: str) -> list[str]:
-        config = dataclasses.replace(config, kernels=part)
-        of_strategies = [found for strategy in strategies for found in strategy_problems(config, strategy)]
-        return [*config.problems(), *kernel_problems(spec, config), *of_strategies]
+    def num_problems(kernels: str) -> list[int]:
+        changed = [dataclasses.replace(config, kernels=kernels) for config in configs]
+        runs = product(zip(changed, specs, strict=True), strategies or [None])
+        return [len(run_problems(config, strategy, spec)) for (config, spec), strategy in runs]
 
-    def is_allowed(part: str) -> bool:
-        return all(
-            len(problems(config, spec, part)) == len(problems(config, spec, "plain"))
-            and (part != "compile" or config.rehearse is None)  # tensors that take no memory can't be
-            for config, spec in zip(configs, specs, strict=True)
-        )
-
-    parts = [part for part in KERNEL_SETS[name] if part not in missing and is_allowed(part)]
+    plain = num_problems("plain")
+    parts = [part for part in KERNEL_SETS[name] if part not in missing and num_problems(part) == plain]
     return FLAGS["kernels"].joined(parts)
 
 

@@ -6,13 +6,12 @@ from typing import Any
 
 from slm_toolkit.config.flag_metadata import LARGEST_NUMBER
 from slm_toolkit.config.flag_pairs import Pair, pair_problems
-from slm_toolkit.config.flags import every_config
 from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.setup.other_trainers import NAMES
-from slm_toolkit.predict.setup.setup import unknown_to_estimates
-from slm_toolkit.strategy.groups import fit_groups, ranks_of_each_node
+from slm_toolkit.predict.setup.setup import placement_of, unknown_to_estimates
+from slm_toolkit.strategy.groups import fit_groups, parallel_problems, ranks_of_each_node
 from slm_toolkit.strategy.strategy import Strategy
 
 NOT_OF_AN_ESTIMATE = tuple(name for name, flag in FLAGS.items() if flag.estimate == "refuses")
@@ -29,18 +28,6 @@ def add_like_flag(parser: argparse.ArgumentParser) -> None:
         choices=NAMES,
         help="estimate another trainer with its defaults: trainer (Hugging Face's), torchtune, nanotron, "
         "torchtitan or litgpt. Your own flags win. Notes name what it sets",
-    )
-
-
-def check_grid(given: dict[str, Any], *, num_gpus: list[int], gpus_per_node: int) -> None:
-    """Raise one ValueError with all `flag_problems` of a grid."""
-    if problems := flag_problems(every_config(given), num_gpus, gpus_per_node):
-        raise all_of(problems)
-
-
-def all_of(problems: list[str], *, verb: str = "estimate") -> ValueError:
-    return ValueError(
-        "\n".join(dict.fromkeys(problems)) + f"\nhint: `slm {verb} --help all` explains each flag"
     )
 
 
@@ -113,22 +100,23 @@ def fixed_batch_problems(strategies: list[Strategy]) -> list[str]:
 
 
 def placement_problems(strategies: list[Strategy], *, num_gpus: list[int], gpus_per_node: int) -> list[str]:
-    """Return a problem for each strategy whose shards and copies don't divide the GPUs."""
-    from slm_toolkit.predict.setup.setup import placement_of
+    """Return a problem for each strategy whose shards and copies don't divide the GPUs.
 
-    all_problems = []
+    Raises ValueError for a sharding without an estimate.
+    """
+    problems = []
     for strategy, count in itertools.product(strategies, num_gpus):
         if node_problems(count, gpus_per_node):
             continue
         per_node = ranks_of_each_node(count, gpus_per_node)
         try:
-            fitted = fit_groups(strategy, num_ranks=count, ranks_per_node=per_node)
+            strategy = fit_groups(strategy, num_ranks=count, ranks_per_node=per_node)
         except ValueError as error:
-            all_problems.append(str(error).splitlines()[0])
+            problems.append(str(error).splitlines()[0])
             continue
-        problems = placement_of(fitted).problems(num_gpus=count, gpus_per_node=per_node)
-        all_problems += [f"{strategy.path}: {problem}" for problem in problems]
-    return all_problems
+        placement_of(strategy)
+        problems += parallel_problems(strategy, num_ranks=count)
+    return problems
 
 
 def model_to_estimate(name: str) -> ModelSpec:

@@ -6,21 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 from slm_toolkit.config.flags import every_config
 from slm_toolkit.config.run_config import FLAGS, RunConfig
-from slm_toolkit.model.families import kernel_problems
-from slm_toolkit.model.from_config import position_problem
 from slm_toolkit.predict.choices import choices, with_choices
 from slm_toolkit.predict.flag_checks import (
-    all_of,
     flag_problems,
     largest_batch_problems,
     model_to_estimate,
     placement_problems,
 )
-from slm_toolkit.predict.setup.setup import unlike_the_model
-from slm_toolkit.strategy.strategy import Strategy, contradictions
+from slm_toolkit.predict.setup.setup import unknown_to_estimates, unlike_the_model
+from slm_toolkit.strategy.checked_run import all_of, run_problems
+from slm_toolkit.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
     from slm_toolkit.hardware.gpus import Gpu
+    from slm_toolkit.model.model_spec import ModelSpec
     from slm_toolkit.predict.estimate import Estimate
     from slm_toolkit.predict.setup.other_trainers import OtherTrainer
     from slm_toolkit.predict.setup.setup import Deployment
@@ -52,7 +51,7 @@ def estimates(
     from slm_toolkit.hardware.gpus import gpu_of_name
     from slm_toolkit.predict.changes_that_fit import changes_that_fit
     from slm_toolkit.predict.estimate import estimate, largest_batch
-    from slm_toolkit.predict.setup.setup import Deployment, Setup, unknown_to_estimates
+    from slm_toolkit.predict.setup.setup import Deployment, Setup
 
     several = {
         name: list(dict.fromkeys(value))[: 1 if FLAGS[name].estimate == "ignores" else None]
@@ -62,13 +61,14 @@ def estimates(
     }
     if find_largest_batch:
         several["per_device_train_batch_size"] = 1
+    deployment_of = deployments or (lambda gpu: Deployment())
     found_gpus = [None if name is None else gpu_of_name(name) for name in dict.fromkeys(gpus)]
     configs = every_config(several)
     problems = flag_problems(configs, num_gpus, gpus_per_node)
     if find_largest_batch:
         problems += largest_batch_problems(given, strategies, found_gpus)
     if problems:
-        raise all_of(problems)
+        raise all_of(problems, verb="estimate")
     chosen = [
         choices(
             configs,
@@ -79,7 +79,7 @@ def estimates(
             gpus_per_node=gpus_per_node,
             is_comparison=True,
             like=like,
-            deployment=deployments(gpu) if deployments else Deployment(),
+            deployment=deployment_of(gpu),
         )
         for gpu, count in itertools.product(found_gpus, num_gpus)
     ]
@@ -88,50 +88,52 @@ def estimates(
         notes += why
     configs = [with_choices(config, smallest) for config in configs]
     specs = {name: model_to_estimate(name) for name in dict.fromkeys(config.model for config in configs)}
-    problems = [
-        problem
-        for strategy in strategies
-        for config in configs
-        for problem in contradictions(strategy, config)
-    ]
-    problems += like.problems(strategies) if like else []
+    problems = like.problems(strategies) if like else []
     problems += placement_problems(strategies, num_gpus=num_gpus, gpus_per_node=gpus_per_node)
-    positions = [position_problem(specs[config.model], config.seq_len) for config in configs]
-    problems += [problem for problem in positions if problem is not None]
-    problems += [problem for config in configs for problem in kernel_problems(specs[config.model], config)]
-    problems += [
-        problem
-        for config, gpu in itertools.product(configs, found_gpus)
-        for problem in unknown_to_estimates(config, gpu=gpu, spec=specs[config.model])
-    ]
+    problems += _problems_of_rows(configs, strategies, found_gpus, specs)
     if problems:
-        raise all_of(problems)
+        raise all_of(problems, verb="estimate")
 
     estimate_of = largest_batch if find_largest_batch else estimate
-    rows: dict[tuple, Estimate] = {}
+    setups = [
+        Setup(
+            specs[config.model],
+            strategy,
+            config,
+            num_gpus=1 if strategy.is_single else count,
+            gpus_per_node=gpus_per_node,
+            gpu=gpu,
+            like=like,
+            deployment=deployment_of(gpu),
+        )
+        for config, gpu, count, strategy in itertools.product(configs, found_gpus, num_gpus, strategies)
+    ]
+    rows: list[Estimate] = []
     num_searched = 0
-    for number, config in enumerate(configs):
-        for gpu, count, (index, strategy) in itertools.product(found_gpus, num_gpus, enumerate(strategies)):
-            count = 1 if strategy.is_single else count
-            key = (number, gpu and gpu.name, count, index)
-            if key in rows:
-                continue
-            setup = Setup(
-                specs[config.model],
-                strategy,
-                config,
-                num_gpus=count,
-                gpus_per_node=gpus_per_node,
-                gpu=gpu,
-                like=like,
-                deployment=deployments(gpu) if deployments else Deployment(),
-            )
-            row = estimate_of(setup.launched)
-            if search_changes and row.fits is False and num_searched < MOST_SEARCHED_ROWS:
-                num_searched += 1
-                row = row.with_values(changes_that_fit=changes_that_fit(setup, row))
-            rows[key] = row
-    return list(rows.values())
+    for setup in dict.fromkeys(setups):
+        row = estimate_of(setup.launched)
+        if search_changes and row.fits is False and num_searched < MOST_SEARCHED_ROWS:
+            num_searched += 1
+            row = row.with_values(changes_that_fit=changes_that_fit(setup, row))
+        rows.append(row)
+    return rows
+
+
+def _problems_of_rows(
+    configs: list[RunConfig],
+    strategies: list[Strategy],
+    gpus: list["Gpu | None"],
+    specs: "dict[str, ModelSpec]",
+) -> list[str]:
+    """Return the contradictions of all combinations, and the flags without a closed form."""
+    problems = []
+    for config in configs:
+        spec = specs[config.model]
+        for strategy in strategies:
+            problems += run_problems(config, strategy, spec)
+        for gpu in gpus:
+            problems += unknown_to_estimates(config, gpu=gpu, spec=spec)
+    return problems
 
 
 # Notes on what an estimate ignores.

@@ -5,6 +5,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
+from slm_toolkit.config.flags import every_config
 from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
 from slm_toolkit.hardware.gpus import Gpu, gpu_of_name, gpus, gpus_and_count
 from slm_toolkit.hardware.prices import Price
@@ -12,10 +13,11 @@ from slm_toolkit.model.families import kernel_problems
 from slm_toolkit.model.from_config import position_problem
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import check_tokenizer, find_model, has_weights
-from slm_toolkit.predict.flag_checks import all_of, check_grid, model_to_estimate, node_problems
+from slm_toolkit.predict.flag_checks import flag_problems, model_to_estimate, node_problems
 from slm_toolkit.predict.setup.setup import Deployment, unlike_the_model
 from slm_toolkit.recommend.plans import GpuOffer, Workload
 from slm_toolkit.recommend.scaling_laws import compute_optimal_tokens, tokens_for_loss
+from slm_toolkit.strategy.checked_run import all_of
 
 GRID: dict[str, list[Any]] = {
     "per_device_train_batch_size": [1, 2, 4, 8, 16, 32, 64, 128],
@@ -162,8 +164,7 @@ def configs_of(given: dict[str, Any], *, gpus_per_node: int) -> list[RunConfig]:
     left_to_us = {"kernels": ["auto"], "per_device_train_batch_size": [None]}
     given = {name: value for name, value in given.items() if value != left_to_us.get(name)}
     first_of_grid = {name: values[0] for name, values in GRID.items()}
-    check_grid({**first_of_grid, **given}, num_gpus=[1], gpus_per_node=gpus_per_node)
-    grid = {"model": [_DEFAULT_MODEL], **GRID, **given}
-    several = [value if isinstance(value, list) else [value] for value in grid.values()]
-    combinations = [dict(zip(grid, values, strict=True)) for values in itertools.product(*several)]
-    return list(dict.fromkeys(RunConfig(**flags).with_defaults(has_gpu=True) for flags in combinations))
+    if problems := flag_problems(every_config({**first_of_grid, **given}), [1], gpus_per_node):
+        raise all_of(problems, verb="recommend")
+    grid = every_config({"model": [_DEFAULT_MODEL], **GRID, **given})
+    return list(dict.fromkeys(config.with_defaults(has_gpu=True) for config in grid))

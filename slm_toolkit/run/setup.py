@@ -18,10 +18,8 @@ from slm_toolkit.base.user_files import exists, typed_path
 from slm_toolkit.config.flags import training_config
 from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
 from slm_toolkit.launch.command_line import shared_launch_facts
-from slm_toolkit.model.from_config import check_trainable
 from slm_toolkit.model.model_spec import ModelSpec, padded_spec
 from slm_toolkit.model.names import (
-    check_adapter_base,
     check_tokenizer,
     find_model,
     has_weights,
@@ -109,8 +107,7 @@ from slm_toolkit.run.rehearse import (
     tensors_of,
 )
 from slm_toolkit.run.run import Run
-from slm_toolkit.strategy.deepspeed_optimizer import as_flags_say
-from slm_toolkit.strategy.strategy import contradictions
+from slm_toolkit.strategy.checked_run import checked_run
 
 
 def set_up(arguments: list[str], watchdog: Watchdog) -> Run:
@@ -161,31 +158,26 @@ def _check_request(config: RunConfig, launch: Launch) -> tuple[ModelSpec, Launch
 
     Raises ValueError if flags, model or YAML are invalid or contradict each other.
     """
-    config.check()
     spec = find_model(config.model)
-    check_trainable(spec, config)
     if config.rehearse is not None:
         launch = pretend_ranks(launch, config.rehearse)
     absolute_deepspeed_config(launch.strategy)
     check_environment(launch)
     if config.rehearse is None:
         check_devices(launch, num_gpus=torch.cuda.device_count(), local_processes=_local_world_size())
-    problems = contradictions(
-        launch.strategy,
+    checked = checked_run(
         config,
-        num_processes=launch.num_processes,
+        spec,
+        launch.strategy,
+        num_ranks=launch.num_processes,
         mixed_precision=launch.mixed_precision,
         has_gpu=torch.cuda.is_available(),
     )
-    if problems:
-        raise ValueError("\n".join(problems) + "\nhint: see --help of the flag")
-    strategy, taken_out = as_flags_say(launch.strategy, config)
-    if taken_out is not None:
-        say(taken_out)
+    if checked.taken_out is not None:
+        say(checked.taken_out)
     check_optional(config)
     check_adapters(config)
-    check_adapter_base(config, spec)
-    return spec, dataclasses.replace(launch, strategy=strategy)
+    return spec, dataclasses.replace(launch, strategy=checked.strategy)
 
 
 def _meet_machines(launch: Launch, machines: Machines) -> None:

@@ -40,10 +40,14 @@ def parallel_problems(strategy: Strategy, *, num_ranks: int | None = None) -> li
     ]
     sizes = strategy.parallel_sizes
     problems += [f"{where}: {sentence}" for sentence in not_run_yet(sizes)]
-    if num_ranks is not None and strategy.is_fsdp2 and strategy.path is not None:
-        # the groups of a shipped file are fitted to the ranks
-        problem = None if is_shipped(Path(strategy.path)) else product_problem(sizes, num_ranks)
-        problems += [f"{where}: {problem}: the product must be the number of ranks"] if problem else []
+    if num_ranks is None or strategy.path is None:
+        return problems
+    # the groups of a shipped file are fitted to the ranks
+    is_fitted = not strategy.is_fsdp2 or is_shipped(Path(strategy.path))
+    if problem := None if is_fitted else product_problem(sizes, num_ranks):
+        problems.append(f"{where}: {problem}: the product must be the number of ranks")
+    if num_ranks % (secondary := strategy.sharding.secondary_ranks):
+        problems.append(f"{strategy.path}: zero_hpz_partition_size {secondary} with {num_ranks} ranks")
     return problems
 
 

@@ -39,16 +39,6 @@ class Sharding:
         """Return the number of ranks over which one copy of the state is sharded."""
         return gpus_per_node if self.node_holds_copy else self.copy_ranks or num_gpus
 
-    def problems(self, *, num_gpus: int, gpus_per_node: int) -> list[str]:
-        """Return a sentence for each group size that does not divide the number of GPUs."""
-        ranks = self.ranks_of_a_copy(num_gpus=num_gpus, gpus_per_node=gpus_per_node)
-        sizes = {"dp_replicate_size": self.num_copies or 1, "dp_shard_size": ranks}
-        problem = product_problem(sizes, num_gpus) if self.num_copies else None
-        problems = [problem] if problem else []
-        if num_gpus % self.secondary_ranks:
-            problems.append(f"zero_hpz_partition_size {self.secondary_ranks} with --num_gpus {num_gpus}")
-        return problems
-
 
 def parallel_sizes(section: Mapping[str, Any]) -> dict[str, int]:
     """Return the five sizes of a `parallelism_config`; an absent size is 1, accelerate's default."""

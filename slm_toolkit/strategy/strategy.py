@@ -19,7 +19,6 @@ from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.strategy.deepspeed_json import is_deepspeed_config, read_deepspeed_config
 from slm_toolkit.strategy.deepspeed_optimizer import optimizer_problems
 from slm_toolkit.strategy.deepspeed_parts import part_problems
-from slm_toolkit.strategy.passed_on import refused_of_json, refused_of_yaml
 from slm_toolkit.strategy.settings import (
     DeepSpeedSettings,
     FsdpSettings,
@@ -345,10 +344,9 @@ def strategy_of(config: dict[str, Any], path: Path, deepspeed: dict[str, Any] | 
     distributed_type = str(config["distributed_type"]).upper()
     check_sections(config, path)
     check_no_secrets(config, path)
-    settings: dict[str, Any] = {}
-    if distributed_type in ("NO", "MULTI_CPU", "MULTI_GPU"):
-        engine = "single" if distributed_type == "NO" else "ddp"
-    elif distributed_type == "FSDP":
+    engines = {"NO": "single", "MULTI_CPU": "ddp", "MULTI_GPU": "ddp", "DEEPSPEED": "deepspeed"}
+    engine, settings = engines.get(distributed_type), {}
+    if distributed_type == "FSDP":
         fsdp = config.get("fsdp_config") or {}
         engine = "fsdp2" if str(fsdp.get("fsdp_version", 1)) == "2" else "fsdp1"  # accelerate's default
         reshard = fsdp.get("fsdp_reshard_after_forward", True)
@@ -358,21 +356,16 @@ def strategy_of(config: dict[str, Any], path: Path, deepspeed: dict[str, Any] | 
                     f"{path}: fsdp_reshard_after_forward is {reshard!r}\nhint: FSDP2 accepts true or false"
                 )
             settings = {"reshard_after_forward": is_true(reshard)}
-    elif distributed_type == "DEEPSPEED":
-        engine = "deepspeed"
-        deepspeed = read_deepspeed_config(
-            config.get("deepspeed_config") or {},
-            path,
-            mixed_precision=config.get("mixed_precision"),
-            content=deepspeed,
-        )
+    elif engine == "deepspeed":
+        section, precision = config.get("deepspeed_config") or {}, config.get("mixed_precision")
+        deepspeed = read_deepspeed_config(section, path, mixed_precision=precision, content=deepspeed)
         stage = deepspeed.get("zero_optimization", {}).get("stage", 0)
         if type(stage) is not int or not 0 <= stage <= 3:
             raise ValueError(
                 f"{path}: ZeRO stage is {stage!r}\nhint: set zero_optimization.stage to 0, 1, 2 or 3"
             )
         settings = {"zero_stage": stage, "deepspeed_config": deepspeed}
-    else:
+    if engine is None:
         raise ValueError(
             f"{path}: distributed_type {distributed_type!r} is not supported\n"
             "hint: use NO, MULTI_GPU, FSDP or DEEPSPEED"
@@ -389,23 +382,31 @@ def strategy_of(config: dict[str, Any], path: Path, deepspeed: dict[str, Any] | 
 
 def check_passed_on(strategy: Strategy) -> None:
     """Raise one ValueError with all settings that are not passed on to accelerate or DeepSpeed."""
-    refused = [
-        (strategy.path, refused_of_yaml(strategy.accelerate_config or {})),
-        (
-            strategy.deepspeed_config_file or strategy.path,
-            refused_of_json(strategy.deepspeed_config or {}),
-        ),
-    ]
+    if problems := passed_on_problems(strategy):
+        raise ValueError("\n".join(problems))
+
+
+def passed_on_problems(strategy: Strategy) -> list[str]:
+    """Return one sentence, with a hint, if settings of the files are not passed on."""
+    from slm_toolkit.strategy.passed_on import (  # its lists take 20 ms to read
+        refused_of_json,
+        refused_of_yaml,
+    )
+
+    json_path = strategy.deepspeed_config_file or strategy.path
     lines = [
         f"{file}: {setting.sentence}: {setting.why}. Change: {setting.change}"
-        for file, settings in refused
+        for file, settings in (
+            (strategy.path, refused_of_yaml(strategy.accelerate_config or {})),
+            (json_path, refused_of_json(strategy.deepspeed_config or {})),
+        )
         for setting in settings
     ]
-    if lines:
-        raise ValueError(
-            "\n".join(lines) + "\nhint: nothing is launched with such settings; "
-            f"`slm doctor --strategy {strategy.path} --fix DIR` writes corrected copies"
-        )
+    hint = (
+        "hint: nothing is launched with such settings; "
+        f"`slm doctor --strategy {strategy.path} --fix DIR` writes corrected copies"
+    )
+    return ["\n".join([*lines, hint])] if lines else []
 
 
 def check_one_machine(strategies: Iterable[Strategy]) -> None:

@@ -72,7 +72,7 @@ def test_a_command_parses(name: str, words: list[str]) -> None:
 def test_a_command_named_in_a_sentence_has_flags_that_exist(name: str, command: str) -> None:
     words = shlex.split(command)
     parser = Parser(prog="slm")
-    import_module(f"slm_toolkit.{_VERBS[words[1]][0]}").fill(parser)
+    import_module(f"slm_toolkit.cli.{words[1]}").fill(parser)
     flags = {word.partition("=")[0] for word in words if word.startswith("--")}
     assert flags <= parser._option_string_actions.keys()
 
@@ -88,7 +88,7 @@ def parsed(words: list[str]) -> argparse.Namespace | None:
     if "--help" in words:
         assert words[1] in _VERBS
         return None
-    return _parser().parse_args(with_underscores(words[1:]))
+    return _parser(words[1]).parse_args(with_underscores(words[1:]))
 
 
 def training_arguments(words: list[str]) -> None:

@@ -47,7 +47,7 @@ def test_a_training_command_names_a_config_that_is_there_and_flags_that_exist(wo
 @pytest.mark.quick
 @pytest.mark.parametrize("words", SLM, ids=" ".join)
 def test_an_slm_command_parses(words: list[str]) -> None:
-    _parser().parse_args(with_underscores(words[1:]))
+    _parser(words[1]).parse_args(with_underscores(words[1:]))
 
 
 @pytest.mark.quick

@@ -113,7 +113,7 @@ def real_commands(name: str, folder: Path) -> list[list[str]]:
 
 def configurations(words: list[str]) -> Iterator[dict[str, object]]:
     """Each configuration that a command trains, by the names of an estimate's row; its flags must parse."""
-    args = _parser().parse_args(with_underscores(words[1:]))
+    args = _parser(words[1]).parse_args(with_underscores(words[1:]))
     if words[1] == "train":
         strategy = Path(args.strategy).stem.replace("in_pieces", "ds_zero3")
         yield _row(config_from_args(args), strategy, args.num_processes or 1)

@@ -1,6 +1,5 @@
 """What a real Slurm can not be made to say, from programs of its names: silence, refusals, lost jobs."""
 
-import dataclasses
 import io
 import re
 import threading
@@ -100,7 +99,7 @@ def test_a_controller_that_is_silent_for_a_while_ends_nothing(cluster: Cluster, 
 def test_what_slurm_refuses_after_it_took_one_is_asked_again(cluster: Cluster, tmp_path: Path) -> None:
     text = io.StringIO()
     jobs, run = jobs_of(tmp_path, text)
-    other = dataclasses.replace(run, run_name="other")
+    other = run.named("other")
     other.folder.mkdir()
     cluster.answers("sbatch", "echo 7", "echo 'Socket timed out' >&2; exit 1", "echo 8")
     over = "\n".join(

@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -28,10 +29,10 @@ time.sleep(1)
 def launched(folder: Path, program: str) -> local.Ended:
     """The end of a launch of the program, with the run's folder as its argument."""
     (run,) = planned("single", output_dir=str(folder))
-    run.folder.mkdir(parents=True)
     command = [sys.executable, "-c", program, str(run.folder), "--main_process_port", "1"]
     stop, on_progress = threading.Event(), lambda state: None
-    return local._launch(run, Slot(), command, timeout_seconds=60, stop=stop, on_progress=on_progress)
+    with patch.object(local, "launch_command", lambda *_, **__: command):
+        return local.launch(run, Slot(), timeout_seconds=60, stop=stop, on_progress=on_progress)
 
 
 @pytest.mark.quick

@@ -213,8 +213,6 @@ def test_time_left_is_of_the_runs_of_the_same_kind() -> None:
     assert seconds_left(done, [], [(ddp, 12.0)], num_slots=2) == 18  # the other slot can't help
     # a run that should have ended after 30 s: a tenth of its 50 s more, and never zero
     assert seconds_left(done, [], [(ddp, 50.0)], num_slots=1) == pytest.approx(5)
-    # its 40 steps to come take longer than that
-    assert seconds_left(done, [], [(ddp, 50.0)], num_slots=1, steps_left={ddp.run_name: 80.0}) == 80
     # of a strategy that nobody has done: the mean of all, 70 / 3
     (zero,) = planned("ds_zero2")
     assert seconds_left(done, [zero], [], num_slots=1) == pytest.approx(70 / 3)
@@ -245,18 +243,6 @@ def test_a_late_run_has_a_few_seconds_left_and_never_none() -> None:
     display.begin(second)
     display.progress(second, None)
     assert display.bars.tasks[0].fields["status"] == "a few seconds left"
-
-
-@pytest.mark.quick
-def test_the_steps_to_come_take_as_long_as_the_steps_that_were_seen() -> None:
-    (run,) = planned("single")
-    display = Display([run], Console(file=io.StringIO(), force_terminal=True, width=120))
-    display.begin(run)
-    for step in (1, 3):
-        display.progress(run, {"step": step, "num_steps": 33, "loss": 5.5, "tokens_per_second": None})
-    first_seen_at = display.steps[run.run_name][0]
-    # two steps in 10 s, and 30 to come
-    assert display.steps_left(first_seen_at + 10) == {run.run_name: 150}
 
 
 @pytest.mark.quick

@@ -37,7 +37,7 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def words_of(*typed: str) -> list[str]:
     """What `slm train` would launch."""
-    args: argparse.Namespace = _parser().parse_args(["train", *typed])
+    args: argparse.Namespace = _parser("train").parse_args(["train", *typed])
     return launch_words(find_strategy(args.strategy), config_from_args(args), args)
 
 

@@ -20,7 +20,7 @@ LAYERS = (
 SATELLITES = ("recommend", "doctor", "convert", "checkpoint_convert")
 ABOVE_SATELLITES = {
     "recommend": {"recommend", "results"},
-    "doctor": {"doctor", "train", "compare"},
+    "doctor": {"doctor"},
     "convert": {"convert"},
     "checkpoint_convert": {"convert"},
 }

@@ -14,7 +14,7 @@ from slm_toolkit.config.run_config import RunConfig
 
 
 def parse(*words: str) -> Any:
-    return _parser().parse_args(with_underscores(list(words)))
+    return _parser(words[0]).parse_args(with_underscores(list(words)))
 
 
 def write(folder: Path, text: str) -> str:

@@ -9,7 +9,7 @@ from conftest import slm_here
 
 from slm_toolkit.cli.main import _parser
 from slm_toolkit.config.flags import training_config
-from slm_toolkit.config.parser import HINTS, REMOVED, SAME_MEANING, with_underscores
+from slm_toolkit.config.parser import SAME_MEANING, foreign_flags, with_underscores
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import gpu_of_name, gpus_and_count
 from slm_toolkit.model.names import find_model
@@ -20,7 +20,7 @@ from slm_toolkit.strategy.strategy import find_strategy, precision_problem
 def refused(*words: str) -> str:
     """What is said of a command line that does not parse."""
     with pytest.raises(ValueError, match="hint: ") as ended:
-        _parser().parse_args(with_underscores(list(words)))
+        _parser(words[0]).parse_args(with_underscores(list(words)))
     return str(ended.value)
 
 
@@ -43,8 +43,8 @@ def test_a_name_with_the_same_meaning_is_taken_by_verbs_and_by_the_script(
 ) -> None:
     words = typed.split()
     assert getattr(training_config(words), field) == value
-    assert getattr(_parser().parse_args(with_underscores(["train", *words])), field) == value
-    found = getattr(_parser().parse_args(with_underscores(["compare", *words])), field)
+    assert getattr(_parser("train").parse_args(with_underscores(["train", *words])), field) == value
+    found = getattr(_parser("compare").parse_args(with_underscores(["compare", *words])), field)
     assert found in (value, [value])
 
 
@@ -63,14 +63,14 @@ def test_a_switch_of_trainer_is_a_value_of_our_flag(typed: str, meant: dict[str,
 
 def test_the_tables_name_flags_that_exist_and_no_name_twice(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        _parser().parse_args(["train", "--help", "all"])
+        _parser("train").parse_args(["train", "--help", "all"])
     flags = set(re.findall(r"--(\w+)", capsys.readouterr().out))
     assert SAME_MEANING.keys() <= flags
     others = [other for names in SAME_MEANING.values() for other in names]
     assert len(others) == len(set(others))
     assert not set(others) & set(RunConfig.__dataclass_fields__)
-    assert not set(others) & HINTS.keys()
-    mentioned = {flag for text in HINTS.values() for flag in re.findall(r"--(\w+)", text)}
+    assert not set(others) & foreign_flags("hints").keys()
+    mentioned = {flag for text in foreign_flags("hints").values() for flag in re.findall(r"--(\w+)", text)}
     assert mentioned <= flags | {"num_gpus"}  # estimate's
 
 
@@ -94,7 +94,7 @@ def test_a_name_that_may_mean_something_else_gets_a_hint(verb: str, words: str, 
 
 
 def test_a_removed_flag_is_answered_with_what_to_do_instead() -> None:
-    for name, instead in REMOVED.items():
+    for name, instead in foreign_flags("removed").items():
         said = refused("compare", f"--{name}", "1")
         assert said.startswith(f"unknown: --{name} 1\nhint: --{name} was removed: {instead}")
 

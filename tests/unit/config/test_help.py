@@ -8,17 +8,15 @@ from conftest import slm_here
 
 from slm_toolkit.cli.main import _VERBS, _parser
 from slm_toolkit.config.flags import training_config
-from slm_toolkit.config.parser import Parser, VerbParser, with_underscores
+from slm_toolkit.config.parser import Parser, with_underscores
 from slm_toolkit.config.run_config import FLAGS
 
 LONG = ("train", "compare", "estimate", "recommend", "doctor", "report")
 "verbs with so many flags that --help shows the basic ones"
 
 
-def verb_parser(verb: str) -> VerbParser:
-    parser = _parser()._subparsers._group_actions[0].choices[verb]
-    parser.fill()
-    return parser
+def verb_parser(verb: str) -> Parser:
+    return _parser(verb)._subparsers._group_actions[0].choices[verb]
 
 
 def flags_in(text: str) -> set[str]:
@@ -57,7 +55,7 @@ def test_the_examples_of_every_help_parse(verb: str) -> None:
         command = re.split(r"\s{3,}", example.strip())[0]  # a remark follows
         words = shlex.split(command.partition(" > ")[0])
         assert words[:2] == ["slm", verb]
-        _parser().parse_args(with_underscores(words[1:]))
+        _parser(words[1]).parse_args(with_underscores(words[1:]))
 
 
 def test_the_grid_is_explained_once_and_only_where_there_is_one() -> None:

@@ -65,7 +65,7 @@ MODELS = {
         (["--strategy", "off.yaml"], "zero_optimization.offload_optimizer (expected object | null, got str)"),
         (["--strategy", "tape.yaml"], "device (invalid enum value 'tape')"),
         (["--strategy", "bf16.yaml"], "bf16 (expected object | null, got bool)"),
-        (["--strategy", "hpz.yaml"], "zero_hpz_partition_size 3 with --num_gpus 8"),
+        (["--strategy", "hpz.yaml"], "zero_hpz_partition_size 3 with 8 ranks"),
         (
             ["--strategy", "fixed.yaml"],
             "train_micro_batch_size_per_gpu 32, --per_device_train_batch_size says 4",

@@ -44,7 +44,7 @@ def test_the_command_parses_for_shipped_and_own_files(tmp_path: Path) -> None:
     own = own_strategy(tmp_path, "distributed_type: MULTI_GPU\nnum_processes: 8\n", name="mine")
     for name in ("ddp", own):
         words = shlex.split(launch_command(plans_of(name, num_gpus=8)[0]))
-        args = _parser().parse_args(with_underscores(words[1:]))
+        args = _parser(words[1]).parse_args(with_underscores(words[1:]))
         assert args.strategy == name
 
 

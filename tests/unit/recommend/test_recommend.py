@@ -236,7 +236,10 @@ def test_own_shards_that_don_t_divide_are_left_out_by_name_and_offload_is_ranked
         *("--strategy", hybrid, offload, "ddp"),
     )
     assert done.code == 0
-    assert f"left out: {hybrid}: dp_replicate_size 2 x dp_shard_size 8 with 8 ranks" in done.err
+    assert (
+        f"left out: {hybrid}: parallelism_config: dp_replicate_size 2 x dp_shard_size 8 with 8 ranks"
+        in done.err
+    )
     assert "offload" in done.out
 
 
