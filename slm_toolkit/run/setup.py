@@ -258,8 +258,7 @@ def _claim_folder(request: _Request, machines: Machines) -> _ClaimedFolder:
     """
     config, launch = request.config, request.launch
     if num_machines() > 1:
-        counts = {"num_machines": num_machines(), "num_processes": launch.num_processes}
-        machines.meet(shared_launch_facts(launch.command, launch.strategy, **counts))
+        machines.meet(shared_launch_facts(launch.command, launch.strategy))
     gpu = None
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     gpu_before = look_at_gpu(local_rank)
