@@ -214,20 +214,24 @@ def _asked(words: tuple[str, ...]) -> _Asked:
     config = {} if strategy is None else strategy.accelerate_config
     said = {**config, **(config.get("deepspeed_config") or {})}
 
-    def text(name: str) -> str | None:
-        value = option(words, name) or said.get(name)
-        return None if value is None else str(value)
+    def value(name: str) -> Any:
+        return option(words, name) or said.get(name)
 
     def count(name: str) -> int | None:
         try:
-            return None if text(name) is None else int(text(name))
+            return None if value(name) is None else int(str(value(name)))
         except ValueError:
-            raise ValueError(f"{name} is {text(name)!r}\nhint: a whole number") from None
+            raise ValueError(f"{name} is {value(name)!r}\nhint: a whole number") from None
 
     return _Asked(
-        *(words, strategy, count("num_machines"), count("num_processes"), count("machine_rank")),
-        option(words, "main_process_ip"),  # never from a file: it chooses the host to connect to
-        *(count("main_process_port"), text("deepspeed_multinode_launcher")),
+        words=words,
+        strategy=strategy,
+        num_machines=count("num_machines"),
+        num_processes=count("num_processes"),
+        machine_rank=count("machine_rank"),
+        main_process_ip=option(words, "main_process_ip"),  # never from a file: it chooses the host to reach
+        main_process_port=count("main_process_port"),
+        deepspeed_launcher=value("deepspeed_multinode_launcher"),
     )
 
 
