@@ -143,15 +143,17 @@ class Meeting:
         from torch.distributed import PrefixStore
 
         store, text = PrefixStore("slm_toolkit/machines", store), json.dumps(own.__dict__)
-        store.set(str(self._rank), text)
+        keys = [str(rank) for rank in range(self._num_machines)]
+        if not store.check(keys):  # else all have come: this machine is one too many
+            store.set(keys[self._rank], text)
         while len(self._entries) < self._num_machines:
-            for rank in range(self._num_machines):
-                if rank not in self._entries and store.check([str(rank)]):
-                    self._entries[rank] = Entry(**json.loads(store.get(str(rank))))
+            for rank, key in enumerate(keys):
+                if rank not in self._entries and store.check([key]):
+                    self._entries[rank] = Entry(**json.loads(store.get(key)))
             if 0 in self._entries:
                 self._reason = ""
                 _check_equal(self._entries)
-            if (other := store.get(str(self._rank)).decode()) != text:
+            if (other := store.get(keys[self._rank]).decode()) != text:
                 taken = (
                     f"--machine_rank {self._rank} of {own.address} is taken by {json.loads(other)['address']}"
                 )

@@ -119,6 +119,8 @@ def test_of_two_machines_with_one_rank_the_earlier_ends_and_the_others_go_on() -
     third = machines.come(2)
     for met in (machines.first, later, third):
         assert met.result()
+    with pytest.raises(ValueError, match="--machine_rank 1 of .* is taken by "):  # all have come
+        machines.come(1).result()
 
 
 @pytest.mark.quick
