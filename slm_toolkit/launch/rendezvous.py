@@ -108,6 +108,8 @@ class Meeting:
             waited = time.monotonic() - began
             ranks = range(self._num_machines) if 0 in self._entries else [0]
             missing = [str(rank) for rank in ranks if rank not in self._entries]
+            if not missing:  # the other thread is about to end
+                continue
             machines = f"machine{'s' * (len(missing) > 1)} {', '.join(missing)} at {place}{self._reason}"
             if waited >= seconds:
                 raise ValueError(f"{who} waited {seconds:g} s for {machines}\nhint: {hint}")
@@ -133,8 +135,9 @@ class Meeting:
                 time.sleep(_READ_SECONDS)
                 self._store.set_exception(error)
             except RuntimeError as error:  # torch.distributed's: machine 0 is gone, and may come again
+                if self._entries:
+                    self._reason = " (it was there, but stopped answering)"
                 self._entries = {}
-                self._reason = " (it was there, but stopped answering)"
                 if self._given is not None:
                     self._store.set_exception(error)
             time.sleep(_POLL_SECONDS)

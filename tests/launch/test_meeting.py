@@ -16,10 +16,12 @@ from conftest import ENV, ROOT, own_strategy, slm
 from torch.distributed import TCPStore
 
 from slm_toolkit.cli.launch import plan_launch
+from slm_toolkit.compare.local import free_port
 from slm_toolkit.launch.command_line import option, shared_launch_facts
 from slm_toolkit.launch.rendezvous import Meeting, interfaces, listen, patience_seconds
 
 HERE = "127.0.0.1"
+PORT = str(free_port())
 SOON, LATER = 10.0, 60.0
 "seconds to wait; the second where a process comes, which imports torch"
 ANOTHER = """
@@ -231,7 +233,8 @@ def test_a_patience_that_is_no_time_is_refused(text: str, monkeypatch: pytest.Mo
 
 def words_of(config: str | Path, *more: str) -> list[str]:
     asked = ("--num_machines", "2", "--num_processes", "8", "--machine_rank", "1", "--main_process_ip", HERE)
-    return ["--config_file", str(config), *asked, *more, "-m", "slm_toolkit.train", "--seed", "1"]
+    port = ("--main_process_port", PORT)
+    return ["--config_file", str(config), *asked, *port, *more, "-m", "slm_toolkit.train", "--seed", "1"]
 
 
 @pytest.mark.quick
