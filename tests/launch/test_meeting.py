@@ -7,6 +7,7 @@ import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -172,15 +173,16 @@ def test_the_first_machine_may_come_last(capsys: pytest.CaptureFixture[str]) -> 
         assert early.result()
 
 
-def test_the_first_machine_may_go_away_and_come_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_machine_may_go_away_and_come_again() -> None:
     with listen(HERE, 0) as listener:
         port = listener.getsockname()[1]
     words = [sys.executable, "-c", ANOTHER, "0", str(port)]
     with subprocess.Popen(words, env=ENV) as first, ThreadPoolExecutor() as threads:
         others = [Meeting(rank, 3, (HERE, port), facts={}) for rank in (1, 2)]
         second = threads.submit(others[0].wait, LATER, hint="come")
-        while 0 not in others[0]._entries:
-            time.sleep(0.05)
+        wait = timedelta(seconds=LATER)
+        watch = TCPStore(HERE, port, is_master=False, wait_for_workers=False, timeout=wait)
+        watch.wait(["slm_toolkit/machines/0", "slm_toolkit/machines/1"])
         first.kill()
         first.wait()
         third = threads.submit(others[1].wait, LATER, hint="come")
