@@ -1,13 +1,15 @@
 """`slm launch`: `accelerate launch` with clear errors and exit codes; several machines meet first."""
 
 import argparse
+import json
 import os
 import shlex
+import socket
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from slm_toolkit.base.errors import shown, user_errors
 from slm_toolkit.config.flags import MODULE, flags_of, training_config
@@ -22,20 +24,12 @@ from slm_toolkit.launch.command_line import (
 )
 from slm_toolkit.launch.processes import SAFE_PATH, safe_environment
 from slm_toolkit.launch.rendezvous import (
+    FACTS_VARIABLE,
     PATIENCE_SECONDS,
     PATIENCE_VARIABLE,
-    Machine,
-    Patience,
-    attend,
-    host,
-    interface_of,
-    is_answered,
-    is_own_address,
     listen,
-    open_store,
     own_addresses,
     patience_seconds,
-    wait_until_closed,
 )
 from slm_toolkit.model.names import check_hub_names, find_model
 from slm_toolkit.predict.choices import completed
@@ -51,15 +45,15 @@ from slm_toolkit.strategy.strategy import (
 
 _DEFAULT_PORT = 29500  # accelerate's
 _LARGEST_PORT = 65535
-_TELL_SECONDS = 15.0
-"how long a machine that can't start waits for machine 0, to report its error there"
+_TELL_SECONDS = 30
+"how long a machine that can't start waits for the others, to report its error there"
 _DESCRIPTION = f"""\
 Run `accelerate launch`, with the same options. A failed run ends with its own message and the exit code of
 the rank that ended first (143: it was told to stop, and saved). `accelerate launch` alone prints a traceback
 and exits with 1. The command is printed on stderr.
 
-On several machines run the same command on each, with its own --machine_rank. The machines meet at
---main_process_ip before anything starts. After {PATIENCE_SECONDS:g} s (or {PATIENCE_VARIABLE}) each prints
+On several machines run the same command on each, with its own --machine_rank. The launchers meet at
+--main_process_ip before they start ranks. After {PATIENCE_SECONDS:g} s (or {PATIENCE_VARIABLE}) each prints
 which machines are missing, or which options, files and versions differ.
 Missing settings for several machines are added: DeepSpeed's standard launcher, a copy of a shipped hybrid
 shard on each machine, and the network interface for gloo.
@@ -76,14 +70,12 @@ two machines with eight GPUs each; the first is 10.0.0.1:
 
 @dataclass(frozen=True)
 class PlannedLaunch:
-    """An `accelerate launch` on this machine, and the address where machines meet."""
+    """An `accelerate launch` on this machine."""
 
     words: tuple[str, ...]
     "the words after `accelerate launch`: the user's, and those that were added"
-    machine: Machine
-    address: str
-    "address of machine 0; empty for one machine"
-    port: int
+    shared: dict[str, Any]
+    "what the other machines hear: `facts`, and the `problem` if this machine can't start; {} for one machine"
 
 
 @dataclass(frozen=True)
@@ -117,42 +109,28 @@ def _launch(args: argparse.Namespace) -> int:
 
 
 def start(words: list[str]) -> int:
-    """Replace this process by `accelerate launch` with these words, once all machines have met."""
+    """Replace this process by `accelerate launch` with these words."""
     with user_errors():
         words = _with_flags_of_config_file(words)
         planned = plan_launch(words)
-        if planned.machine.problem is not None:
-            return _end_all(planned)
-        try:
-            own_address = meet(planned)
-        except KeyboardInterrupt:
-            return 130
-    if own_address is not None and (interface := interface_of(own_address)) is not None:
-        os.environ.setdefault(
-            "GLOO_SOCKET_IFNAME", interface
-        )  # else gloo takes the loopback of the host's name
     command = [sys.executable, "-P", "-m", "slm_toolkit.launch.launcher", *planned.words]
     env = safe_environment()
     if arguments_of(words, MODULE) is None:  # a user's script may import from its own folder
         env = {name: value for name, value in env.items() if name in os.environ or name != SAFE_PATH}
-    print(f"accelerate launch {shlex.join(planned.words)}", file=sys.stderr, flush=True)
+    if planned.shared:
+        env[FACTS_VARIABLE] = json.dumps(planned.shared)
+    problem = planned.shared.get("problem")
+    line = f"error: {shown(problem)}" if problem else f"accelerate launch {shlex.join(planned.words)}"
+    print(line, file=sys.stderr, flush=True)
     os.execve(command[0], command, env)
     return 1  # never
-
-
-def _end_all(planned: PlannedLaunch) -> int:
-    """Print why this machine can't start, and tell machine 0, so that no other machine waits for it."""
-    print(f"error: {shown(planned.machine.problem)}", file=sys.stderr, flush=True)
-    with suppress(ValueError, KeyboardInterrupt):
-        meet(planned)
-    return 2
 
 
 def plan_launch(words: list[str]) -> PlannedLaunch:
     """Read accelerate's options, the YAML and our script's flags.
 
     Raises ValueError for what can't be on several machines, and for what `check_training` finds: on all
-    machines but the first that is the Machine's `problem`, of which the first hears.
+    machines but the first that is the problem of which the others hear.
     """
     asked, problem = _asked(tuple(words)), None
     try:
@@ -161,19 +139,30 @@ def plan_launch(words: list[str]) -> PlannedLaunch:
         if not asked.machine_rank or asked.num_machines in (None, 1):
             raise
         problem = str(error)
-    if not 0 <= (asked.main_process_port or 0) <= _LARGEST_PORT:
-        raise ValueError(f"--main_process_port is {asked.main_process_port}\nhint: 0 to {_LARGEST_PORT}")
+    port = _DEFAULT_PORT if asked.main_process_port is None else asked.main_process_port
+    if not 0 <= port <= _LARGEST_PORT:
+        raise ValueError(f"--main_process_port is {port}\nhint: 0 to {_LARGEST_PORT}")
     if asked.num_machines in (None, 1):
-        if (asked.num_processes or 1) > 1:
-            _check_port(_DEFAULT_PORT if asked.main_process_port is None else asked.main_process_port)
-        return PlannedLaunch(asked.words, Machine(0, 1, {}), "", 0)
+        if port and (asked.num_processes or 1) > 1 and not _is_answered(port):
+            listen("", port).close()
+        return PlannedLaunch(asked.words, {})
     if problems := _problems(asked):
         raise ValueError("\n".join(problems) + "\nhint: `slm launch --help` has the commands of two machines")
-    counts = {"num_machines": asked.num_machines, "num_processes": asked.num_processes}
-    command = (*_added(asked), *asked.words)
-    said = shared_launch_facts(command, asked.strategy, **counts)
-    me = Machine(asked.machine_rank, asked.num_machines, said, problem)
-    return PlannedLaunch(command, me, asked.main_process_ip, asked.main_process_port or _DEFAULT_PORT)
+    if asked.machine_rank == 0:
+        listen(asked.main_process_ip, port).close()
+    seconds = _TELL_SECONDS if problem else round(patience_seconds())
+    command = (*_added(asked, seconds), *asked.words)
+    facts = shared_launch_facts(command, asked.strategy)
+    return PlannedLaunch(command, {"facts": facts, "problem": problem})
+
+
+def _is_answered(port: int) -> bool:
+    """Return True if a program of this machine listens on `port`; accelerate then takes another port.
+
+    A program that holds the port without listening breaks torch's launcher.
+    """
+    with socket.socket() as attempt:
+        return attempt.connect_ex(("localhost", port)) == 0
 
 
 def _with_flags_of_config_file(words: list[str]) -> list[str]:
@@ -212,40 +201,6 @@ def _check_start(config: RunConfig, strategy: Strategy, asked: _Asked) -> None:
     )
 
 
-def meet(planned: PlannedLaunch) -> str | None:
-    """Wait for all machines; return the address of this machine, or None if there is only one."""
-    me, address, port = planned.machine, planned.address, planned.port
-    if me.num_machines == 1:
-        return None
-    seconds = patience_seconds()
-    if me.rank > 0:
-        if me.problem is not None:
-            seconds = min(seconds, _TELL_SECONDS)
-        hint = (
-            f"is `slm launch` running there with --machine_rank 0, and is TCP port {port} open? "
-            f"{PATIENCE_VARIABLE} sets a longer wait"
-        )
-        with attend(me, address, port, patience=Patience(seconds, 0.0, hint)) as connection:
-            wait_until_closed(connection)
-            return connection.getsockname()[0]
-    hint = (
-        "run the same command there with its own --machine_rank; open this TCP port and all above 1024; "
-        f"{PATIENCE_VARIABLE} sets a longer wait"
-    )
-    store = open_store(address, port)
-    peers = host(me, store, at=f"{address}:{port}", patience=Patience(seconds, 0.0, hint))
-    return peers[0].reached_at  # `address` may be a name of the loopback here
-
-
-def _check_port(port: int) -> None:
-    """Raise ValueError for a port that a program holds without answering, which breaks torch's launcher.
-
-    If a program answers there, accelerate takes another port.
-    """
-    if port and not is_answered(port):
-        listen("localhost", port).close()
-
-
 def _asked(words: tuple[str, ...]) -> _Asked:
     """Read the settings of a launch. Raises ValueError for a bad YAML, or a count that is not a number."""
     config_file, json_file = option(words, "config_file"), option(words, "deepspeed_config_file")
@@ -259,20 +214,24 @@ def _asked(words: tuple[str, ...]) -> _Asked:
     config = {} if strategy is None else strategy.accelerate_config
     said = {**config, **(config.get("deepspeed_config") or {})}
 
-    def text(name: str) -> str | None:
-        value = option(words, name) or said.get(name)
-        return None if value is None else str(value)
+    def value(name: str) -> Any:
+        return option(words, name) or said.get(name)
 
     def count(name: str) -> int | None:
         try:
-            return None if text(name) is None else int(text(name))
+            return None if value(name) is None else int(str(value(name)))
         except ValueError:
-            raise ValueError(f"{name} is {text(name)!r}\nhint: a whole number") from None
+            raise ValueError(f"{name} is {value(name)!r}\nhint: a whole number") from None
 
     return _Asked(
-        *(words, strategy, count("num_machines"), count("num_processes"), count("machine_rank")),
-        option(words, "main_process_ip"),  # never from a file: it chooses the host to connect to
-        *(count("main_process_port"), text("deepspeed_multinode_launcher")),
+        words=words,
+        strategy=strategy,
+        num_machines=count("num_machines"),
+        num_processes=count("num_processes"),
+        machine_rank=count("machine_rank"),
+        main_process_ip=option(words, "main_process_ip"),  # never from a file: it chooses the host to reach
+        main_process_port=count("main_process_port"),
+        deepspeed_launcher=value("deepspeed_multinode_launcher"),
     )
 
 
@@ -287,11 +246,6 @@ def _problems(asked: _Asked) -> list[str]:
     if address is None:
         found.append(
             "no --main_process_ip on the command line: the address of machine 0; this machine is "
-            f"{own_addresses()}"
-        )
-    elif rank == 0 and not is_own_address(address):
-        found.append(
-            f"--machine_rank 0 must be the machine at {address} (--main_process_ip); this machine is "
             f"{own_addresses()}"
         )
     if asked.main_process_port == 0:
@@ -309,11 +263,11 @@ def _problems(asked: _Asked) -> list[str]:
     return found
 
 
-def _added(asked: _Asked) -> list[str]:
-    """Return options that several machines need and that were not given."""
+def _added(asked: _Asked, seconds: int) -> list[str]:
+    """Return options that several machines need and that were not given; `seconds` to wait for each other."""
     words = []
-    if option(asked.words, "rdzv_conf") is None:  # all have met, so accelerate need not wait 900 s
-        words += ["--rdzv_conf", f"timeout={round(patience_seconds())}"]
+    if option(asked.words, "rdzv_conf") is None:
+        words += ["--rdzv_conf", f"timeout={seconds}"]
     if asked.strategy is None:
         return words
     if asked.strategy.is_deepspeed and asked.deepspeed_launcher is None:

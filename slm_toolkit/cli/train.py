@@ -1,13 +1,13 @@
 """`slm train`: one training run under one strategy. It prints and runs an `accelerate launch`."""
 
 import argparse
+import sys
 from pathlib import Path
 
 import yaml
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.base.safe_files import make_folder, write_new
-from slm_toolkit.cli.output import print_notes
 from slm_toolkit.config.flags import MODULE, add_flags, config_from_args, flags_of
 from slm_toolkit.config.parser import count
 from slm_toolkit.config.run_config import RunConfig
@@ -90,7 +90,8 @@ def _train(args: argparse.Namespace) -> int:
             model = config.with_defaults(has_gpu=bool(gpus_here())).model
             check_tokenizer(config, find_model(model))
         words = launch_words(strategy, config, args)
-    print_notes(notes_on([strategy]))
+    for note in notes_on([strategy]):
+        print(note, file=sys.stderr)
     return start(words)
 
 

@@ -137,27 +137,23 @@ def option(command: tuple[str, ...], name: str) -> str | None:
     return None
 
 
-def shared_launch_facts(
-    command: tuple[str, ...], strategy: Strategy | None, *, num_machines: int, num_processes: int
-) -> dict[str, Any]:
+def shared_launch_facts(command: tuple[str, ...], strategy: Strategy | None) -> dict[str, Any]:
     """Return, as JSON values, the facts that must be equal on all machines of a launch.
 
     They include everything but each machine's rank and addresses. The YAML is compared by content. If a
     script is not given by -m, its options count as options of the launcher.
     """
     split = next((index for index, word in enumerate(command) if word in _MODULE), len(command))
-    launcher = {name: value for name, value in _by_flag(command[:split]).items() if name not in _OF_MACHINE}
+    launcher = _by_flag(command[:split]).items()
     facts = {
-        "num_machines": num_machines,
-        "num_processes": num_processes,
-        "launcher": {name: value for name, value in launcher.items() if name not in _OWN_FACTS},
+        "launcher": {name: value for name, value in launcher if name not in _OF_MACHINE},
         "script": _by_flag(command[split + 1 :]),
         "versions": installed_versions(),
     }
     if strategy is not None and strategy.accelerate_config is not None:
-        config = on_nodes(strategy, num_machines).accelerate_config
+        config = on_nodes(strategy, strategy.num_machines).accelerate_config
         deepspeed = {**(config.get("deepspeed_config") or {}), "deepspeed_config_file": None}
-        facts["YAML"] = {**config, "num_processes": None, "deepspeed_config": deepspeed}
+        facts["YAML"] = {**config, "deepspeed_config": deepspeed}
         facts["DeepSpeed JSON"] = strategy.deepspeed_config
     return json.loads(json.dumps(facts, default=str))
 
@@ -165,8 +161,6 @@ def shared_launch_facts(
 _MODULE = ("-m", "--module")
 _OF_MACHINE = ("config_file", "machine_rank", "main_process_ip", "main_process_port", "rdzv_conf")
 "the launcher's options that may differ between machines"
-_OWN_FACTS = ("num_machines", "num_processes")
-"the launcher's options that are facts of their own above"
 
 
 def _by_flag(words: Iterable[str]) -> dict[str, str]:

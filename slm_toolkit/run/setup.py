@@ -183,8 +183,7 @@ def _check_request(config: RunConfig, launch: Launch) -> tuple[ModelSpec, Launch
 def _meet_machines(launch: Launch, machines: Machines) -> None:
     """Meet the other machines. Raises ValueError if one is missing or was launched differently."""
     if num_machines() > 1:
-        counts = {"num_machines": num_machines(), "num_processes": launch.num_processes}
-        machines.meet(shared_launch_facts(launch.command, launch.strategy, **counts))
+        machines.meet(shared_launch_facts(launch.command, launch.strategy))
 
 
 def _open_gpu() -> GpuBefore:

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from drift import ROOT, Leaning
 
@@ -112,6 +113,19 @@ def _summary() -> None:
     assert "ChildFailedError" in log
 
 
+def _static_rendezvous() -> None:
+    from torch.distributed.elastic.rendezvous import RendezvousParameters, static_tcp_rendezvous
+
+    from slm_toolkit.launch.launcher import _Rendezvous
+
+    asked = RendezvousParameters("static", "host:29500", "none", 2, 2, rank=1, timeout=9)
+    with patch.object(static_tcp_rendezvous, "StaticTCPRendezvous", _Rendezvous):
+        made = static_tcp_rendezvous.create_rdzv_handler(asked)
+    assert type(made) is _Rendezvous, f"torch's launcher now makes a {type(made)}"
+    assert (made.master_addr, made.master_port, made.rank, made.world_size) == ("host", 29500, 1, 2)
+    assert (made.timeout.total_seconds(), made._store) == (9, None)
+
+
 def _launch_arguments() -> None:
     from accelerate.commands.launch import launch_command_parser
 
@@ -185,6 +199,13 @@ LAUNCHES = (
         "compare/local.py, launch/command_line.py, run/peers/launch_info.py; "
         "tests/contracts/launcher_says.py for the private function",
         _launch_arguments,
+    ),
+    Leaning(
+        "torch: the launcher's rendezvous of several machines",
+        ("static_tcp_rendezvous", "StaticTCPRendezvous", "next_rendezvous"),
+        "name the machines that do not come, and what differs",
+        "launch/launcher.py: _Rendezvous",
+        _static_rendezvous,
     ),
     Leaning(
         "torch: the profiler's names of gloo's collectives",

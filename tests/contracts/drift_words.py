@@ -231,7 +231,7 @@ WORDS = (
         "torch: which interface gloo and NCCL take",
         ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
         "name the variable to set where ranks don't reach each other",
-        "run/peers/machines.py, cli/launch.py: the new variables",
+        "run/peers/machines.py, launch/launcher.py: the new variables",
         _interfaces,
     ),
     Leaning(

@@ -17,8 +17,10 @@ from conftest import ROOT, Comparison, slm
 from slm_toolkit.cli.launch import plan_launch
 from slm_toolkit.cli.main import _VERBS, _parser
 from slm_toolkit.cli.train import launch_words
+from slm_toolkit.compare.local import free_port
 from slm_toolkit.config.flags import add_flags, config_from_args
 from slm_toolkit.config.parser import Parser, with_underscores
+from slm_toolkit.launch.command_line import option
 from slm_toolkit.model.names import find_model
 from slm_toolkit.strategy.strategy import find_strategy
 
@@ -105,13 +107,15 @@ def test_a_command_for_several_machines_plans_sixteen_ranks_on_two(words: list[s
     args = parsed(words)
     if words[1] == "train":
         args.main_process_ip = "127.0.0.1" if args.machine_rank == 0 else args.main_process_ip
+        args.main_process_port = free_port()
         planned = plan_launch(launch_words(find_strategy(args.strategy), config_from_args(args), args))
-        assert (planned.machine.num_machines, planned.machine.facts["num_processes"]) == (2, 16)
+        assert (option(planned.words, "num_machines"), option(planned.words, "num_processes")) == ("2", "16")
         return
     assert args.words == words[2:]
     here = ["127.0.0.1" if "10.0." in word else word for word in words[2:]]
-    planned = plan_launch(here)
-    assert (planned.machine.num_machines, planned.machine.facts["num_processes"]) == (2, 16)
+    planned = plan_launch(["--main_process_port", str(free_port()), *here])
+    assert (option(planned.words, "num_machines"), option(planned.words, "num_processes")) == ("2", "16")
+    assert planned.shared["problem"] is None
     script = words[words.index("-m") + 1 :]
     if script[0] == "slm_toolkit.train":
         training_arguments(script[1:])

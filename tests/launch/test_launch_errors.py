@@ -42,49 +42,22 @@ def test_the_command_of_the_readme_works_as_written_without_a_gpu(tmp_path: Path
     assert "record: " in done.err
 
 
-def test_fewer_gpus_than_processes_gives_the_command_to_paste(tmp_path: Path) -> None:
+def test_fewer_gpus_than_processes_is_an_error_with_the_number_that_fits(tmp_path: Path) -> None:
     script = tmp_path / "one_gpu.py"
     script.write_text(ONE_GPU)
     done = launch(
         *QUICK, "--output_dir", str(tmp_path / "runs"), config="accel_configs/ddp.yaml", script=script
     )
     assert done.code != 0
-    assert done.err.count("error: 2 processes but 1 GPU on this machine") == 1
-    paste = "hint: launch it as: accelerate launch --num_processes 1 --main_process_port 0 --config_file "
-    assert f"{paste}accel_configs/ddp.yaml {script} --model slm-1m" in done.err
+    said = "error: 2 processes but 1 GPU on this machine\nhint: launch with --num_processes 1\n"
+    assert done.err.count(said) == 1
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("typed", "pasted"),
-    [
-        (
-            "accelerate launch --config_file a.yaml -m slm_toolkit.train",
-            "--num_processes 4 --config_file a.yaml -m",
-        ),
-        (
-            "accelerate launch --num_processes 8 --config_file a.yaml -m x",
-            "--num_processes 4 --config_file a.yaml -m",
-        ),
-        (
-            "accelerate launch --config_file a.yaml --num-processes=8 -m x",
-            "--num_processes 4 --config_file a.yaml -m",
-        ),
-    ],
-)
-def test_the_pasted_command_has_one_number_of_processes(typed: str, pasted: str) -> None:
-    command = Launch(find_strategy("ddp"), 8, tuple(typed.split())).command_for(4)
-    assert command.startswith(f"accelerate launch {pasted}")
-    assert "8" not in command
-
-
-@pytest.mark.quick
-def test_on_several_machines_the_command_counts_the_ranks_of_all() -> None:
-    ddp = on_nodes(find_strategy("ddp"), 2)
-    command = ("accelerate", "launch", "--num_processes", "16", "--num_machines", "2", "-m", "x")
-    launched = Launch(ddp, 16, command)
-    with pytest.raises(ValueError, match="8 processes but 4 GPUs.*\n.* --num_processes 8 --num_machines 2 "):
+def test_on_several_machines_the_number_counts_the_ranks_of_all() -> None:
+    launched = Launch(on_nodes(find_strategy("ddp"), 2), 16, ())
+    with pytest.raises(ValueError, match="8 processes but 4 GPUs.*\n.* --num_processes 8$"):
         check_devices(launched, num_gpus=4, local_processes=8)
 
 

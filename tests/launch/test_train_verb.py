@@ -15,7 +15,7 @@ from slm_toolkit.cli.main import _parser
 from slm_toolkit.cli.train import launch_words, yaml_to_launch
 from slm_toolkit.config.flags import config_from_args
 from slm_toolkit.config.run_config import FLAGS, RunConfig
-from slm_toolkit.launch.command_line import check_training
+from slm_toolkit.launch.command_line import check_training, option
 from slm_toolkit.strategy.strategy import find_strategy, read_strategy
 
 DDP = str(ROOT / "accel_configs" / "ddp.yaml")
@@ -88,7 +88,8 @@ def test_with_gpus_there_is_a_rank_for_each(monkeypatch: pytest.MonkeyPatch) -> 
     several = words_of("--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "10.0.0.1")
     assert several[2:4] == ["--num_processes", "16"]
     planned = plan_launch(several)  # which reads them as `slm launch` does
-    assert (planned.machine.rank, planned.machine.num_machines, planned.address) == (1, 2, "10.0.0.1")
+    names = ("machine_rank", "num_machines", "main_process_ip")
+    assert [option(planned.words, name) for name in names] == ["1", "2", "10.0.0.1"]
 
 
 @pytest.mark.quick

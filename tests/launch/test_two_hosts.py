@@ -144,12 +144,9 @@ def test_a_second_host_that_never_comes_is_named_and_nothing_is_started(hosts: H
     head = started_on_one(hosts, 0, tmp_path, *words, SLM_PATIENCE_SECONDS="2")
     (done,) = ended(hosts, head, tmp_path)
     assert done.code == 2
-    assert f"machine 0 of 2: waiting at {address}:29500 for machine 1, 0 of 2 s\n" in done.err
-    assert (
-        f"error: 1 of 2 machines came within 2 s: machine 1 did not connect to {address}:29500\n"
-        "hint: run the same command there with its own --machine_rank;" in done.err
-    )
-    shown = done.err.replace(address, "10.0.0.1").replace(" 2 s", " 300 s")
+    shown = done.err[done.err.index("machine 0 of 2: waiting for machine 1 at ") :]
+    assert f"error: machine 0 of 2 waited 2 s for machine 1 at {address}:29500\nhint: run the same" in shown
+    shown = shown.replace(address, "10.0.0.1").replace(" 2 s", " 300 s")
     assert shown in (ROOT / "docs" / "clusters.md").read_text()
     assert not (tmp_path / "runs").exists()
 
@@ -160,8 +157,8 @@ def test_a_host_that_finds_no_first_one_says_where_it_looked(hosts: Hosts, tmp_p
     (done,) = ended(hosts, second, tmp_path)
     assert done.code == 2
     assert (
-        f"error: machine 1 of 2 did not meet machine 0 at {hosts.addresses[0]}:29500 within 2 s "
-        "(Connection refused)\nhint: is `slm launch` running there" in done.err
+        f"error: machine 1 of 2 waited 2 s for machine 0 at {hosts.addresses[0]}:29500 "
+        "(Connection refused)\nhint: run the same command there" in done.err
     )
 
 
@@ -263,8 +260,8 @@ def test_ranks_that_fail_as_they_start_are_missed_on_the_other_host(hosts: Hosts
     first, second = on_both(hosts, tmp_path, SHIPPED.format("ddp"), "2", envs=(env, env))
     assert (first.code, second.code) == (2, 2)
     assert "error: planted\n" in second.err
-    assert "error: 1 of 2 machines came within 12 s: machine 1 did not connect to " in first.err
-    assert "\nhint: its launcher connected, so read its output" in first.err
+    assert "error: machine 0 of 2 waited 12 s for machine 1 at " in first.err
+    assert "\nhint: read its output, because its launcher came" in first.err
 
 
 def hidden_on_the_second(folder: Path) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 import functools
 import os
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,17 +32,6 @@ class Launch:
             return requested.lower()
         in_environment = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
         return None if in_environment == "no" else in_environment  # "no" is also the launcher's default
-
-    def command_for(self, num_processes: int) -> str:
-        """Return the same command for another number of processes, ready to paste."""
-        words = list(self.command)
-        for index, word in enumerate(words):
-            name = word.partition("=")[0].replace("-", "_")
-            if name == "__num_processes":
-                del words[index : index + (1 if "=" in word else 2)]
-                break
-        at = words.index("launch") + 1
-        return shlex.join([*words[:at], "--num_processes", str(num_processes), *words[at:]])
 
 
 def find_launch() -> Launch:
@@ -110,7 +98,7 @@ def check_environment(launch: Launch) -> None:
 
 
 def check_devices(launch: Launch, *, num_gpus: int, local_processes: int) -> None:
-    """Raise ValueError, with a command to paste, if this machine has GPUs but fewer than local ranks.
+    """Raise ValueError if this machine has GPUs but fewer than local ranks.
 
     A machine without a GPU is fine: its ranks run on the CPU.
     """
@@ -121,11 +109,10 @@ def check_devices(launch: Launch, *, num_gpus: int, local_processes: int) -> Non
         )
     if num_gpus == 0 or local_processes <= num_gpus:
         return
-    num_fit = num_gpus * launch.strategy.num_machines
-    paste = f": {launch.command_for(num_fit)}" if launch.command else f" with {num_fit} processes"
     noun = "GPU" if num_gpus == 1 else "GPUs"
     raise ValueError(
-        f"{local_processes} processes but {num_gpus} {noun} on this machine\nhint: launch it as{paste}"
+        f"{local_processes} processes but {num_gpus} {noun} on this machine\n"
+        f"hint: launch with --num_processes {num_gpus * launch.strategy.num_machines}"
     )
 
 
@@ -137,11 +124,7 @@ def _sizes_from_environment() -> dict[str, int]:
 
 
 def _world_size() -> int:
-    """Return WORLD_SIZE. Raises ValueError if it is not a positive integer, which no launcher would set."""
-    text = os.environ.get("WORLD_SIZE", "1")
-    if not (text.isascii() and text.isdigit() and int(text[:9]) > 0 and len(text) <= 9):
-        raise ValueError(f"WORLD_SIZE is {text!r} in the environment\nhint: only launchers set it; unset it")
-    return int(text)
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _strategy_from_environment() -> Strategy:

@@ -21,16 +21,8 @@ import torch
 import torch.distributed as dist
 
 from slm_toolkit.config.run_config import MOST_DDP_TIMEOUT
-from slm_toolkit.launch.rendezvous import (
-    PATIENCE_VARIABLE,
-    Machine,
-    Patience,
-    Peer,
-    attend,
-    host,
-    listen,
-    patience_seconds,
-)
+from slm_toolkit.launch.rendezvous import PATIENCE_VARIABLE, Entry, Meeting, patience_seconds
+from slm_toolkit.run.peers.peer_store import launchers_store
 
 _COLLECTIVE_TIMEOUT = timedelta(seconds=MOST_DDP_TIMEOUT)
 "other ranks wait while rank 0 packs documents: on a large dataset longer than NCCL's ten minutes"
@@ -40,8 +32,8 @@ _GRACE_SECONDS = 10.0
 "time that this rank may take to end by itself after a machine is lost"
 _RANK_0_SECONDS = 2.0
 "head start of rank 0, which is connected to all machines, to write its record"
-_ACCEPT_SECONDS = 10.0
-"time limit for accepting a connection that the other machine has already opened"
+_CONNECT_SECONDS = 10.0
+"time limit for a connection between two machines that have met"
 _GOODBYE = b"goodbye"
 UNREACHED = re.compile("gloo|nccl|by peer|broken pipe|socket|timed out", re.IGNORECASE)
 "errors of collectives whose other side is gone"
@@ -112,40 +104,50 @@ class Machines:
         if num_machines() == 1:
             return
         seconds = patience_seconds()
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._store = launchers_store(attempt, seconds=seconds)
+        if not self._is_first:
+            return
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        meeting = Meeting(self.rank, num_machines(), place, facts=must_match, store=self._store)
+        hint = f"read its output, because its launcher came; {PATIENCE_VARIABLE} sets a longer wait"
         try:
-            store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=seconds))
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            self._store = dist.PrefixStore(f"slm_toolkit/{attempt}", store)
-            if self._is_first:
-                self._links = self._meet_first_ranks(
-                    Machine(self.rank, num_machines(), must_match), address, seconds
-                )
+            _, entries = meeting.wait(seconds, hint=hint, silent_seconds=_SILENT_SECONDS)
+            if self._is_rank_0:
+                self._links = [self._connect(rank, entry) for rank, entry in entries.items() if rank]
+            else:
+                self._links = [self._accept(entries[self.rank].reached_at)]
         except dist.DistError as error:
             raise ValueError(
-                f"machine 0 at {address}:{port} does not answer any more: {str(error).splitlines()[0]}\n"
-                "hint: read its output"
+                f"a machine does not answer any more: {str(error).splitlines()[0]}\nhint: read its output"
             ) from error
         for link in self._links:
             _keep_alive(link.socket, seconds)
 
-    def _meet_first_ranks(self, me: Machine, address: str, seconds: float) -> list[_Link]:
-        """Connect this rank to rank 0, or rank 0 to the first rank of each other machine.
+    def _connect(self, rank: int, entry: Entry) -> _Link:
+        """Connect rank 0 to the first rank of another machine.
 
-        Rank 0 listens on any free port, so a firewall that would block gloo and NCCL is noticed here.
+        That rank listens on any free port, so a firewall that would block gloo and NCCL is noticed here.
         """
-        if me.rank > 0:
-            hint = "check the firewall: ranks need all TCP ports above 1024 between the machines"
-            port = int(self._store.get("port"))
-            patience = Patience(seconds, _SILENT_SECONDS, hint)
-            connection = attend(me, address, port, patience=patience, store=self._store)
-            return [_Link(0, connection.getpeername()[0], connection)]
-        hint = f"its launcher connected, so read its output, or set {PATIENCE_VARIABLE} to wait longer"
-        with listen(address, 0) as listener:
+        port = int(self._store.get(f"port {rank}"))
+        try:
+            connection = socket.create_connection((entry.address, port), _CONNECT_SECONDS)
+        except OSError as error:
+            raise _unreached(rank, entry.address, port, error) from None
+        return _Link(rank, entry.address, connection)
+
+    def _accept(self, machine_0: str) -> _Link:
+        """Wait for the connection from rank 0."""
+        family = socket.AF_INET6 if ":" in machine_0 else socket.AF_INET
+        with socket.create_server(("", 0), family=family) as listener:
+            listener.settimeout(_CONNECT_SECONDS)
             port = listener.getsockname()[1]
-            self._store.set("port", str(port))
-            patience = Patience(seconds, _SILENT_SECONDS, hint)
-            return _accept(listener, host(me, self._store, at=f"{address}:{port}", patience=patience))
+            self._store.set(f"port {self.rank}", str(port))
+            try:
+                connection, _ = listener.accept()
+            except OSError as error:
+                raise _unreached(0, machine_0, port, error) from None
+        return _Link(0, machine_0, connection)
 
     def of_rank_0(self, name: str, value: str) -> str:
         """Return rank 0's `value` for `name` on every rank, for values that differ between machines.
@@ -162,11 +164,11 @@ class Machines:
         """Raise ValueError on all ranks if a machine does not see rank 0's `folder`; `flag` needs it."""
         if self._store is None:
             return
-        mark = folder / self.of_rank_0("mark", f".{uuid.uuid4().hex}")
+        mark = folder / f".{uuid.uuid4().hex}"
         if self._is_rank_0:
             folder.mkdir(parents=True, exist_ok=True)
             mark.touch()
-        self.of_rank_0("marked", "yes")
+        mark = folder / self.of_rank_0("mark", mark.name)
         if self._is_first:
             self._store.set(f"sees {self.rank}", str(mark.exists()))
         sees = [self._store.get(f"sees {rank}") == b"True" for rank in range(num_machines())]
@@ -207,12 +209,10 @@ class Machines:
         closes nothing: keep-alive notices. `has_failed`: a collective of this rank failed, so skip the grace.
         """
         with self._reading:  # two threads of the watchdog may call this at once
-            for link in self._links if self._lost is None and not self._has_parted else ():
-                if select.select([link.socket], [], [], 0)[0]:
+            for link in list(self._links):
+                if self._lost is None and select.select([link.socket], [], [], 0)[0]:
+                    self._links.remove(link)
                     self._lost, self._lost_at = _lost(link), time.monotonic()
-                    if self._lost is not None:
-                        break
-                    self._links = [other for other in self._links if other is not link]
         if self._lost is None or self._has_parted:
             return None
         grace_seconds = 0.0 if has_failed else _GRACE_SECONDS
@@ -227,26 +227,11 @@ class Machines:
                 link.socket.sendall(_GOODBYE)
 
 
-def _accept(listener: socket.socket, peers: list[Peer]) -> list[_Link]:
-    """Accept one connection from each of these machines; close connections from anywhere else."""
-    expected = {(peer.address, peer.port): peer.rank for peer in peers}
-    links = []
-    listener.settimeout(_ACCEPT_SECONDS)
-    while expected:
-        try:
-            connection, (address, port, *_) = listener.accept()
-        except TimeoutError:
-            raise ValueError(
-                f"no connection from {', '.join(f'{address}:{port}' for address, port in expected)}, "
-                "although a machine announced it\n"
-                "hint: is there address translation (NAT) between the machines?"
-            ) from None
-        if (rank := expected.pop((address, port), None)) is None:
-            connection.close()
-        else:
-            connection.settimeout(None)
-            links.append(_Link(rank, address, connection))
-    return links
+def _unreached(rank: int, address: str, port: int, error: OSError) -> ValueError:
+    return ValueError(
+        f"no connection with machine {rank} ({address}) at port {port}: {error.strerror or error}\n"
+        "hint: check the firewall: ranks need all TCP ports above 1024 between the machines"
+    )
 
 
 def _lost(link: _Link) -> str | None:
@@ -264,9 +249,9 @@ def _lost(link: _Link) -> str | None:
 
 def _keep_alive(connection: socket.socket, seconds: float) -> None:
     """Turn on TCP keep-alive: the kernel closes the connection after `seconds` without an answer."""
+    connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    idle, interval, num_probes = max(1, round(seconds / 3)), max(1, round(seconds / 9)), 6  # 1/3 + 6/9 = 1
-    values = {"TCP_KEEPIDLE": idle, "TCP_KEEPINTVL": interval, "TCP_KEEPCNT": num_probes}
-    for name, value in values.items():
-        if hasattr(socket, name):  # Linux has them all
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    # 1/3 of the time idle, then 6 probes that are 1/9 apart
+    times = {socket.TCP_KEEPIDLE: seconds / 3, socket.TCP_KEEPINTVL: seconds / 9, socket.TCP_KEEPCNT: 6}
+    for option, value in times.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, max(1, round(value)))

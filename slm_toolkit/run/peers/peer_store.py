@@ -53,12 +53,17 @@ def open_peer_store(*, of_launch: bool = False) -> PeerStore | None:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
+    attempt = "launch" if of_launch else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PeerStore(launchers_store(f"{attempt}/peer_store", seconds=_SECONDS))
+
+
+def launchers_store(name: str, *, seconds: float) -> dist.Store:
+    """Connect to a part of the launcher's store. Raises ValueError if the launcher does not answer."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_SECONDS))
+        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=seconds))
     except RuntimeError:
         raise ValueError(
             f"the launcher does not answer at {address}:{port}\nhint: was it killed while its ranks started?"
         ) from None
-    attempt = "launch" if of_launch else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PeerStore(dist.PrefixStore(f"slm_toolkit/{attempt}/peer_store", store))
+    return dist.PrefixStore(f"slm_toolkit/{name}", store)
