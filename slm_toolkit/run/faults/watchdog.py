@@ -298,9 +298,9 @@ def _named(error: BaseException) -> str:
 
 _WAITING = re.compile(
     r"torch/distributed/|torch/autograd/graph\.py|torch/cuda/(streams|__init__)\.py|deepspeed/comm/|"
-    r"slm_toolkit/run/peers/step_exchange\.py"
+    r"deepspeed/runtime/zero/\S+ in wait|slm_toolkit/run/peers/step_exchange\.py"
 )
-"a thread whose innermost frames are in these files waits for other ranks: in a collective or for the GPU"
+"a thread whose innermost frames are in these places waits for other ranks: in a collective or for the GPU"
 
 
 class LocalRanks:
