@@ -291,8 +291,8 @@ def test_checkpoints_that_cannot_be_read_are_no_reason_to_start_anew(tmp_path: P
 
 @pytest.mark.quick
 def test_a_checkpoint_from_nowhere_is_no_checkpoint() -> None:
-    with pytest.raises(ValueError, match="--resume_from_checkpoint is empty"):
-        RunConfig(resume_from_checkpoint="").check()
+    (problem,) = RunConfig(resume_from_checkpoint="").problems()
+    assert "--resume_from_checkpoint is empty" in problem
 
 
 @pytest.mark.quick

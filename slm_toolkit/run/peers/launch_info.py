@@ -124,7 +124,10 @@ def _sizes_from_environment() -> dict[str, int]:
 
 
 def _world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdecimal():
+        raise ValueError(f"WORLD_SIZE is {text!r} in the environment\nhint: only launchers set it; unset it")
+    return int(text)
 
 
 def _strategy_from_environment() -> Strategy:
