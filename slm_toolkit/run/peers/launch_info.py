@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,7 +126,7 @@ def _sizes_from_environment() -> dict[str, int]:
 
 def _world_size() -> int:
     text = os.environ.get("WORLD_SIZE", "1")
-    if not text.isdecimal():
+    if not re.fullmatch("[1-9][0-9]{0,8}", text):
         raise ValueError(f"WORLD_SIZE is {text!r} in the environment\nhint: only launchers set it; unset it")
     return int(text)
 
