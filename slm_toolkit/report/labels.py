@@ -25,7 +25,9 @@ def value_of(row: Row, name: str) -> object:
 
 
 def common(rows: list[Row], name: str) -> object:
-    """Return the value that is common to all rows with a value."""
+    """Return the value that is common to all rows with a value; None if they differ."""
+    if _differs(rows, name):
+        return None
     return next((value for row in rows if (value := value_of(row, name)) is not None), None)
 
 

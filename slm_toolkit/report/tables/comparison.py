@@ -68,6 +68,8 @@ def _ranks(rows: list[Row], columns: Collection[str]) -> list[str]:
         ranks = f"of {size}" if is_same_size else "of the ranks below"
         return [f"rank 0 {ranks}, " + (f"alone on one {gpu}" if gpu else "traced without a GPU")]
     ranks = f"{size} x {gpu}" if gpu else f"{size} CPU process{'es' if size != 1 else ''}"
+    if "gpu" in columns:
+        ranks = f"{size} rank{'s' if size != 1 else ''}"
     num_machines = 1 if "num_machines" in columns else common(rows, "num_machines") or 1
     return [f"{ranks} on {num_machines} machines" if num_machines > 1 else ranks] * is_same_size
 

@@ -489,7 +489,7 @@ def _no_room(error: BaseException, run_dir: Path | None) -> str:
     If the error names no file, it is the disk of the run, of the caches or of temporary files: the one with
     the least room now.
     """
-    file_name, reason = getattr(error, "filename", None), getattr(error, "strerror", None)
+    file_name, reason = (error.filename, error.strerror) if isinstance(error, OSError) else (None, None)
     cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     places = [Path(file_name)] if file_name else [run_dir or Path.cwd(), cache, Path(tempfile.gettempdir())]
     free_bytes, place = min((_free_bytes(place), place) for place in places)
