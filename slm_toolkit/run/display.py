@@ -45,7 +45,8 @@ class TrainingProgress(Observer):
         if self._loss is None:
             say(f"all {self._run.num_steps} steps were already done")
         elif self._is_main:
-            loss = observed["losses"][-1] if observed["losses"] else self._loss.item()
+            losses = observed.get("losses")  # a rehearsal has only this rank's
+            loss = losses[-1] if losses else self._loss.item()
             self.show(self._step, loss, self._watch.steady_tokens_per_second())
         self.stop()
         remove_state(self._run.run_dir)

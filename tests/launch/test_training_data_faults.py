@@ -64,7 +64,7 @@ def load_and_read(path: Path, *, streaming: bool) -> None:
         ),
         (
             lambda folder: lines(folder / "a.jsonl", "17", at_line=70, num_lines=100),
-            "a.jsonl, line 70 is 17, not an object with columns",
+            "a.jsonl, line 70: '17' is not an object with columns",
         ),
         (lambda folder: parquet_damaged_behind(folder / "a.parquet"), "a.parquet, rows 201 to 300: "),
     ],

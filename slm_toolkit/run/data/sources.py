@@ -135,4 +135,4 @@ def _places(file: str) -> Iterator[str]:
             yield f"line {number:,}"
             text = line.decode("utf-8")
             if kind == "json" and text.strip() and not isinstance(json.loads(text), dict):
-                raise ValueError(f"{text[:80]!r} is not an object with columns")
+                raise ValueError(f"{text.strip()[:80]!r} is not an object with columns")
