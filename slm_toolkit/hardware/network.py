@@ -103,15 +103,6 @@ def fit(network: MeasuredNetwork, collective: str) -> LinkFit:
     return LinkFit(latency_seconds=latency_seconds, bus_bytes_per_second=1 / seconds_per_byte)
 
 
-def seconds(network: MeasuredNetwork, collective: str, num_bytes: int) -> float:
-    """Return the fitted time for a tensor of `num_bytes`, counted as in CollectiveTiming."""
-    line = fit(network, collective)
-    if line.bus_bytes_per_second is None:
-        return line.latency_seconds
-    sent = num_bytes * bus_factor(collective, network.world_size)
-    return line.latency_seconds + sent / line.bus_bytes_per_second
-
-
 LINK_SHARE = 0.7
 "share of the one-way link rate that collectives inside a node reach on the bus; fixed"
 NODE_NETWORK_SHARE = 0.8
