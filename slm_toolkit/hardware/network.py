@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -174,11 +173,8 @@ def cluster_of(
 
 
 def write_network(network: MeasuredNetwork, path: Path) -> None:
-    """Write the file completely or not at all: write a temporary file, then rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(dataclasses.asdict(network), indent=2, allow_nan=False) + "\n")
-    unfinished.replace(path)
+    path.write_text(json.dumps(dataclasses.asdict(network), indent=2, allow_nan=False) + "\n")
 
 
 def read_network(path: Path) -> MeasuredNetwork:

@@ -88,9 +88,8 @@ class Anatomy:
 
 
 def read_trace(path: str | Path) -> list[Event]:
-    """Read the events of a Chrome trace, `.json` or `.json.gz`."""
-    opener = gzip.open if str(path).endswith(".gz") else open
-    with opener(path, "rt", encoding="utf-8") as file:
+    """Read the events of a Chrome trace, a `.json.gz`."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
         return json.load(file)["traceEvents"]
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import html
 import json
 import re
-from functools import cache
 from pathlib import Path
 
 from slm_toolkit import __version__
@@ -29,6 +28,7 @@ def html_page(rows: list[Row], *, left_out: list[str]) -> str:
     figures = {figure.name: dataclasses.asdict(figure) for panel in drawn for figure in panel.figures}
     data = json.dumps(figures, allow_nan=False, separators=(",", ":"))
     note_lines = [note.plain for note in (*parity_notes(by_label), *notes(rows, columns_of(rows)))] + left_out
+    commands = html.escape(commands_of(by_label))
     parts = {
         "heading": heading(rows).plain,
         "provenance": provenance(rows),
@@ -40,18 +40,17 @@ def html_page(rows: list[Row], *, left_out: list[str]) -> str:
         "links": "".join(f'<a href="#{panel.name}">{html.escape(panel.title)}</a>' for panel in drawn),
         "verdict": _items(verdict(rows)),
         "table": _table(by_label),
-        "commands": _commands(commands_of(by_label)),
+        "commands": commands and f"<details><summary>commands</summary><pre>{commands}</pre></details>",
         "notes": _items(note_lines),
         "panels": "".join(map(_section, drawn)),
         "figures": data.replace("<", "\\u003c"),  # so that a record's text can't end the element
-        "plotly": plotly_script(),
+        "plotly": _plotly_script(),
         "script": _file("report.js"),
     }
     return re.sub(r"{{(\w+)}}", lambda match: filled[match[1]], _file("report.html"))
 
 
-@cache
-def plotly_script() -> str:
+def _plotly_script() -> str:
     """Return plotly.js's basic bundle with its licence (MIT): 1.2 MB of the page."""
     licence = _file("plotly-LICENSE").replace("*/", "")
     return f"/*\n{licence}*/\n" + PLOTLY_FILE.read_text(encoding="utf-8").replace("</script", "<\\/script")
@@ -76,11 +75,6 @@ def _table(rows: dict[str, Row]) -> str:
         data = f'data-label="{html.escape(label)}" data-model="{html.escape(row.model)}"'
         lines.append(f'<tr class="{html.escape(state)}" {data}>{cells}</tr>')
     return "\n".join([*lines, "</tbody>"])
-
-
-def _commands(text: str) -> str:
-    """Return the launch commands, folded up; nothing if there are none."""
-    return f"<details><summary>commands</summary><pre>{html.escape(text)}</pre></details>" if text else ""
 
 
 def _section(panel: Panel) -> str:
