@@ -99,8 +99,6 @@ class Flag:
 
     column: str | None = None
     "title of its column in tables; None: the flag's name, '': no column"
-    label: str | None = None
-    "its name in a row's label; None: the flag's name"
     heading: str | None = None
     "line above a table if all rows have the same value, not the default; {} becomes the value"
 
