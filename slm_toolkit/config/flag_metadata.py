@@ -80,8 +80,6 @@ class Flag:
     "flags that must be given with it"
     excludes: tuple[Excludes, ...] = ()
     excludes_strategies: tuple[ExcludesStrategy, ...] = ()
-    extra: str | None = None
-    "extra of base/errors.py that any value but the default needs"
 
     identity: bool = True
     "whether another value makes another run"
