@@ -201,19 +201,11 @@ class Report(_Result["Row"]):
 
         return markdown_text(self.rows)
 
-    def to_html(self, path: str | Path | None = None, *, left_out: list[str] | None = None) -> str:
-        """Return one HTML page with the table and the charts, which fetches nothing; write it to `path`.
-
-        `left_out` takes a line for each chart that the records have nothing for, and for damaged timelines.
-        """
+    def to_html(self, path: str | Path | None = None) -> str:
+        """Return one HTML page with the table and the charts, which fetches nothing; write it to `path`."""
         from slm_toolkit.report.charts.files import html_page
-        from slm_toolkit.report.charts.panels import panels_of
-        from slm_toolkit.report.labels import labelled
 
-        left_out = [] if left_out is None else left_out
-        panels = panels_of(self.records.pairs, labelled(self.rows), problems=left_out)
-        left_out += [f"{panel.title}: {panel.missing}" for panel in panels if panel.missing]
-        text = html_page(self.rows, panels, left_out=[f"left out: {line}" for line in self.problems])
+        text = html_page(self.rows, left_out=[f"left out: {line}" for line in self.problems])
         if path is not None:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(text, encoding="utf-8")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slm_toolkit.base.errors import shown, user_errors
-from slm_toolkit.config.flags import MODULE, flags_of, training_config
+from slm_toolkit.config.flags import flags_of, training_config
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import gpus_here
 from slm_toolkit.launch.command_line import (
@@ -115,7 +115,7 @@ def start(words: list[str]) -> int:
         planned = plan_launch(words)
     command = [sys.executable, "-P", "-m", "slm_toolkit.launch.launcher", *planned.words]
     env = safe_environment()
-    if arguments_of(words, MODULE) is None:  # a user's script may import from its own folder
+    if arguments_of(words) is None:  # a user's script may import from its own folder
         env = {name: value for name, value in env.items() if name in os.environ or name != SAFE_PATH}
     if planned.shared:
         env[FACTS_VARIABLE] = json.dumps(planned.shared)
@@ -167,7 +167,7 @@ def _is_answered(port: int) -> bool:
 
 def _with_flags_of_config_file(words: list[str]) -> list[str]:
     """The words, with the flags of our script's `--config FILE` in its place, which machines compare."""
-    arguments = arguments_of(words, MODULE)
+    arguments = arguments_of(words)
     if not any(word.partition("=")[0] == "--config" for word in arguments or ()):
         return words
     return [*words[: len(words) - len(arguments)], *flags_of(training_config(arguments))]
@@ -175,7 +175,7 @@ def _with_flags_of_config_file(words: list[str]) -> list[str]:
 
 def _check_script(words: list[str], asked: _Asked) -> None:
     check_surroundings()
-    if (arguments := arguments_of(words, MODULE)) is not None:
+    if (arguments := arguments_of(words)) is not None:
         config = training_config(arguments)
         check_training([config], [] if asked.strategy is None else [asked.strategy])
         if asked.strategy is not None:

@@ -80,8 +80,6 @@ class Flag:
     "flags that must be given with it"
     excludes: tuple[Excludes, ...] = ()
     excludes_strategies: tuple[ExcludesStrategy, ...] = ()
-    extra: str | None = None
-    "extra of base/errors.py that any value but the default needs"
 
     identity: bool = True
     "whether another value makes another run"
@@ -99,8 +97,6 @@ class Flag:
 
     column: str | None = None
     "title of its column in tables; None: the flag's name, '': no column"
-    label: str | None = None
-    "its name in a row's label; None: the flag's name"
     heading: str | None = None
     "line above a table if all rows have the same value, not the default; {} becomes the value"
 

@@ -124,7 +124,6 @@ class RunConfig:
         no_closed_form=f"there are {', '.join(ESTIMATED_ATTENTION)}",
         closed_form_for=ESTIMATED_ATTENTION,
         column="attention",
-        label="attention",
         heading="attention {}",
     )
     kernels: str = Flag(
@@ -186,7 +185,6 @@ class RunConfig:
         losses="rounded",
         estimate="counts",
         column="padded",
-        label="padded",
         heading="widths padded",
     )
     gradient_checkpointing: str = Flag(
@@ -210,7 +208,6 @@ class RunConfig:
         losses="same",
         estimate="counts",
         column="checkpointing",
-        label="checkpointing",
         heading="checkpointing {}",
     )
     numerics: str = Flag(
@@ -246,7 +243,6 @@ class RunConfig:
             Excludes("numerics", "float8 goes with bf16", values=("fp16",)),
             Excludes("peft", "adapters freeze the weights that fp8 is for"),
         ),
-        extra="fp8",
         losses="rounded",
         estimate="counts",
         heading="fp8 {}",
@@ -273,7 +269,6 @@ class RunConfig:
                 own=("qlora",),
             ),
         ),
-        extra="peft",
         may_change_on_resume=False,
         estimate="counts",
         column="adapter",
@@ -355,7 +350,6 @@ class RunConfig:
         losses="same",
         estimate="counts",
         column="batch",
-        label="batch",
         heading="batch {} per process",
     )
     gradient_accumulation_steps: int = Flag(
@@ -371,7 +365,6 @@ class RunConfig:
         losses="same",
         estimate="counts",
         column="accum.",
-        label="accum",
         heading="{} micro-steps",
     )
     dataset: str = Flag(
@@ -614,7 +607,6 @@ class RunConfig:
         excludes=(Excludes("warmup_steps", "constant_with_warmup has a warm-up", own=("constant",)),),
         estimate="ignores",
         column="schedule",
-        label="schedule",
         heading="schedule {}",
     )
     warmup_steps: int = Flag(

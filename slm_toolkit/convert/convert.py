@@ -21,8 +21,6 @@ FATES = {  # what happens to a key, and the heading in the account, in the order
     "ignored": "ignored in the source too",
     "added": "added",
 }
-_WORSE = ("added", "ignored", "default", "carried", "nearest", "no counterpart")
-"if one key has two fates, the account shows the later one in this list"
 FSDP_DEFAULTS = {  # what accelerate 1.15 does where a key of FSDP2 is absent
     "fsdp_reshard_after_forward": True,
     "fsdp_auto_wrap_policy": "NO_WRAP",

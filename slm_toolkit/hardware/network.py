@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -103,15 +102,6 @@ def fit(network: MeasuredNetwork, collective: str) -> LinkFit:
     return LinkFit(latency_seconds=latency_seconds, bus_bytes_per_second=1 / seconds_per_byte)
 
 
-def seconds(network: MeasuredNetwork, collective: str, num_bytes: int) -> float:
-    """Return the fitted time for a tensor of `num_bytes`, counted as in CollectiveTiming."""
-    line = fit(network, collective)
-    if line.bus_bytes_per_second is None:
-        return line.latency_seconds
-    sent = num_bytes * bus_factor(collective, network.world_size)
-    return line.latency_seconds + sent / line.bus_bytes_per_second
-
-
 LINK_SHARE = 0.7
 "share of the one-way link rate that collectives inside a node reach on the bus; fixed"
 NODE_NETWORK_SHARE = 0.8
@@ -183,11 +173,8 @@ def cluster_of(
 
 
 def write_network(network: MeasuredNetwork, path: Path) -> None:
-    """Write the file completely or not at all: write a temporary file, then rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(dataclasses.asdict(network), indent=2, allow_nan=False) + "\n")
-    unfinished.replace(path)
+    path.write_text(json.dumps(dataclasses.asdict(network), indent=2, allow_nan=False) + "\n")
 
 
 def read_network(path: Path) -> MeasuredNetwork:

@@ -17,7 +17,7 @@ except ImportError:  # Windows
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.base.user_files import exists, typed_path
 from slm_toolkit.config.dataset_files import is_saved_dataset, local_files
-from slm_toolkit.config.flags import training_config
+from slm_toolkit.config.flags import MODULE, training_config
 from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
 from slm_toolkit.model.from_config import check_trainable
 from slm_toolkit.model.names import check_adapter_base, find_model, is_hub_id
@@ -120,10 +120,10 @@ def launch_arguments(words: list[str]) -> list[str] | None:
     return None
 
 
-def arguments_of(words: list[str], module: str) -> list[str] | None:
-    """Return the script's words after `-m module`; None if another script is launched."""
+def arguments_of(words: list[str]) -> list[str] | None:
+    """Return the words after `-m slm_toolkit.train`; None if another script is launched."""
     split = next((index for index, word in enumerate(words) if word in _MODULE), len(words))
-    return words[split + 2 :] if words[split + 1 : split + 2] == [module] else None
+    return words[split + 2 :] if words[split + 1 : split + 2] == [MODULE] else None
 
 
 def option(command: tuple[str, ...], name: str) -> str | None:

@@ -218,14 +218,11 @@ class Estimate(Derived):
         return {**super().as_json(), "changes_that_fit": changes and [*map(vars, changes)]}
 
 
-def estimate(setup: Setup, *, memory: MemoryEstimate | None = None) -> Estimate:
-    """Return the Estimate of a launched setup (see `Setup.launched`).
-
-    `memory` is `peak(setup)` if the caller has computed it already, for another GPU.
-    """
+def estimate(setup: Setup) -> Estimate:
+    """Return the Estimate of a launched setup (see `Setup.launched`)."""
     if unknown := unknown_to_estimates(setup.config, gpu=setup.gpu, spec=setup.spec):
         raise ValueError(f"{unknown[0]}\nhint: `slm estimate --help all` explains each flag")
-    return Estimate(setup, memory or peak(setup))
+    return Estimate(setup, peak(setup))
 
 
 def largest_batch(setup: Setup) -> Estimate:

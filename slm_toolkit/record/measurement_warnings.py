@@ -7,7 +7,7 @@ from slm_toolkit.record.run_record import RunRecord
 
 OTHER_CORES = 0.25
 "warn if other programs kept more CPU cores busy during a run on CPU processes"
-USED_BYTES = 2**30
+_USED_BYTES = 2**30
 "warn if more bytes of a GPU were in use before the run opened it"
 PADDING_SHARE = 0.1
 "warn if a larger share of the tokens was padding"
@@ -61,6 +61,11 @@ def padding_share(record: RunRecord) -> float:
     return (record.num_padding_tokens or 0) / drawn if drawn else 0.0
 
 
+def was_in_use(watch: dict[str, Any]) -> bool:
+    """Return whether other processes used a GPU before the run opened it."""
+    return (watch.get("used_bytes_before") or 0) > _USED_BYTES or bool(watch.get("num_processes_before"))
+
+
 def rank_differences(check: dict[str, Any]) -> str | None:
     """Return the fault in an entry of weights_of_ranks; None if all ranks have the same weights."""
     if not check["num_different"]:
@@ -93,7 +98,7 @@ def _gpu_warnings(watch: dict[str, Any], start: int) -> list[str]:
             f"the GPU was busy only {median(timed):.0f}% of the time; larger batches or --kernels "
             "compiled use it better"
         )
-    if (watch.get("used_bytes_before") or 0) > USED_BYTES or (watch.get("num_processes_before") or 0) > 0:
+    if was_in_use(watch):
         used = (watch.get("used_bytes_before") or 0) / 2**30
         warnings.append(f"the GPU was in use before the run ({used:.1f} GiB)")
     if reasons := watch.get("throttle_reasons"):

@@ -65,29 +65,19 @@ def write_timeline(timeline: MemoryTimeline, path: Path) -> Path:
 def read_segments(path: Path) -> list[Segment]:
     """Read the rows of `write_timeline`. Raises ValueError for any other content."""
     text = read_text(path, what="timeline", hint=_HINT, limit_bytes=_LIMIT_BYTES)
-    names = ("phase", "module", "num_bytes", *(f"{part}_bytes" for part in PARTS))
     try:
-        rows = list(csv.DictReader(text.splitlines()))
-    except csv.Error as error:
-        raise ValueError(f"can't read timeline {path}: {error}\nhint: {_HINT}") from None
-    for number, row in enumerate(rows, 2):
-        cells = [row.get(name) for name in names]
-        if None in cells or not all(_is_count(cell) for cell in cells[2:]):
-            raise ValueError(f"{path} has no row of a memory timeline at line {number}\nhint: {_HINT}")
-    return [
-        Segment(
-            phase=row["phase"],
-            module=row["module"],
-            num_bytes=int(row["num_bytes"]),
-            parts={part: int(row[f"{part}_bytes"]) for part in PARTS},
-        )
-        for row in rows
-    ]
+        return [
+            Segment(
+                phase=row["phase"],
+                module=row["module"],
+                num_bytes=int(row["num_bytes"]),
+                parts={part: int(row[f"{part}_bytes"]) for part in PARTS},
+            )
+            for row in csv.DictReader(text.splitlines())
+        ]
+    except (csv.Error, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no memory timeline: {error!r}\nhint: {_HINT}") from None
 
 
 _HINT = "--profile memory, or --rehearse without a GPU, writes a timeline into the record's folder"
 _LIMIT_BYTES = 2**26  # one row per module and phase of one step takes a few hundred KB
-
-
-def _is_count(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= 18

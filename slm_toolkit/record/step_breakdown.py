@@ -41,7 +41,12 @@ Event = dict[str, Any]
 Interval = tuple[float, float, str]
 "start and end in microseconds, and the kind of activity"
 
-COMPUTE = ("optimizer", "attention", "matmul", "other_compute")  # an instant counts for the first that runs
+_COMPUTE = ("optimizer", "attention", "matmul", "other_compute")
+BUSY = (
+    *_COMPUTE,
+    "communication_exposed",
+    "data",
+)  # an instant counts for the first that runs
 
 _STEP = re.compile(r"ProfilerStep#(\d+)")
 _OPTIMIZER = re.compile(r"phase:optimizer$|Optimizer\.step#")
@@ -79,21 +84,12 @@ class Anatomy:
 
     @property
     def step_seconds(self) -> float:
-        return (
-            self.matmul_seconds
-            + self.attention_seconds
-            + self.other_compute_seconds
-            + self.optimizer_seconds
-            + self.communication_exposed_seconds
-            + self.data_seconds
-            + self.idle_seconds
-        )
+        return sum(getattr(self, f"{part}_seconds") for part in (*BUSY, "idle"))
 
 
 def read_trace(path: str | Path) -> list[Event]:
-    """Read the events of a Chrome trace, `.json` or `.json.gz`."""
-    opener = gzip.open if str(path).endswith(".gz") else open
-    with opener(path, "rt", encoding="utf-8") as file:
+    """Read the events of a Chrome trace, a `.json.gz`."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
         return json.load(file)["traceEvents"]
 
 
@@ -112,18 +108,11 @@ def anatomy_of(events: list[Event]) -> Anatomy:
     intervals += [(*_span(event), "data") for event in events if event["name"] == "phase:data"]
     parts = _sweep(intervals)
 
-    def seconds(part: str) -> float:
-        return parts[part] / 1e6 / len(windows)
-
     return Anatomy(
-        matmul_seconds=seconds("matmul"),
-        attention_seconds=seconds("attention"),
-        other_compute_seconds=seconds("other_compute"),
-        optimizer_seconds=seconds("optimizer"),
-        communication_exposed_seconds=seconds("communication"),
-        data_seconds=seconds("data"),
-        idle_seconds=seconds("idle"),
-        communication_overlapped_seconds=seconds("overlapped"),
+        **{
+            f"{part}_seconds": parts[part] / 1e6 / len(windows)
+            for part in (*BUSY, "idle", "communication_overlapped")
+        },
         num_steps=len(windows),
         device="cuda" if on_gpu else "cpu",
     )
@@ -138,10 +127,10 @@ def _sweep(intervals: list[Interval]) -> Counter[str]:
     previous = 0.0
     for instant, change, kind in sorted(points):
         if running["step"] and instant > previous:
-            part = next((kind for kind in (*COMPUTE, "communication", "data") if running[kind]), "idle")
+            part = next((kind for kind in BUSY if running[kind]), "idle")
             parts[part] += instant - previous
-            if part in COMPUTE and running["communication"]:
-                parts["overlapped"] += instant - previous
+            if part in _COMPUTE and running["communication_exposed"]:
+                parts["communication_overlapped"] += instant - previous
         running[kind] += change
         previous = instant
     return parts
@@ -156,7 +145,7 @@ def _cpu_intervals(events: list[Event]) -> Iterator[Interval]:
             yield from ((start, end, frame.kind) for start, end, frame in frames if frame.kind)
     for event in events:
         if _COLLECTIVE.match(event["name"]):
-            yield *_span(event), "communication"
+            yield *_span(event), "communication_exposed"
 
 
 def _gpu_intervals(events: list[Event]) -> Iterator[Interval]:
@@ -196,7 +185,7 @@ class _Frame:
         if not self.is_op:
             return None
         if _COMMUNICATION_OP.match(name):
-            return "communication"
+            return "communication_exposed"
         if _is_wrapper(name):
             return None
         if self.in_optimizer:
@@ -259,7 +248,7 @@ def _frame_at(frames: list[tuple[float, float, _Frame]], instant: float) -> _Fra
 def _kernel_kind(name: str, frame: _Frame | None) -> str:
     """Return the activity of a kernel launched by the op `frame`; None: the op is unknown."""
     if _COMMUNICATION_KERNEL.search(name):
-        return "communication"
+        return "communication_exposed"
     if (frame and frame.in_optimizer) or _ADAM_KERNEL.search(name):
         return "optimizer"
     if frame is None and _OPTIMIZER_KERNEL.search(name):

@@ -58,8 +58,8 @@ def _estimate_of(facts: bytes, gpu_name: str | None) -> Estimate | None:
     record = RunRecord(**irrelevant, gpu=None, **msgspec.json.decode(facts))
     num_ranks, gpu = record.world_size, find_gpu(gpu_name)
     try:
-        strategy = strategy_that_ran(record)
-        config = _config_of_script(record) if record.is_of_script else config_that_ran(record)
+        strategy = _strategy_that_ran(record)
+        config = _config_of_script(record) if record.is_of_script else _config_that_ran(record)
         per_node = num_ranks // strategy.num_machines
         per_node = max(1, min(num_ranks, REHEARSED_RANKS_PER_NODE) if record.is_rehearsal else per_node)
         result = estimate(
@@ -81,7 +81,7 @@ def _estimate_of(facts: bytes, gpu_name: str | None) -> Estimate | None:
     return None if offloads_without_gpu or may_be_emulated or is_made_up else result
 
 
-def strategy_that_ran(record: RunRecord) -> Strategy:
+def _strategy_that_ran(record: RunRecord) -> Strategy:
     """Return the strategy with engine, stage and sharding as probed, and everything else as configured."""
     return Strategy(
         name=record.strategy,
@@ -122,13 +122,11 @@ def _config_of_script(record: RunRecord) -> RunConfig:
     )
 
 
-def config_that_ran(record: RunRecord) -> RunConfig:
+def _config_that_ran(record: RunRecord) -> RunConfig:
     """Return the run's flags with the values of the user's files and the counted accumulation steps."""
-    config, changes = config_as_launched(record.config, strategy_that_ran(record)), {}
-    if record.tokens_per_step is not None:
-        num_sequences = record.world_size * config.per_device_train_batch_size
-        micro_step_tokens = num_sequences * config.seq_len
-        changes["gradient_accumulation_steps"] = max(1, record.tokens_per_step // micro_step_tokens)
-        if changes["gradient_accumulation_steps"] == config.gradient_accumulation_steps:
-            return config
-    return dataclasses.replace(config, **changes)
+    config = config_as_launched(record.config, _strategy_that_ran(record))
+    if record.tokens_per_step is None:
+        return config
+    micro_step_tokens = record.world_size * config.per_device_train_batch_size * config.seq_len
+    num_micro_steps = max(1, record.tokens_per_step // micro_step_tokens)
+    return dataclasses.replace(config, gradient_accumulation_steps=num_micro_steps)

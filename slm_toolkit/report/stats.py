@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import comb, exp, log, sqrt
 from statistics import fmean, median, stdev
 
-from slm_toolkit.record.measurement_warnings import OTHER_CORES, USED_BYTES, padding_share
+from slm_toolkit.record.measurement_warnings import OTHER_CORES, padding_share, was_in_use
 from slm_toolkit.record.run_record import RunRecord, round_of
 from slm_toolkit.record.steady_rate import STEPS_PER_BLOCK, block_rates
 
@@ -86,10 +86,7 @@ def disturbance(record: RunRecord) -> float:
     On CPU, with b of c cores kept busy by others: (c / (c - b)) squared, because all ranks wait for the
     slowest rank. On a GPU that another process uses: 2, because that is hardly a measurement.
     """
-    watches = record.gpu_watch
-    if any((watch.get("num_processes_before") or 0) > 0 for watch in watches):
-        return 2.0
-    if any((watch.get("used_bytes_before") or 0) > USED_BYTES for watch in watches):
+    if any(map(was_in_use, record.gpu_watch)):
         return 2.0
     busy, cores = record.other_busy_cores or 0.0, record.num_cores
     if record.gpu or busy <= OTHER_CORES or not cores:

@@ -64,18 +64,20 @@ def _sentences(group: list[Row]) -> list[str]:
 
 def _speed(rows: dict[str, Row]) -> str:
     """Name the fastest row, or the rows that tie for it, and how much slower the others are."""
-    ranked = sorted((row for row in rows.values() if row.rank), key=_rate_of_one, reverse=True)
-    if not ranked:
+    names = [name for name, row in rows.items() if row.rank]
+    if not names:
         return _why_unranked(rows)
-    fastest = {name: row for name, row in rows.items() if row.rank == 1}
-    others = [row for row in ranked if row.rank != 1]
-    best, rates = ranked[0], _rates(fastest.values())
+    names.sort(key=lambda name: -rows[name].tokens_per_second_per_gpu)
+    fastest = {name: rows[name] for name in names if rows[name].rank == 1}
+    others = [rows[name] for name in names if name not in fastest]
+    best, rates = rows[names[0]], _rates(fastest.values())
     if not others:
         return f"No row is clearly fastest: {_all(len(fastest))} tie ({rates})."
     if len(fastest) == 1:
         return f"{_joined(fastest)} is fastest: {rates}, {_gains(best, others)}."
-    names = sorted(fastest, key=lambda name: -_rate_of_one(fastest[name]))
-    return f"{_joined(names)} tie for the fastest ({rates}); {names[0]} is {_gains(best, others)}."
+    return (
+        f"{_joined(fastest)} tie for the fastest ({rates}); {next(iter(fastest))} is {_gains(best, others)}."
+    )
 
 
 def _why_unranked(rows: dict[str, Row]) -> str:
@@ -99,14 +101,14 @@ def _why_unranked(rows: dict[str, Row]) -> str:
 
 def _gains(best: Row, others: list[Row]) -> str:
     """Return by how much the best row is faster than the others, from the nearest to the farthest."""
-    gains = [_rate_of_one(best) / _rate_of_one(row) - 1 for row in others]
+    gains = [best.tokens_per_second_per_gpu / row.tokens_per_second_per_gpu - 1 for row in others]
     return f"{_span(gains, '{:.0%}')} faster than the {'other' if len(others) == 1 else 'others'}"
 
 
 def _rates(rows: Collection[Row]) -> str:
     """Return the rates of rows, the lowest and the highest of several."""
     per_gpu = len({row.world_size for row in rows}) > 1
-    values = [_rate_of_one(row) if per_gpu else row.tokens_per_second for row in rows]
+    values = [row.tokens_per_second_per_gpu if per_gpu else row.tokens_per_second for row in rows]
     return f"{_span(values, '{:,.0f}')} tokens/s{' per GPU' * per_gpu}"
 
 
@@ -163,11 +165,6 @@ def _sameness(good: dict[str, Row]) -> str:
     is_marked = any(row.numerics_differences or row.unlike for row in measured)
     same = "computed other things, with nearly the same losses" if is_marked else "computed the same"
     return f"{_all(len(measured)).capitalize()} {same} (largest loss difference {largest:.1g})."
-
-
-def _rate_of_one(row: Row) -> float:
-    """Return tokens per second of one GPU or process, by which rows are ranked."""
-    return row.tokens_per_second_per_gpu
 
 
 def _joined(names: Collection[str]) -> str:

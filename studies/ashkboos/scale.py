@@ -9,10 +9,8 @@ from typing import Any
 
 from slm_toolkit.model.model_spec import ModelSpec, fitted_hidden_size, fitted_num_layers
 from slm_toolkit.report.charts.figures import (
-    Bar,
     Figure,
     Panel,
-    bars_layout,
     colour,
     curves_layout,
     escaped,
@@ -59,8 +57,6 @@ class Cell:
     mfu: float | None
     num_tied: int = 0
     "other configurations that are not clearly slower"
-    label: str | None = None
-    "label of the row; None for a prediction without a row"
     is_predicted: bool = False
 
     @property
@@ -155,11 +151,7 @@ def _marks(
         **{"textposition": "bottom center", "textfont": {"size": 11}},
         "hovertext": [_hover(cell) for cell in cells],
         "marker": marker,
-    } | _labels(cells)
-
-
-def _labels(cells: list[Cell]) -> dict[str, Any]:
-    return {} if None in (labels := [cell.label for cell in cells]) else {"customdata": labels}
+    }
 
 
 def _hover(cell: Cell) -> str:
@@ -180,11 +172,11 @@ def _best(name: str, title: str, cells: list[Cell]) -> Figure:
     bars, shown = [], []
     measured = [cell for cell in cells if not cell.is_predicted] or cells
     for model, group in groupby(measured, key=lambda cell: cell.model):
-        bars.append(Bar(f"{model} model", f"<b>{escaped(model)}</b>", is_heading=True))
+        bars.append(_Bar(f"{model} model", f"<b>{escaped(model)}</b>", is_heading=True))
         for cell in group:
             mfu = "" if cell.mfu is None else f", MFU {cell.mfu:.0%}"
             ties = f" ({_ties(cell)})" if cell.num_tied else ""
-            bars.append(Bar(f"{model} {cell.num_gpus}", f"{cell.place}: {escaped(cell.words)}{mfu}{ties}"))
+            bars.append(_Bar(f"{model} {cell.num_gpus}", f"{cell.place}: {escaped(cell.words)}{mfu}{ties}"))
             shown.append(cell)
     known = [cell.mfu for cell in shown if cell.mfu is not None]
     trace = {
@@ -193,13 +185,51 @@ def _best(name: str, title: str, cells: list[Cell]) -> Figure:
         "y": [f"{cell.model} {cell.num_gpus}" for cell in shown],
         "hovertext": [_hover(cell) for cell in shown],
         "marker": {"color": _NO_UTILISATION},
-    } | _labels(shown)
+    }
     if len(known) == len(shown):
         trace["marker"] = {"color": known, "cmin": 0, "cmax": max(known), "colorscale": _UTILISATION}
     if all(cell.is_predicted for cell in shown):
         trace["marker"]["pattern"] = {"shape": "/", "fillmode": "overlay", "fgcolor": "#fff"}
-    layout = bars_layout(bars, x_title="tokens/s per rank") | {"bargap": 0.62, "barmode": "stack"}
+    layout = _bars_layout(bars, x_title="tokens/s per rank")
     return Figure(name, title, [trace], layout)
+
+
+@dataclass(frozen=True)
+class _Bar:
+    """A place on the vertical axis; its title is above its bar."""
+
+    key: str
+    "unique key of this place"
+    title: str
+    is_heading: bool = False
+    "whether this is only a heading for the places below it"
+
+
+_PLACE_PIXELS = 44
+
+
+def _bars_layout(bars: list[_Bar], *, x_title: str) -> dict[str, Any]:
+    """Return a layout of bars with each name above its bar."""
+    return {
+        "barmode": "stack",
+        "bargap": 0.62,
+        "height": _PLACE_PIXELS * len(bars) + 80,
+        "margin": {"l": 12, "r": 36, "t": 30, "b": 50},
+        "xaxis": {"title": {"text": x_title}, "rangemode": "tozero", "fixedrange": True},
+        "yaxis": {
+            **{"type": "category", "categoryorder": "array", "categoryarray": [bar.key for bar in bars]},
+            "range": [len(bars) - 0.5, -0.7],
+            **{"showticklabels": False, "showgrid": False, "fixedrange": True},
+        },
+        "annotations": [
+            {
+                **{"xref": "paper", "x": 0, "xanchor": "left", "y": bar.key, "yanchor": "bottom"},
+                **{"text": bar.title, "showarrow": False, "align": "left", "font": {"size": 12}},
+                "yshift": -17 if bar.is_heading else 7,
+            }
+            for bar in bars
+        ],
+    }
 
 
 _SHAPES = (("hidden size", fitted_hidden_size, 1), ("layers", fitted_num_layers, 2))
@@ -220,12 +250,7 @@ def fit_panel(specs: Iterable[ModelSpec], *, these: str = "models of these runs"
         _fit(f"{name}-{key.replace(' ', '-')}", key, fitted, column, models, these)
         for key, fitted, column in _SHAPES
     )
-    notes = (
-        "line: least squares through the squares, hidden size = 1951.37 x^0.353 and layers = 18.93 x^0.318 "
-        "with x in billions (arXiv 2410.19456, appendix B)",
-        "a model of the study's family is at its nominal size, any other at its number of parameters",
-    )
-    return Panel(name, title, figures, notes)
+    return Panel(name, title, figures)
 
 
 def _fit(

@@ -13,14 +13,13 @@ from made_records import made, needs_browser, write_records, write_scaled_record
 from slm_toolkit.record.files import find_records, write_record
 from slm_toolkit.record.memory_timeline import PARTS
 from slm_toolkit.report.charts.files import html_page
-from slm_toolkit.report.charts.panels import panels_of
 from slm_toolkit.report.rows import Row
 
 pytestmark = pytest.mark.quick
 
 NUM_RECORDS = 200
 SIZE_LIMIT_BYTES = 6e6
-PANELS = ("speed", "memory", "losses", "timeline")
+PANELS = ("speed", "losses", "timeline")
 NUM_FIRST = 24
 "rows of a long table that are not folded up"
 
@@ -121,19 +120,18 @@ def test_every_chart_has_its_marks(tab: Browser) -> None:
     assert marks["speed"]["bars"] == 173
     assert marks["losses"]["lines"] == 173
     assert marks["timeline"]["layers"] == len(PARTS)
-    assert marks["memory"]["bars"] > 173
 
 
 @needs_browser
 def test_charts_follow_the_filter_of_the_table(tab: Browser) -> None:
-    heights = "['speed', 'memory'].map(name => document.getElementById('chart-' + name).clientHeight)"
-    before = tab.evaluate(heights)
+    height = "document.getElementById('chart-speed').clientHeight"
+    before = tab.evaluate(height)
     type_into_filter(tab, "ds_zero1 ok")
     # 180 measured runs of five strategies: 36 of each, and none of ds_zero1's is out of memory
     tab.wait_for("document.querySelectorAll('#chart-speed .bars .point').length === 36")
     marks = tab.evaluate(MARKS)
     assert marks["losses"]["lines"] == 36
-    assert all(now < then for now, then in zip(tab.evaluate(heights), before, strict=True))
+    assert tab.evaluate(height) < before
     type_into_filter(tab, "")
     tab.wait_for("document.querySelectorAll('#chart-speed .bars .point').length === 173")
 
@@ -257,8 +255,8 @@ def test_rows_fold_up_by_model_and_their_bars_with_them(tmp_path: Path) -> None:
         page.evaluate("document.querySelector('tr.fold button').click()")
         assert page.evaluate("document.querySelectorAll('tbody tr[data-label]').length") == 18
         assert page.evaluate("document.querySelectorAll('#chart-speed .bars .point').length") == 18
-        heading = "document.querySelectorAll('#chart-speed .annotation').length"
-        assert page.evaluate(heading) == 18 + 3  # a place for each row, and a heading for each model
+        # a title for each row
+        assert page.evaluate("document.querySelectorAll('#chart-speed .annotation').length") == 18
 
 
 @needs_browser
@@ -269,12 +267,10 @@ def test_the_page_prints(tab: Browser) -> None:
     assert [event for event in tab.events if event["method"] in said] == []
 
 
-def test_a_panel_without_data_is_left_out_and_named(tmp_path: Path) -> None:
+def test_a_chart_without_data_is_left_out(tmp_path: Path) -> None:
     done = slm("report", "results/cpu", "--export", str(tmp_path / "out.html"))
     assert done.code == 0
     text = (tmp_path / "out.html").read_text()
-    sentence = "Memory over a step: no memory_timeline.csv: --profile memory or --rehearse writes one"
-    assert f"<li>{sentence}</li>" in text
     assert 'id="chart-timeline"' not in text
     assert 'id="chart-speed"' in text
 
@@ -294,7 +290,7 @@ def test_no_text_of_a_record_becomes_markup(tmp_path: Path) -> None:
     path = write_record(dataclasses.replace(made(0), strategy=evil), tmp_path)
     records, _ = find_records([path])
     row = Row(records)
-    text = html_page([row], panels_of(records, {evil: row}, problems=[]), left_out=[evil])
+    text = html_page([row], left_out=[evil])
     assert "<script>alert" not in text
     assert "<b>{{" not in text
     assert "&lt;b&gt;{{table}}" in text

@@ -331,7 +331,6 @@ class StepTime:
     "keyed by PARTS; they add up to step_seconds"
     tokens: int
     "in one step, all ranks together"
-    hidden_communication_seconds: float
     "communication that overlaps with compute and adds no time"
     overlappable_seconds: float
     "compute that can hide communication"
@@ -374,16 +373,15 @@ def step_time(
     launch = max(0.0, num_kernels * software.kernel_seconds - work.total)
     busy = work.total + launch
     forward = (busy - work.parts["recomputation"]) / 3  # backward computes twice as much, and again
-    communication = _communication(
+    exposed = _communication(
         transfers,
         setup.cluster,
         seconds_per_byte=software.contention / rates.memory_bytes,
         pass_seconds={"forward": forward, "backward": busy - forward},
         micro_steps=micro_steps,
     )
-    if communication is None:
+    if exposed is None:
         return None
-    exposed, hidden = communication
     exposed += software.jitter * math.sqrt(2 * math.log(setup.num_gpus)) * micro_steps * busy
     offload = NO_OFFLOAD
     if strategy.offloads:
@@ -405,7 +403,6 @@ def step_time(
             "fixed": software.step_seconds,
         },
         tokens=setup.num_gpus * micro_steps * setup.num_tokens,
-        hidden_communication_seconds=hidden,
         overlappable_seconds=micro_steps * busy,
         last_micro_step_seconds=busy,
         misaligned_seconds=micro_steps * work.misaligned,
@@ -420,21 +417,20 @@ def _communication(
     seconds_per_byte: float,
     pass_seconds: dict[str, float],
     micro_steps: int,
-) -> tuple[float, float] | None:
-    """Return exposed and hidden seconds of a step's communication.
+) -> float | None:
+    """Return the exposed seconds of a step's communication.
 
     `pass_seconds` is the compute of forward and backward in one micro-step: gather_forward hides behind
     forward, everything else behind backward. Overlapped communication slows the compute down by
     `seconds_per_byte`. The time that exceeds the compute is exposed whole, and so are the first gather and
     the last reduction. Transfers sent once hide behind the last micro-step.
     """
-    exposed = total = 0.0
+    exposed = 0.0
     room = {name: micro_steps * seconds for name, seconds in pass_seconds.items()}
     for transfer in sorted(transfers, key=lambda transfer: not transfer.in_last_micro_step):
         seconds = transfer_seconds(transfer, cluster)
         if seconds is None:
             return None
-        total += seconds
         if not transfer.overlaps:
             exposed += seconds
             continue
@@ -445,7 +441,7 @@ def _communication(
         room[name] -= hidden
         slowed = min(seconds, transfer.sent_bytes * seconds_per_byte)
         exposed += seconds - hidden + slowed * hidden / seconds
-    return exposed, total - exposed
+    return exposed
 
 
 def _optimizer_seconds(setup: Setup, rates: Rates) -> float:

@@ -1,15 +1,16 @@
-"""What every chart is made of, and the charts of rates, losses and the parts of a step."""
+"""The charts of a page: tokens per second, losses, and memory over a step."""
 
 import html
 import math
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from slm_toolkit.record.memory_timeline import PARTS as TRACED_PARTS
+from slm_toolkit.record.memory_timeline import Segment
 from slm_toolkit.report.rows import Row
-from slm_toolkit.report.verdict import PROBLEMS
-from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES
+from slm_toolkit.report.tables.memory import PARTS, size_text
 
 # A Figure is plain data for plotly.js, so that making it is fast and needs no plotly package.
 
@@ -17,10 +18,14 @@ _COLOURS = (  # Observable 10, for light and dark pages: https://observablehq.co
     *("#4269d0", "#efb118", "#ff725c", "#3ca951", "#a463f2", "#6cc5b0", "#ff8ab7", "#97bbf5"),
     *("#9c6b4e", "#9498a0"),
 )
-_MOST_NAMED = 3
-"most names in a sentence; the rest is a count"
-MOST_KEYS = 16
+_MOST_KEYS = 16
 "most entries of a legend; with more there is no legend, and hovering shows the names"
+MOST_POINTS = 300
+"points of a curve at most; of a longer curve, every second, third, ... step is drawn"
+_MOST_BANDS = 6
+_DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
+_PLACE_PIXELS = 44
+"height of a bar with its title"
 
 
 @dataclass(frozen=True)
@@ -40,34 +45,16 @@ class Figure:
 
 @dataclass(frozen=True)
 class Panel:
-    """Figures for one purpose, shown one at a time; or the reason why there are none."""
+    """Figures for one purpose, shown one at a time."""
 
     name: str
     title: str
-    figures: tuple[Figure, ...] = ()
-    notes: tuple[str, ...] = field(default=())
-    missing: str | None = None
-    "why there are no figures; None if there are"
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A place on the vertical axis; its title is above its bar or points."""
-
-    key: str
-    "unique key of this place"
-    title: str
-    is_heading: bool = False
-    "whether this is only a heading for the places below it"
+    figures: tuple[Figure, ...]
+    note: str = ""
 
 
 def colour(number: int) -> str:
     return _COLOURS[number % len(_COLOURS)]
-
-
-def strategy_colour(strategy: str, others: list[str]) -> str:
-    """Return a strategy's colour. The study's strategies have fixed colours; `others` come after them."""
-    return colour(list(dict.fromkeys((*STUDIED_STRATEGIES, *others))).index(strategy))
 
 
 def escaped(text: str) -> str:
@@ -75,220 +62,157 @@ def escaped(text: str) -> str:
     return html.escape(text, quote=False)
 
 
-def named(labels: list[str]) -> str:
-    """Join the first labels; count the rest."""
-    rest = len(labels) - _MOST_NAMED
-    return ", ".join(labels[:_MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def bars_layout(bars: list[Bar], *, x_title: str, legend: bool = False) -> dict[str, Any]:
-    """Return a layout of stacked bars with each name above its bar: phones use their whole width."""
-    return {
-        "barmode": "stack",
-        "bargap": 0.62,
-        "height": _PLACE_PIXELS * len(bars) + (110 if legend else 80),
-        "margin": {"l": 12, "r": 36, "t": 30, "b": 50},
-        "showlegend": legend,
-        "legend": above_plot(),
-        "xaxis": {"title": {"text": x_title}, "rangemode": "tozero", "fixedrange": True},
-        "yaxis": {
-            "type": "category",
-            "categoryorder": "array",
-            "categoryarray": [bar.key for bar in bars],
-            "range": [len(bars) - 0.5, -0.7],
-            "showticklabels": False,
-            "showgrid": False,
-            "fixedrange": True,
-        },
-        "meta": {  # for the page, which leaves out places
-            "headings": [bar.key for bar in bars if bar.is_heading],
-            "place_pixels": _PLACE_PIXELS,
-        },
-        "annotations": [
-            {
-                **{"xref": "paper", "x": 0, "xanchor": "left", "y": bar.key, "yanchor": "bottom"},
-                **{"text": bar.title, "showarrow": False, "align": "left", "font": {"size": 12}},
-                "yshift": -17 if bar.is_heading else 7,
-            }
-            for bar in bars
-        ],
-    }
+def rounded(value: float | None) -> float | None:
+    """Round to five digits, the resolution of a chart: numbers are most of the page's bytes."""
+    return None if value is None else float(f"{value:.5g}")
 
 
 def curves_layout(*, x_title: str, y_title: str, num_keys: int) -> dict[str, Any]:
     """Return a layout with two numeric axes, and a legend above the plot unless it is too long."""
     return {
         "height": 460,
-        "margin": {"l": 64, "r": 36, "t": 30, "b": 50},
-        "showlegend": 1 < num_keys <= MOST_KEYS,
-        "legend": above_plot(),
+        "margin": {"l": 64, "r": 36, "t": 36, "b": 50},
+        "showlegend": 1 < num_keys <= _MOST_KEYS,
+        "legend": {
+            **{"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom"},
+            "traceorder": "normal",
+            "maxheight": 0.9,  # of the figure's height; by default, a legend scrolls beyond half of it
+        },
         "hovermode": "closest",
         "xaxis": {"title": {"text": x_title}},
         "yaxis": {"title": {"text": y_title, "standoff": 12}},
     }
 
 
-def above_plot() -> dict[str, Any]:
-    """Place the legend above the plot, where it is visible even if the chart is long."""
-    return {
-        "orientation": "h",
-        "x": 0,
-        "xanchor": "left",
-        "y": 1,
-        "yanchor": "bottom",
-        "traceorder": "normal",
-        "maxheight": 0.9,  # of the figure's height; by default, a legend scrolls beyond half of it
-    }
-
-
-_PLACE_PIXELS = 44
-MOST_POINTS = 300
-"points of a curve at most; of a longer curve, every second, third, ... step is drawn"
-_MOST_BANDS = 6
-DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
-
-
-def speed_panel(rows: dict[str, Row]) -> Panel:
-    """Show tokens per second with intervals."""
-    name, title = "speed", "Tokens per second"
-    shown_rows = {label: row for label, row in rows.items() if row.tokens_per_second and not row.is_rehearsed}
-    notes = left_out(rows, shown_rows, lambda row: _why(row, "no step was timed"))
-    if not shown_rows:
-        return Panel(name, title, missing="; ".join(notes))
-    others = [row.strategy for row in shown_rows.values()]
+def speed_panel(rows: dict[str, Row]) -> Panel | None:
+    """Show the tokens per second of labelled rows with intervals; None if no row has a rate."""
+    timed = {label: row for label, row in rows.items() if row.tokens_per_second and not row.is_rehearsed}
+    if not timed:
+        return None
+    title = "Tokens per second"
+    rates = [row.tokens_per_second for row in timed.values()]
+    ends = [row.interval or 2 * (row.tokens_per_second,) for row in timed.values()]
     bars = {
         **{"type": "bar", "orientation": "h", "hoverinfo": "text", "showlegend": False},
-        "x": [row.tokens_per_second for row in shown_rows.values()],
-        "y": list(shown_rows),
-        "customdata": list(shown_rows),
-        "marker": {"color": [strategy_colour(strategy, others) for strategy in others]},
-        "hovertext": [f"{escaped(label)}<br>{_speed_words(row)}" for label, row in shown_rows.items()],
-        "error_x": _whiskers(shown_rows.values()),
+        "x": rates,
+        "y": list(timed),
+        "customdata": list(timed),
+        "marker": {"color": _colours(timed)},
+        "hovertext": [
+            f"{escaped(label)}<br>{rate:,.0f} tokens/s" for label, rate in zip(timed, rates, strict=True)
+        ],
+        "error_x": {
+            **{"type": "data", "symmetric": False, "thickness": 1.5},
+            "array": [rounded(highest - rate) for rate, (_, highest) in zip(rates, ends, strict=True)],
+            "arrayminus": [rounded(rate - lowest) for rate, (lowest, _) in zip(rates, ends, strict=True)],
+        },
     }
-    layout = bars_layout(_places_of(shown_rows), x_title="tokens/s, all ranks")
-    notes.insert(0, "whiskers: the interval in which another measurement is expected")
-    return Panel(name, title, (Figure(name, title, [bars], layout),), tuple(notes))
+    layout = _bars_layout(list(timed), x_title="tokens/s, all ranks")
+    note = "whiskers: the interval in which another measurement is expected"
+    return Panel("speed", title, (Figure("speed", title, [bars], layout),), note)
 
 
-def _whiskers(rows: Iterable[Row]) -> dict[str, Any]:
-    """Return plotly's error bars of the rates; none for a row without an interval."""
-    ends = [(row.tokens_per_second, *(row.interval or 2 * (row.tokens_per_second,))) for row in rows]
+def _bars_layout(labels: list[str], *, x_title: str) -> dict[str, Any]:
+    """Return a layout of bars with each label above its bar: phones use their whole width."""
     return {
-        **{"type": "data", "symmetric": False, "thickness": 1.5},
-        "array": [rounded(highest - middle) for middle, _, highest in ends],
-        "arrayminus": [rounded(middle - lowest) for middle, lowest, _ in ends],
+        "barmode": "stack",
+        "bargap": 0.62,
+        "height": _PLACE_PIXELS * len(labels) + 80,
+        "margin": {"l": 12, "r": 36, "t": 30, "b": 50},
+        "xaxis": {"title": {"text": x_title}, "rangemode": "tozero", "fixedrange": True},
+        "yaxis": {
+            **{"type": "category", "categoryorder": "array", "categoryarray": labels},
+            "range": [len(labels) - 0.5, -0.7],
+            **{"showticklabels": False, "showgrid": False, "fixedrange": True},
+        },
+        "meta": {"place_pixels": _PLACE_PIXELS},  # for the page, which leaves out places
+        "annotations": [
+            {
+                **{"xref": "paper", "x": 0, "xanchor": "left", "y": label, "yanchor": "bottom", "yshift": 7},
+                **{"text": escaped(label), "showarrow": False, "align": "left", "font": {"size": 12}},
+            }
+            for label in labels
+        ],
     }
 
 
-def loss_panel(rows: dict[str, Row]) -> Panel:
-    """Show all loss curves; before them, if all runs should be equal, how far they are from a reference's."""
-    name, title = "losses", "Loss"
-    shown_rows = {label: row for label, row in rows.items() if len(row.losses) > 1}
-    notes = left_out(rows, shown_rows, lambda row: _why(row, "fewer than two steps"))
-    if not shown_rows:
-        return Panel(name, title, missing="; ".join(notes))
-    layout = curves_layout(x_title="step", y_title="loss, mean over ranks", num_keys=len(shown_rows))
-    curves = _loss_curves({label: row.losses for label, row in shown_rows.items()}, shown_rows)
-    if any(len(row.losses) > MOST_POINTS for row in shown_rows.values()):
-        notes.insert(0, f"at most {MOST_POINTS} steps of a curve are drawn")
-    figures = [*_loss_differences(shown_rows), Figure(name, title, curves, layout)]
-    if len(figures[0].data) < len(shown_rows) - 1:
-        figures.reverse()
-    return Panel(name, title, tuple(figures), tuple(notes))
-
-
-def _why(row: Row, otherwise: str) -> str:
-    """Return the status of a row that did not end ok, or that it is a rehearsal, else another reason."""
-    if row.status != "ok":
-        return PROBLEMS[row.status]
-    return "rehearsed" if row.is_rehearsed else otherwise
-
-
-def _loss_differences(rows: dict[str, Row]) -> list[Figure]:
-    """Return a figure of losses minus a reference's (DDP's, else the first row's), if rows compare.
-
-    Equal curves hide each other; their differences don't.
-    """
-    reference = next((label for label, row in rows.items() if row.engine == "ddp"), next(iter(rows)))
-    losses = rows[reference].losses
-    alike = {
-        label: row for label, row in rows.items() if label != reference and _same_steps(row, rows[reference])
-    }
-    if not alike:
-        return []
-    differences = {
-        label: [
-            None if loss is None or other is None else loss - other
-            for loss, other in zip(row.losses, losses, strict=True)
-        ]
-        for label, row in alike.items()
-    }
-    title = f"Loss minus that of {reference}"
-    layout = curves_layout(x_title="step", y_title=escaped(title.lower()), num_keys=len(alike))
-    layout["yaxis"]["exponentformat"] = "none"
-    return [Figure("loss_differences", title, _loss_curves(differences, alike), layout)]
-
-
-def _same_steps(row: Row, reference: Row) -> bool:
-    """Return whether two rows trained the same steps, so that their losses should be equal."""
-
-    def steps(one: Row) -> tuple:
-        schedule = one.learning_rate, one.max_steps, one.first_step, len(one.losses)
-        return one.model, one.seq_len, one.tokens_per_step, one.dataset, one.seed, schedule
-
-    return steps(row) == steps(reference)
-
-
-def _loss_curves(curves: dict[str, list[float | None]], rows: dict[str, Row]) -> list[dict[str, Any]]:
-    used: dict[str, int] = {}
-    data = []
-    others = [row.strategy for row in rows.values()]
-    for index, (label, row) in enumerate(rows.items()):
-        number = used[row.strategy] = used.get(row.strategy, -1) + 1
-        every = math.ceil(len(curves[label]) / MOST_POINTS)
-        steps = list(range(len(curves[label])))[::-every][::-1]  # the last step is always drawn
-        data.append(
+def loss_panel(rows: dict[str, Row]) -> Panel | None:
+    """Show the losses of labelled rows over time; None if no row has two."""
+    trained = {label: row for label, row in rows.items() if len(row.losses) > 1}
+    if not trained:
+        return None
+    layout = curves_layout(x_title="step", y_title="loss, mean over ranks", num_keys=len(trained))
+    strategies = [row.strategy for row in trained.values()]
+    curves = []
+    for index, ((label, row), of_strategy) in enumerate(zip(trained.items(), _colours(trained), strict=True)):
+        every = math.ceil(len(row.losses) / MOST_POINTS)
+        steps = list(range(len(row.losses)))[::-every][::-1]  # the last step is always drawn
+        curves.append(
             {
                 **{"type": "scatter", "mode": "lines", "name": escaped(label), "meta": label},
                 "x": [row.first_step + step + 1 for step in steps],
-                "y": [rounded(curves[label][step]) for step in steps],
+                "y": [rounded(row.losses[step]) for step in steps],
                 "line": {
-                    "color": strategy_colour(row.strategy, others),
-                    "dash": DASHES[number % len(DASHES)],
+                    "color": of_strategy,
+                    "dash": _DASHES[strategies[:index].count(row.strategy) % len(_DASHES)],
                     # equal curves hide each other, so the first of a few curves are wide bands below the rest
-                    "width": 1.8 + (1.4 * (len(rows) - 1 - index) if len(rows) <= _MOST_BANDS else 0),
+                    "width": 1.8 + (1.4 * (len(trained) - 1 - index) if len(trained) <= _MOST_BANDS else 0),
                 },
                 "hovertemplate": "%{fullData.name}<br>step %{x}: %{y}<extra></extra>",
             }
         )
-    return data
+    return Panel("losses", "Loss", (Figure("losses", "Loss", curves, layout),))
 
 
-def _places_of(rows: dict[str, Row]) -> list[Bar]:
-    """Return a place for each row; with several models, a heading before the rows of each."""
-    places: list[Bar] = []
-    for number, (model, group) in enumerate(groupby(rows.items(), key=lambda item: item[1].model)):
-        places.append(Bar(f"{number} model", f"<b>{escaped(model)}</b>", is_heading=True))
-        # the heading has the model
-        places += [Bar(label, escaped(label.replace(f" {model}", "", 1))) for label, _ in group]
-    return places if sum(place.is_heading for place in places) > 1 else places[1:]
+def _colours(rows: dict[str, Row]) -> list[str]:
+    """Return the colour of each row's strategy."""
+    strategies = list(dict.fromkeys(row.strategy for row in rows.values()))
+    return [colour(strategies.index(row.strategy)) for row in rows.values()]
 
 
-def _speed_words(row: Row) -> str:
-    launches = f"{row.num_launches} launch{'es' * (row.num_launches > 1)}"
-    interval = f"<br>{row.interval[0]:,.0f} to {row.interval[1]:,.0f}" if row.interval else ""
-    return f"{row.tokens_per_second:,.0f} tokens/s{interval}<br>{row.num_timed_steps} timed steps, {launches}"
+def timeline_panel(timelines: dict[str, list[Segment]]) -> Panel | None:
+    """Show the memory in use while a step runs through its modules, in one figure per traced run."""
+    figures = tuple(
+        _timeline(f"timeline-{number}", label, segments)
+        for number, (label, segments) in enumerate(timelines.items(), start=1)
+    )
+    note = "rank 0; each place shows its highest memory"
+    return Panel("timeline", "Memory over a step", figures, note) if figures else None
 
 
-def left_out(rows: dict[str, Row], shown_rows: Collection[str], reason_of: Callable[[Row], str]) -> list[str]:
-    """Return a note for each reason why rows are not in a chart."""
-    labels_by_reason: dict[str, list[str]] = {}
-    for label, row in rows.items():
-        if label not in shown_rows:
-            labels_by_reason.setdefault(reason_of(row), []).append(label)
-    return [f"not drawn, {reason}: {named(labels)}" for reason, labels in labels_by_reason.items()]
+def _timeline(name: str, label: str, segments: list[Segment]) -> Figure:
+    every = 1 + len(segments) // MOST_POINTS
+    moments: list[Segment] = []
+    starts: dict[int, str] = {}  # of the phases to name: those between are short
+    for phase, group in groupby(segments, key=lambda segment: segment.phase):
+        if phase not in ("between", "data"):
+            starts[len(moments)] = phase
+        visits = list(group)
+        moments += [_highest(visits[start : start + every]) for start in range(0, len(visits), every)]
+    data = [
+        {
+            **{"type": "scatter", "mode": "lines", "stackgroup": "alive", "name": PARTS[part]},
+            "y": [_gib(moment.parts.get(part, 0)) for moment in moments],
+            "line": {"width": 0.5, "color": colour(number), "shape": "hvh"},
+            "fillcolor": colour(number),
+            "text": [escaped(f"{moment.phase} {moment.module}") for moment in moments],
+            "hovertemplate": "%{text}<br>%{fullData.name}: %{y} GiB<extra></extra>",
+        }
+        for number, part in enumerate(TRACED_PARTS)
+        if any(moment.parts.get(part) for moment in moments)
+    ]
+    layout = curves_layout(x_title="", y_title="GiB in use", num_keys=2)
+    layout["xaxis"] |= {"tickvals": list(starts), "ticktext": list(starts.values())}
+    layout["xaxis"]["ticklabelposition"] = "outside right"
+    peak = _highest(moments)
+    mark = {"x": moments.index(peak), "y": _gib(peak.num_bytes), "ax": 0, "ay": -28}
+    layout["annotations"] = [mark | {"text": f"peak {size_text(peak.num_bytes)}"}]
+    return Figure(name, label, data, layout)
 
 
-def rounded(value: float | None) -> float | None:
-    """Round to five digits, the resolution of a chart: numbers are most of the page's bytes."""
-    return None if value is None else float(f"{value:.5g}")
+def _highest(segments: Sequence[Segment]) -> Segment:
+    return max(segments, key=lambda segment: segment.num_bytes)
+
+
+def _gib(num_bytes: int) -> float | None:
+    return rounded(num_bytes / 2**30)

@@ -1,14 +1,14 @@
-"""Rows and panels as one HTML page. It contains plotly.js, data, style and script, and fetches nothing."""
+"""Rows and charts as one HTML page. It contains plotly.js, data, style and script, and fetches nothing."""
 
 import dataclasses
 import html
 import json
 import re
-from functools import cache
 from pathlib import Path
 
 from slm_toolkit import __version__
-from slm_toolkit.report.charts.figures import Panel
+from slm_toolkit.record.memory_timeline import TIMELINE_FILE, Segment, read_segments
+from slm_toolkit.report.charts.figures import Panel, loss_panel, speed_panel, timeline_panel
 from slm_toolkit.report.labels import labelled
 from slm_toolkit.report.rows import Row
 from slm_toolkit.report.tables.columns import columns_of
@@ -20,12 +20,15 @@ PLOTLY_FILE = _PAGE / "plotly-basic.min.js"
 "from https://cdn.plot.ly; its licence is in the same folder"
 
 
-def html_page(rows: list[Row], panels: list[Panel], *, left_out: list[str]) -> str:
+def html_page(rows: list[Row], *, left_out: list[str]) -> str:
     """Return the whole page; `left_out` has sentences about records that could not be read."""
-    drawn = [panel for panel in panels if panel.missing is None]
-    missing = [panel for panel in panels if panel.missing is not None]
     by_label = labelled(rows)
+    panels = (speed_panel(by_label), loss_panel(by_label), timeline_panel(_timelines(by_label)))
+    drawn = [panel for panel in panels if panel is not None]
+    figures = {figure.name: dataclasses.asdict(figure) for panel in drawn for figure in panel.figures}
+    data = json.dumps(figures, allow_nan=False, separators=(",", ":"))
     note_lines = [note.plain for note in (*parity_notes(by_label), *notes(rows, columns_of(rows)))] + left_out
+    commands = html.escape(commands_of(by_label))
     parts = {
         "heading": heading(rows).plain,
         "provenance": provenance(rows),
@@ -37,26 +40,17 @@ def html_page(rows: list[Row], panels: list[Panel], *, left_out: list[str]) -> s
         "links": "".join(f'<a href="#{panel.name}">{html.escape(panel.title)}</a>' for panel in drawn),
         "verdict": _items(verdict(rows)),
         "table": _table(by_label),
-        "commands": _commands(commands_of(by_label)),
+        "commands": commands and f"<details><summary>commands</summary><pre>{commands}</pre></details>",
         "notes": _items(note_lines),
         "panels": "".join(map(_section, drawn)),
-        "missing": _missing(missing),
-        "figures": figures_json(drawn),
-        "plotly": plotly_script(),
+        "figures": data.replace("<", "\\u003c"),  # so that a record's text can't end the element
+        "plotly": _plotly_script(),
         "script": _file("report.js"),
     }
     return re.sub(r"{{(\w+)}}", lambda match: filled[match[1]], _file("report.html"))
 
 
-def figures_json(panels: list[Panel]) -> str:
-    """Return all figures by name, as JSON that is safe inside a script element."""
-    figures = {figure.name: dataclasses.asdict(figure) for panel in panels for figure in panel.figures}
-    text = json.dumps(figures, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c")  # so that a record's text can't end the element
-
-
-@cache
-def plotly_script() -> str:
+def _plotly_script() -> str:
     """Return plotly.js's basic bundle with its licence (MIT): 1.2 MB of the page."""
     licence = _file("plotly-LICENSE").replace("*/", "")
     return f"/*\n{licence}*/\n" + PLOTLY_FILE.read_text(encoding="utf-8").replace("</script", "<\\/script")
@@ -83,11 +77,6 @@ def _table(rows: dict[str, Row]) -> str:
     return "\n".join([*lines, "</tbody>"])
 
 
-def _commands(text: str) -> str:
-    """Return the launch commands, folded up; nothing if there are none."""
-    return f"<details><summary>commands</summary><pre>{html.escape(text)}</pre></details>" if text else ""
-
-
 def _section(panel: Panel) -> str:
     choice = ""
     if len(panel.figures) > 1:
@@ -99,15 +88,22 @@ def _section(panel: Panel) -> str:
         f'<section id="{panel.name}"><h2>{html.escape(panel.title)}</h2>{choice}'
         f'<div class="chart" id="chart-{panel.name}" data-figure="{panel.figures[0].name}"></div>'
         '<p class="rest" hidden></p>'
-        f'<ul class="notes">{_items(list(panel.notes))}</ul></section>'
+        f'<p class="notes">{html.escape(panel.note)}</p></section>'
     )
 
 
-def _missing(panels: list[Panel]) -> str:
-    if not panels:
-        return ""
-    items = [f"{panel.title}: {panel.missing}" for panel in panels]
-    return f'<section id="missing"><h2>Left out</h2><ul class="notes">{_items(items)}</ul></section>'
+def _timelines(rows: dict[str, Row]) -> dict[str, list[Segment]]:
+    """Return the segments of each row with a timeline next to its record. Raises ValueError for bad ones."""
+    paths = {
+        label: Path(row.record).with_name(TIMELINE_FILE)
+        for label, row in rows.items()
+        if row.memory_at_peak is not None
+    }
+    return {
+        label: segments
+        for label, path in paths.items()
+        if path.is_file() and (segments := read_segments(path))
+    }
 
 
 def _items(lines: list[str]) -> str:

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from slm_toolkit.base.errors import PACKAGES
 from slm_toolkit.config.flag_metadata import Excludes
 from slm_toolkit.config.run_config import FLAGS, RunConfig
 
@@ -45,13 +44,12 @@ def test_a_flag_that_needs_another_is_refused_without_it(name: str) -> None:
     assert not any("without" in problem for problem in both)
 
 
-def test_rules_name_flags_choices_and_packages_that_exist() -> None:
+def test_rules_name_flags_and_choices_that_exist() -> None:
     for name, rule in RULES:
         for field, values in ((name, rule.own), (rule.other, rule.values)):
             assert field in FLAGS
             assert set(values) <= set(FLAGS[field].choices or FLAGS[field].sets or values)
     assert all(set(flag.needs) <= FLAGS.keys() for flag in FLAGS.values())
-    assert {flag.extra for flag in FLAGS.values()} - {None} <= PACKAGES.keys()
 
 
 def test_the_defaults_break_no_rule() -> None:

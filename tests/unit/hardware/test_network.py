@@ -13,7 +13,6 @@ from slm_toolkit.hardware.network import (
     bus_bytes_per_second,
     fit,
     read_network,
-    seconds,
     write_network,
 )
 
@@ -44,8 +43,6 @@ def test_the_fit_finds_the_latency_and_the_bandwidth_that_times_were_made_from()
         line = fit(network, collective)
         assert line.latency_seconds == pytest.approx(20e-6, rel=1e-9)
         assert line.bus_bytes_per_second == pytest.approx(bus, rel=1e-9)
-        # 1 GB: 20 us + 10 ms
-        assert seconds(network, collective, 10**9) == pytest.approx(0.01002, rel=1e-9)
 
 
 def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
@@ -64,14 +61,13 @@ def test_a_latency_below_zero_becomes_zero() -> None:
     line = fit(network, "all_gather")
     assert line.latency_seconds == 0
     assert line.bus_bytes_per_second == pytest.approx(7 / 8 * 13 / 15)
-    assert seconds(network, "all_gather", 2) == pytest.approx(30 / 13)
 
 
 def test_times_that_do_not_grow_have_no_bandwidth() -> None:
     # 2 s and 1 s: the constant a with least (a/2 - 1)^2 + (a - 1)^2 is (1/2 + 1) / (1/4 + 1) = 1.2 s
     network = made(2.0, 1.0, sizes=(1, 2))
-    assert fit(network, "all_reduce").bus_bytes_per_second is None
-    assert seconds(network, "all_reduce", 10**9) == pytest.approx(1.2)
+    line = fit(network, "all_reduce")
+    assert (line.latency_seconds, line.bus_bytes_per_second) == (pytest.approx(1.2), None)
 
 
 def test_a_network_is_read_as_it_was_written(tmp_path: Path) -> None:

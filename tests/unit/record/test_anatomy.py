@@ -191,11 +191,6 @@ def test_a_trace_without_steps_is_refused() -> None:
         anatomy_of([event("aten::mm", 0, 10)])
 
 
-def test_a_trace_that_is_not_packed_is_read(tmp_path: Path) -> None:
-    (tmp_path / "trace.json").write_text('{"traceEvents": [{"name": "é"}]}', encoding="utf-8")
-    assert read_trace(tmp_path / "trace.json") == [{"name": "é"}]
-
-
 PARTS = [f.name for f in dataclasses.fields(Anatomy) if f.name.endswith("_seconds")]
 "the last of them is contained in the others"
 

@@ -1,4 +1,4 @@
-"""Figures as files and in the terminal, and what is drawn in them."""
+"""What the charts of a page draw."""
 
 from pathlib import Path
 
@@ -7,8 +7,7 @@ from conftest import made_record
 from made_records import made
 
 from slm_toolkit.record.memory_timeline import Segment
-from slm_toolkit.report.charts.figures import MOST_POINTS, loss_panel, speed_panel
-from slm_toolkit.report.charts.memory import parts_panel, timeline_panel
+from slm_toolkit.report.charts.figures import MOST_POINTS, loss_panel, speed_panel, timeline_panel
 from slm_toolkit.report.rows import Row
 
 
@@ -29,19 +28,15 @@ def test_a_bar_has_its_rate_and_the_interval_around_it() -> None:
     assert (bars["x"], bars["error_x"]["array"], bars["error_x"]["arrayminus"]) == ([100], [5], [5])
 
 
-def test_rows_without_a_bar_are_named_with_their_reason() -> None:
+def test_only_measured_rows_with_a_rate_have_bars() -> None:
     rows = {
         "good": priced(100, 1.0),
         "large": priced(100, 1.0).with_values(status="oom", tokens_per_second=None),
         "played": priced(100, 1.0).with_values(evidence="rehearsed"),
-        "short": priced(100, 1.0).with_values(tokens_per_second=None),
     }
-    reasons = [note for note in speed_panel(rows).notes if note.startswith("not drawn")]
-    assert reasons == [
-        "not drawn, ran out of memory: large",
-        "not drawn, rehearsed: played",
-        "not drawn, no step was timed: short",
-    ]
+    ((bars,),) = [figure.data for figure in speed_panel(rows).figures]
+    assert bars["y"] == ["good"]
+    assert speed_panel({"large": rows["large"]}) is None
 
 
 def test_the_timeline_names_each_phase_where_it_starts_and_marks_the_peak() -> None:
@@ -77,10 +72,3 @@ def test_a_resumed_curve_begins_where_it_was_resumed_and_its_last_step_is_drawn(
     assert len(curve["x"]) <= MOST_POINTS
     assert (curve["x"][-1], curve["y"][-1]) == (750, 649)
     assert curve["x"][0] > 100
-
-
-def test_bars_of_memory_add_up_to_the_peak() -> None:
-    record = made_record(peak_allocated_bytes=[3 * 2**30] * 2)
-    (figure,) = parts_panel({"run": Row([(Path("made"), record)])}, {}).figures
-    assert [bar["text"] for bar in figure.layout["annotations"]] == ["<b>run</b>", "measured 3.00 GiB"]
-    assert sum(trace["x"][0] for trace in figure.data) == pytest.approx(3, rel=1e-3)

@@ -38,23 +38,16 @@ function figureOf(name) {
   const labels = new Set(rows.filter((row) => isKept(row) && !(isList && isFolded(row))).map((row) => row.dataset.label));
   if (labels.size === rows.length) return { data, layout };
   const traces = data.map((trace) => traceOf(trace, labels)).filter(Boolean);
-  return layout.meta?.headings ? withPlaces(traces, layout) : { data: traces, layout };
+  return layout.meta ? withPlaces(traces, layout) : { data: traces, layout };
 }
 
-// Leave out the places without a bar or point, and make the list shorter.
+// Leave out the places without a bar, and make the list shorter.
 function withPlaces(traces, layout) {
-  const { headings } = layout.meta;
   const used = new Set(traces.flatMap((trace) => trace.y));
   const places = layout.yaxis.categoryarray;
-  const follows = (index) => {
-    const next = places.slice(index + 1);
-    const end = next.findIndex((place) => headings.includes(place));
-    return next.slice(0, end < 0 ? next.length : end).some((place) => used.has(place));
-  };
-  const kept = places.filter((place, index) => (headings.includes(place) ? follows(index) : used.has(place)));
-  const ofPlace = new Map(layout.annotations.map((annotation) => [annotation.y, annotation]));
-  const frame = layout.height - layout.meta.place_pixels * places.length;
-  return { data: traces, layout: { ...layout, height: frame + layout.meta.place_pixels * kept.length, annotations: kept.map((place) => ofPlace.get(place)),
+  const kept = places.filter((place) => used.has(place));
+  const height = layout.height - layout.meta.place_pixels * (places.length - kept.length);
+  return { data: traces, layout: { ...layout, height, annotations: layout.annotations.filter((annotation) => used.has(annotation.y)),
     yaxis: { ...layout.yaxis, categoryarray: kept, range: [kept.length - 0.5, -0.7] } } };
 }
 
