@@ -54,15 +54,11 @@ class Flag:
     "words of a value that joins them by +, and the parts that each stands for"
     metavar: str | None = None
     aliases: tuple[str, ...] = ()
-    "other names, shown by --help"
-    other_names: tuple[str, ...] = ()
-    "other trainers' names for it: accepted, but not shown by --help"
+    "other names, shown by --help; foreign_flags.yaml has those that it does not show"
     bare: str | None = None
     "value if the flag is typed without one"
     synonyms: dict[str, str] = dataclasses.field(default_factory=dict)
     "other spellings of values"
-    instead: dict[str, str] = dataclasses.field(default_factory=dict)
-    "values that only other trainers have, each with what to give instead"
     grid: bool = False
     "whether `slm compare` takes several values"
     one_run_only: bool = False
@@ -105,9 +101,7 @@ class Flag:
     "line above a table if all rows have the same value, not the default; {} becomes the value"
 
     def value_of(self, word: str) -> str:
-        """Return a typed value in our spelling. Raises ValueError for a value of other trainers only."""
-        if word.lower() in self.instead:
-            raise ValueError(f"there is no {word}\nhint: {self.instead[word.lower()]}")
+        """Return a typed value in our spelling."""
         if all(map(self.sets.get, word.split("+"))):
             return self.joined(self.parts_of(word))
         return self.synonyms.get(word.lower(), word)
