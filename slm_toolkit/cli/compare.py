@@ -268,7 +268,7 @@ def _prepared(
         names=flags_given(args),
         script=_script(args),
         nodes=nodes,
-        **{name: getattr(args, name) for name in (*flags, "dry_run", "prices")},
+        **{name: getattr(args, name) for name in (*flags, "dry_run")},
     )
     prepared, jobs = prepare(request, console=console), None
     if nodes is not None:

@@ -3,7 +3,6 @@
 import re
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -75,10 +74,6 @@ def as_words(seconds: float) -> str:
     return f"{int(hours // 24)} d {round(hours % 24)} h"
 
 
-def _left_in_words(seconds: float) -> str:
-    return "a few seconds left" if seconds < _FEW_SECONDS else f"about {as_words(seconds)} left"
-
-
 def _kinds(run: PlannedRun) -> list[tuple]:
     """Return the groups of runs that `run` belongs to, from the narrowest to all runs."""
     strategy, batch = run.name, run.config.per_device_train_batch_size
@@ -101,11 +96,8 @@ class Waits:
         self.log = log
         self.shown: set[str] = set()
         "waits that were already printed, if there is no terminal"
-        self._began_at = time.monotonic()
-        self._first_step_at: float | None = None
-        self._before_step_1: str | None = None
         self._step: float | None = None
-        self._moved_at = self._began_at
+        self._moved_at = time.monotonic()
         "when the run began or was seen to do a step"
         self._size_then = 0
         "size of the log at that step: waits before it are over"
@@ -127,11 +119,8 @@ class Waits:
         whole_lines = text.rpartition("\n")[0].split("\n")
         waits = [line.removeprefix(WAITING).strip() for line in whole_lines if line.startswith(WAITING)]
         step = (state or {}).get("step")
-        if step is None:
-            self._before_step_1 = waits[-1] if waits else self._before_step_1
         if step != self._step:
             self._step, self._moved_at, self._size_then, waits = step, now, size, []
-            self._first_step_at = self._first_step_at or now
         if not size and not self.log.exists():  # a Slurm job waits in its queue
             self._moved_at = now
         wait = waits[-1] if waits else None
@@ -142,14 +131,6 @@ class Waits:
             self._standstill = f"no step for {as_words(number * _STANDSTILL_SECONDS)}: {doing}"
         self._num_standstills = number
         return self._standstill if number else wait
-
-    def at_the_end(self, seconds_total: float) -> str:
-        """Return `, 270 s of it before step 1: ...` if the run waited before step 1, else an empty string."""
-        if self._before_step_1 is None:
-            return ""
-        seconds = seconds_total if self._first_step_at is None else self._first_step_at - self._began_at
-        seconds = min(seconds, seconds_total)  # the run itself measured `seconds_total`
-        return f", {seconds:.0f} s of it before step 1: {self._before_step_1}"
 
 
 _QUOTED_LINES = 5
@@ -170,7 +151,7 @@ class Display:
     """Shows each run of a comparison from start to end. Concurrent runs call it from several threads.
 
     With `searching`, each run has an unknown number of trials with different batches. `num_slots`: how many
-    runs run at the same time, None if unknown. `usd_so_far`: None if the price is unknown.
+    runs run at the same time, None if unknown.
     """
 
     def __init__(
@@ -180,10 +161,8 @@ class Display:
         *,
         searching: bool = False,
         num_slots: int | None = 1,
-        usd_so_far: Callable[[], float] | None = None,
     ) -> None:
-        self.console, self.runs, self.searching = console, runs, searching
-        self.num_slots, self.usd_so_far = num_slots, usd_so_far
+        self.console, self.runs, self.searching, self.num_slots = console, runs, searching, num_slots
         self.num_ended = 0
         self.took: list[tuple[PlannedRun, float]] = []
         self.waiting = {run.run_name: run for run in runs}
@@ -257,8 +236,6 @@ class Display:
             style = _STYLE.get(record.status, "red")
             seconds = record.seconds_total
             time_text = "-" if seconds is None else f"{seconds:.0f} s"
-            if running is not None and seconds is not None:
-                time_text += running.waits.at_the_end(seconds)
             if kept:
                 began = record.started_at[:16].replace("T", " ")
                 time_text = f"kept from {began} UTC (--force runs it again)"
@@ -276,16 +253,16 @@ class Display:
                 self.console.print(text, markup=False, highlight=False, style="dim", soft_wrap=True)
 
     def _outlook(self) -> str:
-        """Return the time left and the cost so far, if known."""
-        now, words = time.monotonic(), []
+        """Return the time left, if known."""
+        now = time.monotonic()
         running = [(one.run, now - one.began) for one in self.running.values()]
         waiting = list(self.waiting.values())
-        if self.num_slots is not None and not self.searching and (running or waiting):
-            left = seconds_left(self.took, waiting, running, num_slots=self.num_slots)
-            words += [] if left is None else [_left_in_words(left)]
-        if self.usd_so_far is not None:
-            words.append(f"${self.usd_so_far():,.2f} so far")
-        return ", ".join(words)
+        if self.num_slots is None or self.searching or not (running or waiting):
+            return ""
+        left = seconds_left(self.took, waiting, running, num_slots=self.num_slots)
+        if left is None:
+            return ""
+        return "a few seconds left" if left < _FEW_SECONDS else f"about {as_words(left)} left"
 
     def _label(self, run: PlannedRun) -> str:
         """Return the strategy and the flags that vary between the runs of the grid."""

@@ -255,10 +255,6 @@ class SlurmJobs:
         self.pause_seconds, self.next_look = _FIRST_PAUSE_SECONDS, 0.0
         self.has_accepted = False
         "True once Slurm accepted or showed a job of ours: a later refusal may be temporary"
-        self.num_processes: dict[str, int] = {}
-        "number of ranks, by script"
-        self.gpu_seconds: dict[int, float] = {}
-        "GPU time used, by job id; a CPU process counts as a GPU"
         self.unseen: set[str] = set()
         "scripts whose live job was unknown to Slurm at the last look"
         self.ended_at: dict[str, float] = {}
@@ -277,7 +273,6 @@ class SlurmJobs:
         }
         self.has_accepted |= bool(live_jobs)
         for run in runs:
-            self.num_processes[str(script_path(run))] = run.num_processes
             job = live_jobs.get(str(script_path(run)))
             if force:
                 self._forget(run, job)
@@ -386,7 +381,6 @@ class SlurmJobs:
             self.unseen.add(script)
             return job
         self.unseen.discard(script)
-        self.gpu_seconds[now.job_id] = now.seconds * self.num_processes[script]
         if not now.is_live:
             self.ended_at[script] = time.monotonic()
         return now
