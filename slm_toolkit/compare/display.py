@@ -25,7 +25,6 @@ from slm_toolkit.base.safe_files import read_end
 from slm_toolkit.compare.grid import PlannedRun
 from slm_toolkit.compare.outcome import LOG_FILE, telling_lines
 from slm_toolkit.config.run_config import FLAGS
-from slm_toolkit.launch.torch_extensions import WAITING
 from slm_toolkit.record.run_record import PARITY_REFERENCE, RunRecord
 
 OVERDUE = 1.1
@@ -82,55 +81,43 @@ def _kinds(run: PlannedRun) -> list[tuple]:
 
 
 _MOST_BYTES = 64 * 1024
-"read at most the last 64 KiB of new log text at a time"
+"read at most the last 64 KiB of a log"
 
 
 _STANDSTILL_SECONDS = 60
 "a run without a step for so long says so, and again each time it has passed"
 
 
-class Waits:
-    """Finds in a run's log what the run waits for. Call `look` several times a second."""
+class Standstill:
+    """Finds a run that makes no step, with its stage and the last line of its log. Call `look` often."""
 
     def __init__(self, log: Path) -> None:
         self.log = log
-        self.shown: set[str] = set()
-        "waits that were already printed, if there is no terminal"
+        self.shown = ""
+        "the last text that was printed, if there is no terminal"
         self._step: float | None = None
         self._moved_at = time.monotonic()
         "when the run began or was seen to do a step"
-        self._size_then = 0
-        "size of the log at that step: waits before it are over"
-        self._num_standstills, self._standstill = 0, ""
-        self._last_line = ""
+        self._num_minutes, self._text = 0, ""
 
     def look(self, state: dict[str, Any] | None) -> str | None:
-        """Return what the run waits for, from its log; None if it waits for nothing or has done a step since.
+        """Return how long the run makes no step, and why; None in the first minute.
 
-        After a minute without a step, also return how long, and the stage or the last line of output if the
-        log names no wait. `state`: the content of the run's progress file, None before there is one.
+        `state`: the content of the run's progress file, None before there is one.
         """
-        new, size = read_end(self.log, _MOST_BYTES, start=self._size_then)
-        if size < self._size_then:  # another try has a new log
-            new, size = read_end(self.log, _MOST_BYTES)
-        text, now = new.decode(errors="replace"), time.monotonic()
-        ends = filter(None, map(str.strip, reversed(re.split(r"[\r\n]", text))))
-        self._last_line = next(ends, self._last_line)
-        whole_lines = text.rpartition("\n")[0].split("\n")
-        waits = [line.removeprefix(WAITING).strip() for line in whole_lines if line.startswith(WAITING)]
-        step = (state or {}).get("step")
-        if step != self._step:
-            self._step, self._moved_at, self._size_then, waits = step, now, size, []
-        if not size and not self.log.exists():  # a Slurm job waits in its queue
-            self._moved_at = now
-        wait = waits[-1] if waits else None
+        now, step = time.monotonic(), (state or {}).get("step")
+        if step != self._step or not self.log.exists():  # a Slurm job waits in its queue
+            self._step, self._moved_at = step, now
         number = int((now - self._moved_at) / _STANDSTILL_SECONDS)
-        if number > self._num_standstills:
-            last = f"its last output: {shown(self._last_line)[:200]}" if self._last_line else "no output yet"
-            doing = wait or (state or {}).get("stage") or last
-            self._standstill = f"no step for {as_words(number * _STANDSTILL_SECONDS)}: {doing}"
-        self._num_standstills = number
-        return self._standstill if number else wait
+        if number > self._num_minutes:
+            end = read_end(self.log, _MOST_BYTES)[0].decode(errors="replace")
+            lines = [line.strip() for line in re.split(r"[\r\n]", end) if line.strip()]
+            last = f"its last output: {shown(lines[-1])[:200]}" if lines else "no output yet"
+            stage = (state or {}).get("stage")
+            doing = f"{stage}, {last}" if stage else last
+            self._text = f"no step for {as_words(number * _STANDSTILL_SECONDS)}: {doing}"
+        self._num_minutes = number
+        return self._text if number else None
 
 
 _QUOTED_LINES = 5
@@ -144,7 +131,7 @@ class _Running:
     run: PlannedRun
     began: float
     bar: TaskID
-    waits: Waits
+    standstill: Standstill
 
 
 class Display:
@@ -199,7 +186,9 @@ class Display:
         with self.lock:
             bar = self.bars.add_task(self._label(run), total=steps, status=status)
             self.waiting.pop(run.run_name, None)
-            self.running[run.run_name] = _Running(run, time.monotonic(), bar, Waits(run.folder / LOG_FILE))
+            self.running[run.run_name] = _Running(
+                run, time.monotonic(), bar, Standstill(run.folder / LOG_FILE)
+            )
 
     def progress(self, run: PlannedRun, state: dict[str, Any] | None) -> None:
         with self.lock:
@@ -214,12 +203,12 @@ class Display:
                 )
             elif state is not None:
                 self.bars.update(running.bar, status=escape(f"starting: {state['stage']}"))
-            if (wait := running.waits.look(state)) is None:
+            if (text := running.standstill.look(state)) is None:
                 return
-            self.bars.update(running.bar, status=escape(wait))
-            if not self.console.is_terminal and wait not in running.waits.shown:
-                running.waits.shown.add(wait)
-                self.console.print(f"{self._label(run)}: {escape(wait)}", highlight=False, soft_wrap=True)
+            self.bars.update(running.bar, status=escape(text))
+            if not self.console.is_terminal and text != running.standstill.shown:
+                running.standstill.shown = text
+                self.console.print(f"{self._label(run)}: {escape(text)}", highlight=False, soft_wrap=True)
 
     def end(self, run: PlannedRun, record: RunRecord, *, kept: bool) -> None:
         """Replace the run's bar by a permanent line; if the run failed, also show its last log lines."""
