@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from slm_toolkit.base.errors import user_errors
-from slm_toolkit.cli.network import add_probe_flags, start_probe
 from slm_toolkit.cli.output import (
     add_output_flags,
     asked_rows,
@@ -142,7 +141,6 @@ _SLURM = "launcher slurm"
 _OF_SLURM = ("num_nodes", "gpus_per_node", "slurm_options", "slurm_template", "slurm_only_write")
 _SLURM_PAIRS = (
     *(Pair(name, _SLURM, is_needed=True) for name in _OF_SLURM),
-    Pair("probe_network", _SLURM, ": submit slm_toolkit.run.network_probe with sbatch instead"),
     Pair("largest_batch", "slurm_only_write", ": each trial depends on the one before"),
     Pair("gpus_per_run", _SLURM, ": --gpus_per_node sets the GPUs of a run"),
     Pair("dry_run", _SLURM, ": --slurm_only_write shows what would be submitted"),
@@ -199,7 +197,6 @@ def fill(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.examples = _DESCRIPTION, _EXAMPLES
     parser.has_arguments = True  # those of --script
     add_grid_flags(parser)
-    add_probe_flags(parser)
     add_slurm_flags(parser)
     add_output_flags(parser)
     add_flags(parser, grid=True, leave_out=ONE_RUN_ONLY)
@@ -216,8 +213,6 @@ def _compare(args: argparse.Namespace) -> int:
     console = Console(stderr=True)
     with user_errors():
         nodes = nodes_asked(args)
-        if args.probe_network:
-            return start_probe(args)
         if args.memory and not (args.profile == "memory" or args.rehearse):
             raise ValueError("--memory needs traced allocations\nhint: add --profile memory")
         check_exports(args.export)
