@@ -292,6 +292,6 @@ def _print_commands(runs: list["PlannedRun"], args: argparse.Namespace) -> int:
     to_do = [run for run in runs if args.force or kept_record(run) is None]
     if len(to_do) < len(runs):
         print(f"{len(runs) - len(to_do)} of {len(runs)} runs are done and kept (--force)", file=sys.stderr)
-    commands = [as_typed(launch_command(run, Path(run.strategy.path), port=0)) for run in to_do]
+    commands = [as_typed(launch_command(run, Path(run.strategy.path))) for run in to_do]
     print(json.dumps(commands, indent=2) if args.json else "".join(f"{line}\n" for line in commands), end="")
     return 0
