@@ -156,9 +156,7 @@ def nodes_asked(args: argparse.Namespace) -> "SlurmNodes | None":
     from slm_toolkit.compare.slurm import SLURM_TEMPLATE, slurm_nodes
 
     num_nodes, gpus_per_node = args.num_nodes or 1, args.gpus_per_node or 0
-    num_processes = args.num_processes
-    if num_processes is None:
-        num_processes = num_nodes * gpus_per_node or 2
+    num_processes = args.num_processes or num_nodes * gpus_per_node or 2
     problems = []
     if num_processes % num_nodes:
         problems.append(
@@ -204,9 +202,8 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    for name in ("SIGTERM", "SIGHUP"):  # handled like Ctrl-C: the ranks must end with this process
-        number = getattr(signal, name, None)
-        if number is None or (name, args.launcher) == ("SIGHUP", "slurm"):  # jobs must outlive the login
+    for number in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C: the ranks must end with this process
+        if number == signal.SIGHUP and args.launcher == "slurm":  # jobs must outlive the login
             continue
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
             signal.signal(number, signal.default_int_handler)

@@ -189,12 +189,9 @@ def launch_all(prepared: Prepared, request: Request, *, jobs: "SlurmJobs | None"
                 local.clear(run.folder)  # a kill after the record was written leaves files
         else:
             display.begin(run)
+            shows = partial(display.progress, run)
             record = launcher.execute(
-                run,
-                slot,
-                timeout_seconds=request.timeout,
-                stop=stop,
-                on_progress=partial(display.progress, run),
+                run, slot, timeout_seconds=request.timeout, stop=stop, on_progress=shows
             )
         display.end(run, record, kept=kept)
         return record
@@ -214,8 +211,7 @@ def launch_all(prepared: Prepared, request: Request, *, jobs: "SlurmJobs | None"
         try:
             launcher.begin([] if request.largest_batch else runs, force=request.force)
             with display, closing(run_in_slots(runs, work, prepared.slots, stop)) as results:
-                for index, result in results:
-                    done[index] = result
+                done.update(results)
         except KeyboardInterrupt:
             interrupted = True
             launcher.cancel()

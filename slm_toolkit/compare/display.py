@@ -29,8 +29,6 @@ from slm_toolkit.record.run_record import PARITY_REFERENCE, RunRecord
 
 OVERDUE = 1.1
 "the least that a run may still take, as a share of its time so far: nobody knows how long a late run takes"
-_FEW_SECONDS = 5.0
-"less time left is not counted: a run that ends takes seconds to write its record"
 
 
 def seconds_left(
@@ -181,8 +179,6 @@ class Display:
     def begin(self, run: PlannedRun) -> None:
         status = "starting: loading Python packages"
         steps = None if run.words else run.config.steps_asked  # a user's own script sets its own number
-        if run.config.rehearse is not None and run.gpu is None:
-            status, steps = "rehearsing, takes a few seconds", None  # its two steps report no progress
         with self.lock:
             bar = self.bars.add_task(self._label(run), total=steps, status=status)
             self.waiting.pop(run.run_name, None)
@@ -251,7 +247,7 @@ class Display:
         left = seconds_left(self.took, waiting, running, num_slots=self.num_slots)
         if left is None:
             return ""
-        return "a few seconds left" if left < _FEW_SECONDS else f"about {as_words(left)} left"
+        return f"about {as_words(left)} left"
 
     def _label(self, run: PlannedRun) -> str:
         """Return the strategy and the flags that vary between the runs of the grid."""

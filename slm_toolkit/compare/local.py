@@ -39,7 +39,7 @@ from slm_toolkit.record.run_record import PROGRESS_FILE, RECORD_FILE, RunRecord
 from slm_toolkit.record.saved_files import CHECKPOINTS_DIR, finished, model_damage, saved_model
 from slm_toolkit.strategy.strategy import config_options, write_resolved
 
-# Slots for runs that run at the same time: disjoint GPUs of this machine, or a share of its CPU cores.
+# Slots for runs that run at the same time: disjoint GPUs of this machine.
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -136,29 +136,21 @@ def kept_record(run: PlannedRun) -> RunRecord | None:
 def begin(runs: Sequence[PlannedRun], *, force: bool) -> None:
     """Raise ValueError if one of the runs would replace what an earlier run saved, unless `force`."""
     for run in () if force else runs:
-        _check_place(run)
+        if run.config.overwrite_output_dir or kept_record(run) is not None:
+            continue
+        record = written_record(run.folder)  # with --save_steps, an unfinished run resumes
+        resumes = run.config.save_steps is not None and (record is None or record.status != "ok")
+        saved = [*finished(run.folder / CHECKPOINTS_DIR), *filter(None, [saved_model(run.folder)])]
+        if saved and not resumes:
+            raise ValueError(
+                f"this comparison would replace {saved[-1]} of an earlier run\n"
+                "hint: --overwrite_output_dir starts such runs again from the beginning, --force starts all "
+                "runs again; another --output_dir keeps them"
+            )
 
 
 def cancel() -> None:
     """Nothing is left to cancel: each run has ended with the thread that launched it."""
-
-
-def _check_place(run: PlannedRun) -> None:
-    """Raise ValueError if this run would replace checkpoints or a model of an earlier run.
-
-    With --save_steps, an unfinished run resumes from its newest checkpoint instead.
-    """
-    if run.config.overwrite_output_dir or kept_record(run) is not None:
-        return
-    record = written_record(run.folder)
-    resumes = run.config.save_steps is not None and (record is None or record.status != "ok")
-    saved = [*finished(run.folder / CHECKPOINTS_DIR), *filter(None, [saved_model(run.folder)])]
-    if saved and not resumes:
-        raise ValueError(
-            f"this comparison would replace {saved[-1]} of an earlier run\n"
-            "hint: --overwrite_output_dir starts such runs again from the beginning, --force starts all runs "
-            "again; another --output_dir keeps them"
-        )
 
 
 def execute(

@@ -68,10 +68,6 @@ class Flag:
     most: float | None = None
     above: float | None = None
     below: float | None = None
-    range_note: str = ""
-    "follows the range in the message about a value outside of it"
-    is_printable: bool = False
-    "whether a value must consist of printable characters"
     needs: tuple[str, ...] = ()
     "flags that must be given with it"
     excludes: tuple[Excludes, ...] = ()
@@ -182,14 +178,13 @@ def _value_problems(name: str, of_flag: Flag, value: Any) -> Iterator[str]:
         yield f"--{name} is {shortened(value)!r}: {', '.join(sets)}, or several joined by +"
     if of_flag.choices and value not in of_flag.choices:
         yield f"--{name} is {value!r}: one of {', '.join(of_flag.choices)}"
-    if of_flag.is_printable and not value.isprintable():
+    if isinstance(value, str) and not value.isprintable():
         yield f"--{name} is {value!r}: it has unprintable characters"
     if not isinstance(value, int | float) or isinstance(value, bool):
         return
     number = f"{value:g}" if isinstance(value, float) else shortened(str(value))
     if not _is_within(of_flag, value):
-        note = of_flag.range_note and f" {of_flag.range_note}"
-        yield f"--{name} is {number}: {_range_text(of_flag)}{note}{_meant(of_flag, value)}"
+        yield f"--{name} is {number}: {_range_text(of_flag)}{_meant(of_flag, value)}"
     elif not -LARGEST_NUMBER <= value <= LARGEST_NUMBER:  # NaN is in no range
         yield f"--{name} is {number}: at most {LARGEST_NUMBER:,}"
 

@@ -93,11 +93,6 @@ def flags_of(config: RunConfig) -> list[str]:
 
 
 MODULE = "slm_toolkit.train"
-_EXAMPLES = f"""\
-  python -m {MODULE} --model slm-1m --max_steps 20                   one process, nothing sharded
-  accelerate launch --config_file accel_configs/ddp.yaml -m {MODULE} --model slm-1m --max_steps 20
-  slm train --strategy fsdp_full_shard --model slm-1m --max_steps 20      the same launch with one command
-"""
 
 
 def training_config(words: list[str]) -> RunConfig:
@@ -106,7 +101,6 @@ def training_config(words: list[str]) -> RunConfig:
         prog=f"python -m {MODULE}",
         description="Train one configuration, under `accelerate launch` or `slm train`, and record it.",
     )
-    parser.examples = _EXAMPLES
     add_flags(parser, grid=False, hidden=True)
     with user_errors():
         return config_from_args(parser.parse_args(with_underscores(words)))

@@ -100,7 +100,6 @@ class RunConfig:
         basic=True,
         aliases=("model_name_or_path",),
         grid=True,
-        is_printable=True,
         may_change_on_resume=False,
         estimate="counts",
         heading="{}",
@@ -359,7 +358,6 @@ class RunConfig:
         group="data",
         basic=True,
         aliases=("dataset_name",),
-        is_printable=True,
         may_change_on_resume=False,
         estimate="ignores",
     )
@@ -377,7 +375,6 @@ class RunConfig:
         "1% to 50%: the share of each --dataset to hold out (default: 5%; of a stream: its first "
         "--eval_batches)",
         group="data",
-        is_printable=True,
         needs=("eval_steps",),
         excludes=(_NO_DOCUMENTS,),
         may_change_on_resume=False,
@@ -429,7 +426,6 @@ class RunConfig:
         "hub id or folder. byte: 256 bytes, no download (default: the model's own; byte for a model of 384 "
         "tokens)",
         group="data",
-        is_printable=True,
         may_change_on_resume=False,
         estimate="ignores",
     )
@@ -707,7 +703,6 @@ class RunConfig:
         group="saving",
         least=1,
         most=MOST_DDP_TIMEOUT,
-        range_note="seconds: after that, collectives time out by themselves",
         identity=False,
         estimate="ignores",
     )
@@ -727,7 +722,6 @@ class RunConfig:
         "folder in which each run gets its own folder",
         group="saving",
         basic=True,
-        is_printable=True,
         identity=False,
     )
     run_name: str | None = Flag(
@@ -735,7 +729,6 @@ class RunConfig:
         "name of the run's folder (default: model, strategy and a hash of the flags)",
         group="saving",
         one_run_only=True,
-        is_printable=True,
         identity=False,
     )
 

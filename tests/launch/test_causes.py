@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 from conftest import run, slm
 
-from slm_toolkit.cli.main import main
 from slm_toolkit.compare.outcome import crash, killed_process, telling_lines
 from slm_toolkit.hardware.machine import RamState, look_at_host_ram, who_killed
 
@@ -22,22 +20,6 @@ LAUNCHERS_ERROR = """Traceback (most recent call last):
   File "/venv/accelerate/commands/launch.py", line 1423, in <module>
     main()
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"""
-
-
-@pytest.fixture
-def same_handlers() -> Iterator[None]:
-    """`slm compare` in this very process takes signals over."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-def code_of(*words: str) -> int:
-    """The exit code of `slm` in this very process, where things can be patched."""
-    with pytest.raises(SystemExit) as ended:
-        main(list(words))
-    return ended.value.code
 
 
 def on_a_disk_of_its_own(words: tuple[str, ...], folder: Path, options: str) -> Iterator[Path]:

@@ -102,12 +102,6 @@ def test_a_removed_flag_is_answered_with_what_to_do_instead() -> None:
         assert said.startswith(f"unknown: --{name} 1\nhint: --{name} was removed: {instead}")
 
 
-def test_a_removed_verb_is_answered_with_what_to_do_instead() -> None:
-    done = slm_here("completion", "bash")
-    assert done.code == 2
-    assert done.err.startswith("error: slm completion was removed\nhint: type flags in full")
-
-
 def test_a_file_with_fp16_runs_with_the_switch_of_trainer(tmp_path: Path) -> None:
     """It is --numerics fp16, which runs anywhere; accelerate's own fp16, of --numerics stock, needs a GPU."""
     path = tmp_path / "half.yaml"
