@@ -17,6 +17,7 @@ from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import gpus_here
 from slm_toolkit.launch.command_line import (
     arguments_of,
+    check_surroundings,
     check_training,
     option,
     shared_launch_facts,
@@ -170,6 +171,7 @@ def _with_flags_of_config_file(words: list[str]) -> list[str]:
 
 
 def _check_script(words: list[str], asked: _Asked) -> None:
+    check_surroundings()
     if (arguments := arguments_of(words, MODULE)) is not None:
         config = training_config(arguments)
         check_training([config], [] if asked.strategy is None else [asked.strategy])

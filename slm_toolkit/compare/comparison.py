@@ -23,7 +23,7 @@ from slm_toolkit.config.flag_pairs import check_pairs
 from slm_toolkit.config.flags import every_config
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import Machine, find_gpu, this_machine
-from slm_toolkit.launch.command_line import check_training, check_versions
+from slm_toolkit.launch.command_line import check_surroundings, check_training, check_versions
 from slm_toolkit.model.names import check_tokenizer
 from slm_toolkit.predict.choices import choices, given_with
 from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED
@@ -83,6 +83,7 @@ def prepare(request: Request, *, console: Console) -> Prepared:
             "hint: give the script's own arguments at the end: slm compare --script train.py -- ARGUMENTS"
         )
     else:
+        check_surroundings()
         check_versions()
     if nodes is None:
         with console.status("looking at this machine"):

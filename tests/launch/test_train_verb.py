@@ -114,7 +114,22 @@ def test_help_shows_every_flag_without_torch(without_torch: dict[str, str]) -> N
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_an_unsupported_version_is_told(entry: str, without_torch: dict[str, str], tmp_path: Path) -> None:
+def test_a_shell_that_allows_too_few_open_files_is_told(entry: str, without_torch: dict[str, str]) -> None:
+    """torch's ranks would wait an hour for each other without a word."""
+    program, *arguments = ENTRIES[entry]
+    words = [str(Path(sys.executable).parent / program), *arguments]
+    done = run("sh", "-c", 'ulimit -n 16; exec "$@"', "sh", *words, env=without_torch)
+    assert done.code == 2
+    error = (
+        "error: this shell allows only 16 open files at a time\nhint: raise the limit with `ulimit -n 1024`\n"
+    )
+    assert done.err.endswith(error)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_an_unsupported_version_or_an_odd_number_of_threads_is_told(
+    entry: str, without_torch: dict[str, str], tmp_path: Path
+) -> None:
     (tmp_path / "transformers-5.9.0.dist-info").mkdir()
     metadata = "Metadata-Version: 2.1\nName: transformers\nVersion: 5.9.0\n"
     (tmp_path / "transformers-5.9.0.dist-info" / "METADATA").write_text(metadata)
@@ -129,6 +144,11 @@ def test_an_unsupported_version_is_told(entry: str, without_torch: dict[str, str
     )
     done = run(*words, "--seq_len", "1", env=older | {"SLM_ANY_VERSION": "1"})
     assert done.err.startswith("error: --seq_len is 1"), done.err
+    done = run(*words, env=without_torch | {"OMP_NUM_THREADS": "abc"})
+    assert (done.code, done.err) == (
+        2,
+        "error: OMP_NUM_THREADS is 'abc'\nhint: set it to a whole number, or unset it\n",
+    )
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
