@@ -129,7 +129,9 @@ def flags_page() -> str:
     parts = [
         "# Flags\n\nThis page answers: which flags does each command take, and what do they mean?\n",
         "```bash\nslm train --help\nslm compare --help\n```\n",
-        "`--help` prints the same texts. The training flags come first, because most commands take them."
+        "`--help all` prints the same texts. All commands but `slm launch` take `--config FILE`, a YAML with"
+        " values of flags by name, without `--`; a flag of the command line wins. The"
+        " training flags come first, because most commands take them."
         " Each is a field of `RunConfig`. In the column *grid*, yes means: `slm compare` and `slm estimate`"
         " take several values and run every combination. Flags of other trainers, such as `--lr`, work if"
         " they mean the same.\n",
@@ -155,13 +157,13 @@ def _parser_of(verb: str) -> argparse.ArgumentParser:
 
 
 def _options(parser: argparse.ArgumentParser, *, of_training: bool = False) -> dict[str, argparse.Action]:
-    """The options of a parser by name: either the fields of RunConfig, or all others except --help."""
+    """The options of a parser by name: either the fields of RunConfig, or all others that not all have."""
     return {
         action.dest: action
         for action in parser._actions
         if (action.dest in FLAGS) is of_training
         and action.help != argparse.SUPPRESS
-        and action.dest != "help"
+        and action.dest not in (argparse.SUPPRESS, "config")
     }
 
 

@@ -38,7 +38,7 @@ from transformers.models.llama import modeling_llama as llama
 
 from slm_toolkit import train
 from slm_toolkit.compare.grid import PlannedRun, plan_runs
-from slm_toolkit.compare.local import free_port, launch_command, write_resolved
+from slm_toolkit.compare.local import launch_command, write_resolved
 from slm_toolkit.config.flags import training_config
 from slm_toolkit.hardware.gpus import this_machine
 from slm_toolkit.record.files import read_record
@@ -294,10 +294,8 @@ def _record_of(run: PlannedRun, folder: Path, fault: Fault | None = None) -> Run
 def _launch(run: PlannedRun, fault: Fault | None) -> None:
     """Forks the run's ranks, as accelerate's launcher would start them, and waits for them."""
     run.folder.mkdir(parents=True, exist_ok=True)
-    port = free_port()
-    command = launch_command(
-        run, write_resolved(run.strategy, run.folder / "launch", run.num_processes), port=port
-    )
+    port = random.randint(20_000, 32_767)
+    command = launch_command(run, write_resolved(run.strategy, run.folder / "launch", run.num_processes))
     words = command[command.index("slm_toolkit.train") + 1 :]
     variables = launch_environment(command[command.index("accelerate.commands.launch") + 1 :])
     ranks = []

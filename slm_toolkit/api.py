@@ -22,7 +22,7 @@ __all__ = [
 ]
 _OF_PRINTING = (
     *("json", "export", "memory", "baseline", "schema"),
-    *("write", "top", "dry_run", "slurm_only_write", "probe_network"),
+    *("write", "top", "dry_run", "slurm_only_write"),
 )
 "flags that make a verb print or write something else: a result has functions for it"
 

@@ -6,12 +6,14 @@ import importlib.util
 import io
 import json
 import os
+import random
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Generator, Iterable
-from contextlib import chdir, redirect_stderr, redirect_stdout
+from contextlib import chdir, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -264,6 +266,15 @@ def bench(name: str) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def free_port() -> int:
+    """A free port below those that Linux gives to outgoing connections; random, for tests side by side."""
+    while True:
+        port = random.randrange(20_000, 32_768)
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("", port))
+            return port
 
 
 def left_over(folder: Path) -> list[psutil.Process]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from slm_toolkit.base.errors import user_errors
-from slm_toolkit.cli.network import add_probe_flags, start_probe
 from slm_toolkit.cli.output import (
     add_output_flags,
     asked_rows,
@@ -142,7 +141,6 @@ _SLURM = "launcher slurm"
 _OF_SLURM = ("num_nodes", "gpus_per_node", "slurm_options", "slurm_template", "slurm_only_write")
 _SLURM_PAIRS = (
     *(Pair(name, _SLURM, is_needed=True) for name in _OF_SLURM),
-    Pair("probe_network", _SLURM, ": submit slm_toolkit.run.network_probe with sbatch instead"),
     Pair("largest_batch", "slurm_only_write", ": each trial depends on the one before"),
     Pair("gpus_per_run", _SLURM, ": --gpus_per_node sets the GPUs of a run"),
     Pair("dry_run", _SLURM, ": --slurm_only_write shows what would be submitted"),
@@ -158,9 +156,7 @@ def nodes_asked(args: argparse.Namespace) -> "SlurmNodes | None":
     from slm_toolkit.compare.slurm import SLURM_TEMPLATE, slurm_nodes
 
     num_nodes, gpus_per_node = args.num_nodes or 1, args.gpus_per_node or 0
-    num_processes = args.num_processes
-    if num_processes is None:
-        num_processes = num_nodes * gpus_per_node or 2
+    num_processes = args.num_processes or num_nodes * gpus_per_node or 2
     problems = []
     if num_processes % num_nodes:
         problems.append(
@@ -199,7 +195,6 @@ def fill(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.examples = _DESCRIPTION, _EXAMPLES
     parser.has_arguments = True  # those of --script
     add_grid_flags(parser)
-    add_probe_flags(parser)
     add_slurm_flags(parser)
     add_output_flags(parser)
     add_flags(parser, grid=True, leave_out=ONE_RUN_ONLY)
@@ -207,17 +202,14 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    for name in ("SIGTERM", "SIGHUP"):  # handled like Ctrl-C: the ranks must end with this process
-        number = getattr(signal, name, None)
-        if number is None or (name, args.launcher) == ("SIGHUP", "slurm"):  # jobs must outlive the login
+    for number in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C: the ranks must end with this process
+        if number == signal.SIGHUP and args.launcher == "slurm":  # jobs must outlive the login
             continue
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
             signal.signal(number, signal.default_int_handler)
     console = Console(stderr=True)
     with user_errors():
         nodes = nodes_asked(args)
-        if args.probe_network:
-            return start_probe(args)
         if args.memory and not (args.profile == "memory" or args.rehearse):
             raise ValueError("--memory needs traced allocations\nhint: add --profile memory")
         check_exports(args.export)
@@ -268,7 +260,7 @@ def _prepared(
         names=flags_given(args),
         script=_script(args),
         nodes=nodes,
-        **{name: getattr(args, name) for name in (*flags, "dry_run", "prices")},
+        **{name: getattr(args, name) for name in (*flags, "dry_run")},
     )
     prepared, jobs = prepare(request, console=console), None
     if nodes is not None:
@@ -297,6 +289,6 @@ def _print_commands(runs: list["PlannedRun"], args: argparse.Namespace) -> int:
     to_do = [run for run in runs if args.force or kept_record(run) is None]
     if len(to_do) < len(runs):
         print(f"{len(runs) - len(to_do)} of {len(runs)} runs are done and kept (--force)", file=sys.stderr)
-    commands = [as_typed(launch_command(run, Path(run.strategy.path), port=0)) for run in to_do]
+    commands = [as_typed(launch_command(run, Path(run.strategy.path))) for run in to_do]
     print(json.dumps(commands, indent=2) if args.json else "".join(f"{line}\n" for line in commands), end="")
     return 0

@@ -29,7 +29,7 @@ def add_network_flag(parser: argparse.ArgumentParser) -> None:
         "--network",
         type=_network,
         metavar="GBIT|JSON",
-        help="network of one node in gigabit per second, or a measurement of `slm compare --probe_network` "
+        help="network of one node in gigabit per second, or a measurement of slm_toolkit.run.network_probe "
         "(default: as AWS rents eight GPUs: A100 400, H100 3200; smaller nodes get their share)",
     )
 
@@ -88,5 +88,6 @@ def _check_measured(measured: "MeasuredNetwork", gpu: "Gpu") -> None:
     if known is None or known.name != gpu.name:
         of = f"between {measured.gpu}s" if measured.gpu else f"between CPU processes ({measured.backend})"
         raise ValueError(
-            f"--network was measured {of}, not {gpu.name}\nhint: `slm compare --probe_network` on these GPUs"
+            f"--network was measured {of}, not {gpu.name}\n"
+            "hint: `slm launch -m slm_toolkit.run.network_probe` on these GPUs"
         )

@@ -49,16 +49,13 @@ _TELL_SECONDS = 30
 "how long a machine that can't start waits for the others, to report its error there"
 _DESCRIPTION = f"""\
 Run `accelerate launch`, with the same options. A failed run ends with its own message and the exit code of
-the rank that ended first (143: it was told to stop, and saved). `accelerate launch` alone prints a traceback
-and exits with 1. The command is printed on stderr.
+the rank that ended first (143: it was told to stop, and saved). The command is printed on stderr.
 
 On several machines run the same command on each, with its own --machine_rank. The launchers meet at
 --main_process_ip before they start ranks. After {PATIENCE_SECONDS:g} s (or {PATIENCE_VARIABLE}) each prints
 which machines are missing, or which options, files and versions differ.
 Missing settings for several machines are added: DeepSpeed's standard launcher, a copy of a shipped hybrid
-shard on each machine, and the network interface for gloo.
-
-`slm train --strategy NAME` does the same with a shipped YAML and our script."""
+shard on each machine, and the network interface for gloo."""
 _EPILOG = """\
 two machines with eight GPUs each; the first is 10.0.0.1:
   slm launch --config_file accel_configs/fsdp_hybrid_shard.yaml --num_machines 2 --num_processes 16 \\

@@ -27,20 +27,13 @@ _VERBS = {  # name, which is also its module in cli/: help
     "convert": "convert accelerate YAMLs and DeepSpeed JSONs into one another",
     "recipes": "list, print or copy the shipped recipes",
 }
-_REMOVED = {"completion": "type flags in full; `slm VERB --help all` lists them"}
-"a verb of earlier versions: what to do instead"
 _EPILOG = """\
 examples:
   slm train --strategy ddp --model slm-1m --max_steps 20  one run under one strategy
   slm compare                                             six strategies on this machine, and a table
-  slm compare --strategy ddp ds_zero2 --per_device_train_batch_size 4 8 16
   slm estimate --model slm-2b --gpu a100-40gb             does it fit? nothing runs
   slm recommend --model slm-1b --gpu a100-40gb h100-80gb  the cheapest way to train it on these GPUs
-  slm doctor --model slm-500m                             what is unwise in it, and by how much
-  slm report runs --json                                  the records of earlier runs
   slm report runs --export report.html                    the table and charts as one page
-  slm configs --copy .                                    copy the YAMLs, to change and to launch
-  slm convert fsdp_full_shard --to accelerate_deepspeed   the same sharding under ZeRO
   slm recipes                                             scripts to copy: LoRA, two nodes, a small GPU, ...
 """
 
@@ -65,8 +58,6 @@ def _run(argv: list[str] | None) -> None:
     with ending_at_once(), user_errors():  # a verb's modules are imported when it is parsed
         words = with_underscores(sys.argv[1:] if argv is None else argv)
         parser = _parser(words[0] if words else None)
-        if instead := words and _REMOVED.get(words[0]):
-            parser.error(f"slm {words[0]} was removed\nhint: {instead}")
         args = parser.parse_args(words)
     gc.freeze()
     if _COLLECTS:

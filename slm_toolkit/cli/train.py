@@ -32,13 +32,9 @@ _EXAMPLES = """\
   slm train --model slm-1m --max_steps 40 --save_steps 20 --run_name first --resume_from_checkpoint auto
 """
 _EPILOG = f"""\
-more examples:
-  slm train --strategy fsdp_full_shard --model slm-1b --dataset 'data/*.jsonl' --num_train_epochs 1
-  slm train --strategy ds_zero3 --model HuggingFaceTB/SmolLM2-135M --dataset chat.jsonl --peft lora
-  slm train --strategy my_fsdp.yaml --model slm-500m                      your own accelerate YAML
+on several machines, each with its own rank:
   slm train --strategy ds_zero2 --model slm-1b --num_machines 2 --num_processes 16 \\
-      --main_process_ip 10.0.0.1 --machine_rank 0                         on each machine with its own rank
-Names of other trainers' flags work if they mean the same: --lr, --epochs, --steps, --max_seq_length, ...
+      --main_process_ip 10.0.0.1 --machine_rank 0
 `slm train` is the same as
   slm launch --config_file YAML_OF_THE_STRATEGY --num_processes N -m {MODULE} FLAGS
 It prints its `accelerate launch` on stderr.

@@ -2,8 +2,7 @@
 
 import sys
 import threading
-import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +23,6 @@ from slm_toolkit.config.flag_pairs import check_pairs
 from slm_toolkit.config.flags import every_config
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import Machine, find_gpu, this_machine
-from slm_toolkit.hardware.prices import OwnPrices, find_price
 from slm_toolkit.launch.command_line import check_surroundings, check_training, check_versions
 from slm_toolkit.model.names import check_tokenizer
 from slm_toolkit.predict.choices import choices, given_with
@@ -57,7 +55,6 @@ class Request:
     gpus_per_run: int | None
     force: bool
     dry_run: bool
-    prices: OwnPrices | None
     nodes: "SlurmNodes | None"
     "the nodes of Slurm; None: all runs are on this machine"
 
@@ -182,7 +179,6 @@ def launch_all(prepared: Prepared, request: Request, *, jobs: "SlurmJobs | None"
         console,
         searching=request.largest_batch,
         num_slots=len(prepared.slots) if jobs is None else None,  # the time in a queue is unknown
-        usd_so_far=_usd_so_far(runs, prepared.machine, jobs, prices=request.prices),
     )
 
     def execute_or_keep(run: PlannedRun, slot: Slot) -> RunRecord:
@@ -194,12 +190,9 @@ def launch_all(prepared: Prepared, request: Request, *, jobs: "SlurmJobs | None"
                 local.clear(run.folder)  # a kill after the record was written leaves files
         else:
             display.begin(run)
+            shows = partial(display.progress, run)
             record = launcher.execute(
-                run,
-                slot,
-                timeout_seconds=request.timeout,
-                stop=stop,
-                on_progress=partial(display.progress, run),
+                run, slot, timeout_seconds=request.timeout, stop=stop, on_progress=shows
             )
         display.end(run, record, kept=kept)
         return record
@@ -219,8 +212,7 @@ def launch_all(prepared: Prepared, request: Request, *, jobs: "SlurmJobs | None"
         try:
             launcher.begin([] if request.largest_batch else runs, force=request.force)
             with display, closing(run_in_slots(runs, work, prepared.slots, stop)) as results:
-                for index, result in results:
-                    done[index] = result
+                done.update(results)
         except KeyboardInterrupt:
             interrupted = True
             launcher.cancel()
@@ -244,21 +236,3 @@ def with_searches(rows: list[Row], searches: dict[str, BatchSearch]) -> list[Row
         else row
         for row in rows
     ]
-
-
-def _usd_so_far(
-    runs: list[PlannedRun], machine: Machine, jobs: "SlurmJobs | None", *, prices: OwnPrices | None
-) -> Callable[[], float] | None:
-    """Return a function for the dollars spent so far; None without a price.
-
-    It counts every GPU of this machine, idle ones included; on a CPU every process; under Slurm the GPU
-    seconds of the jobs.
-    """
-    price = find_price(machine.gpu, prices)
-    if price is None:
-        return None
-    if jobs is not None:
-        return lambda: sum(jobs.gpu_seconds.values()) / 3600 * price.usd_per_gpu_hour
-    num_paid = machine.num_gpus or max(run.num_processes for run in runs)
-    started = time.monotonic()
-    return lambda: (time.monotonic() - started) / 3600 * num_paid * price.usd_per_gpu_hour

@@ -3,7 +3,6 @@
 import re
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -26,13 +25,10 @@ from slm_toolkit.base.safe_files import read_end
 from slm_toolkit.compare.grid import PlannedRun
 from slm_toolkit.compare.outcome import LOG_FILE, telling_lines
 from slm_toolkit.config.run_config import FLAGS
-from slm_toolkit.launch.torch_extensions import WAITING
 from slm_toolkit.record.run_record import PARITY_REFERENCE, RunRecord
 
 OVERDUE = 1.1
 "the least that a run may still take, as a share of its time so far: nobody knows how long a late run takes"
-_FEW_SECONDS = 5.0
-"less time left is not counted: a run that ends takes seconds to write its record"
 
 
 def seconds_left(
@@ -75,10 +71,6 @@ def as_words(seconds: float) -> str:
     return f"{int(hours // 24)} d {round(hours % 24)} h"
 
 
-def _left_in_words(seconds: float) -> str:
-    return "a few seconds left" if seconds < _FEW_SECONDS else f"about {as_words(seconds)} left"
-
-
 def _kinds(run: PlannedRun) -> list[tuple]:
     """Return the groups of runs that `run` belongs to, from the narrowest to all runs."""
     strategy, batch = run.name, run.config.per_device_train_batch_size
@@ -87,69 +79,43 @@ def _kinds(run: PlannedRun) -> list[tuple]:
 
 
 _MOST_BYTES = 64 * 1024
-"read at most the last 64 KiB of new log text at a time"
+"read at most the last 64 KiB of a log"
 
 
 _STANDSTILL_SECONDS = 60
 "a run without a step for so long says so, and again each time it has passed"
 
 
-class Waits:
-    """Finds in a run's log what the run waits for. Call `look` several times a second."""
+class Standstill:
+    """Finds a run that makes no step, with its stage and the last line of its log. Call `look` often."""
 
     def __init__(self, log: Path) -> None:
         self.log = log
-        self.shown: set[str] = set()
-        "waits that were already printed, if there is no terminal"
-        self._began_at = time.monotonic()
-        self._first_step_at: float | None = None
-        self._before_step_1: str | None = None
+        self.shown = ""
+        "the last text that was printed, if there is no terminal"
         self._step: float | None = None
-        self._moved_at = self._began_at
+        self._moved_at = time.monotonic()
         "when the run began or was seen to do a step"
-        self._size_then = 0
-        "size of the log at that step: waits before it are over"
-        self._num_standstills, self._standstill = 0, ""
-        self._last_line = ""
+        self._num_minutes, self._text = 0, ""
 
     def look(self, state: dict[str, Any] | None) -> str | None:
-        """Return what the run waits for, from its log; None if it waits for nothing or has done a step since.
+        """Return how long the run makes no step, and why; None in the first minute.
 
-        After a minute without a step, also return how long, and the stage or the last line of output if the
-        log names no wait. `state`: the content of the run's progress file, None before there is one.
+        `state`: the content of the run's progress file, None before there is one.
         """
-        new, size = read_end(self.log, _MOST_BYTES, start=self._size_then)
-        if size < self._size_then:  # another try has a new log
-            new, size = read_end(self.log, _MOST_BYTES)
-        text, now = new.decode(errors="replace"), time.monotonic()
-        ends = filter(None, map(str.strip, reversed(re.split(r"[\r\n]", text))))
-        self._last_line = next(ends, self._last_line)
-        whole_lines = text.rpartition("\n")[0].split("\n")
-        waits = [line.removeprefix(WAITING).strip() for line in whole_lines if line.startswith(WAITING)]
-        step = (state or {}).get("step")
-        if step is None:
-            self._before_step_1 = waits[-1] if waits else self._before_step_1
-        if step != self._step:
-            self._step, self._moved_at, self._size_then, waits = step, now, size, []
-            self._first_step_at = self._first_step_at or now
-        if not size and not self.log.exists():  # a Slurm job waits in its queue
-            self._moved_at = now
-        wait = waits[-1] if waits else None
+        now, step = time.monotonic(), (state or {}).get("step")
+        if step != self._step or not self.log.exists():  # a Slurm job waits in its queue
+            self._step, self._moved_at = step, now
         number = int((now - self._moved_at) / _STANDSTILL_SECONDS)
-        if number > self._num_standstills:
-            last = f"its last output: {shown(self._last_line)[:200]}" if self._last_line else "no output yet"
-            doing = wait or (state or {}).get("stage") or last
-            self._standstill = f"no step for {as_words(number * _STANDSTILL_SECONDS)}: {doing}"
-        self._num_standstills = number
-        return self._standstill if number else wait
-
-    def at_the_end(self, seconds_total: float) -> str:
-        """Return `, 270 s of it before step 1: ...` if the run waited before step 1, else an empty string."""
-        if self._before_step_1 is None:
-            return ""
-        seconds = seconds_total if self._first_step_at is None else self._first_step_at - self._began_at
-        seconds = min(seconds, seconds_total)  # the run itself measured `seconds_total`
-        return f", {seconds:.0f} s of it before step 1: {self._before_step_1}"
+        if number > self._num_minutes:
+            end = read_end(self.log, _MOST_BYTES)[0].decode(errors="replace")
+            lines = [line.strip() for line in re.split(r"[\r\n]", end) if line.strip()]
+            last = f"its last output: {shown(lines[-1])[:200]}" if lines else "no output yet"
+            stage = (state or {}).get("stage")
+            doing = f"{stage}, {last}" if stage else last
+            self._text = f"no step for {as_words(number * _STANDSTILL_SECONDS)}: {doing}"
+        self._num_minutes = number
+        return self._text if number else None
 
 
 _QUOTED_LINES = 5
@@ -163,14 +129,14 @@ class _Running:
     run: PlannedRun
     began: float
     bar: TaskID
-    waits: Waits
+    standstill: Standstill
 
 
 class Display:
     """Shows each run of a comparison from start to end. Concurrent runs call it from several threads.
 
     With `searching`, each run has an unknown number of trials with different batches. `num_slots`: how many
-    runs run at the same time, None if unknown. `usd_so_far`: None if the price is unknown.
+    runs run at the same time, None if unknown.
     """
 
     def __init__(
@@ -180,10 +146,8 @@ class Display:
         *,
         searching: bool = False,
         num_slots: int | None = 1,
-        usd_so_far: Callable[[], float] | None = None,
     ) -> None:
-        self.console, self.runs, self.searching = console, runs, searching
-        self.num_slots, self.usd_so_far = num_slots, usd_so_far
+        self.console, self.runs, self.searching, self.num_slots = console, runs, searching, num_slots
         self.num_ended = 0
         self.took: list[tuple[PlannedRun, float]] = []
         self.waiting = {run.run_name: run for run in runs}
@@ -215,12 +179,12 @@ class Display:
     def begin(self, run: PlannedRun) -> None:
         status = "starting: loading Python packages"
         steps = None if run.words else run.config.steps_asked  # a user's own script sets its own number
-        if run.config.rehearse is not None and run.gpu is None:
-            status, steps = "rehearsing, takes a few seconds", None  # its two steps report no progress
         with self.lock:
             bar = self.bars.add_task(self._label(run), total=steps, status=status)
             self.waiting.pop(run.run_name, None)
-            self.running[run.run_name] = _Running(run, time.monotonic(), bar, Waits(run.folder / LOG_FILE))
+            self.running[run.run_name] = _Running(
+                run, time.monotonic(), bar, Standstill(run.folder / LOG_FILE)
+            )
 
     def progress(self, run: PlannedRun, state: dict[str, Any] | None) -> None:
         with self.lock:
@@ -235,12 +199,12 @@ class Display:
                 )
             elif state is not None:
                 self.bars.update(running.bar, status=escape(f"starting: {state['stage']}"))
-            if (wait := running.waits.look(state)) is None:
+            if (text := running.standstill.look(state)) is None:
                 return
-            self.bars.update(running.bar, status=escape(wait))
-            if not self.console.is_terminal and wait not in running.waits.shown:
-                running.waits.shown.add(wait)
-                self.console.print(f"{self._label(run)}: {escape(wait)}", highlight=False, soft_wrap=True)
+            self.bars.update(running.bar, status=escape(text))
+            if not self.console.is_terminal and text != running.standstill.shown:
+                running.standstill.shown = text
+                self.console.print(f"{self._label(run)}: {escape(text)}", highlight=False, soft_wrap=True)
 
     def end(self, run: PlannedRun, record: RunRecord, *, kept: bool) -> None:
         """Replace the run's bar by a permanent line; if the run failed, also show its last log lines."""
@@ -257,8 +221,6 @@ class Display:
             style = _STYLE.get(record.status, "red")
             seconds = record.seconds_total
             time_text = "-" if seconds is None else f"{seconds:.0f} s"
-            if running is not None and seconds is not None:
-                time_text += running.waits.at_the_end(seconds)
             if kept:
                 began = record.started_at[:16].replace("T", " ")
                 time_text = f"kept from {began} UTC (--force runs it again)"
@@ -276,16 +238,16 @@ class Display:
                 self.console.print(text, markup=False, highlight=False, style="dim", soft_wrap=True)
 
     def _outlook(self) -> str:
-        """Return the time left and the cost so far, if known."""
-        now, words = time.monotonic(), []
+        """Return the time left, if known."""
+        now = time.monotonic()
         running = [(one.run, now - one.began) for one in self.running.values()]
         waiting = list(self.waiting.values())
-        if self.num_slots is not None and not self.searching and (running or waiting):
-            left = seconds_left(self.took, waiting, running, num_slots=self.num_slots)
-            words += [] if left is None else [_left_in_words(left)]
-        if self.usd_so_far is not None:
-            words.append(f"${self.usd_so_far():,.2f} so far")
-        return ", ".join(words)
+        if self.num_slots is None or self.searching or not (running or waiting):
+            return ""
+        left = seconds_left(self.took, waiting, running, num_slots=self.num_slots)
+        if left is None:
+            return ""
+        return f"about {as_words(left)} left"
 
     def _label(self, run: PlannedRun) -> str:
         """Return the strategy and the flags that vary between the runs of the grid."""

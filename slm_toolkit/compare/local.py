@@ -2,9 +2,7 @@
 
 import os
 import queue
-import random
 import shutil
-import socket
 import sys
 import threading
 import time
@@ -28,7 +26,6 @@ from slm_toolkit.compare.outcome import (
     MOST_LOG_BYTES,
     Ended,
     own_record,
-    port_taken,
     record_of,
     written_record,
 )
@@ -42,7 +39,7 @@ from slm_toolkit.record.run_record import PROGRESS_FILE, RECORD_FILE, RunRecord
 from slm_toolkit.record.saved_files import CHECKPOINTS_DIR, finished, model_damage, saved_model
 from slm_toolkit.strategy.strategy import config_options, write_resolved
 
-# Slots for runs that run at the same time: disjoint GPUs of this machine, or a share of its CPU cores.
+# Slots for runs that run at the same time: disjoint GPUs of this machine.
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -116,11 +113,8 @@ def run_in_slots(
 
 Progress = Callable[[dict[str, Any] | None], None]
 "called several times a second with the content of the run's progress file, None before there is one"
-_PORT_TRIES = 3
 _GRACE_SECONDS = 20.0
 "extra time at the time limit, in which the run names its hanging rank and ends itself"
-_PORTS = range(20_000, 32_768)
-"Linux gives higher ports to outgoing connections, which could take a port before a run listens on it"
 
 
 def kept_record(run: PlannedRun) -> RunRecord | None:
@@ -142,71 +136,56 @@ def kept_record(run: PlannedRun) -> RunRecord | None:
 def begin(runs: Sequence[PlannedRun], *, force: bool) -> None:
     """Raise ValueError if one of the runs would replace what an earlier run saved, unless `force`."""
     for run in () if force else runs:
-        _check_place(run)
+        if run.config.overwrite_output_dir or kept_record(run) is not None:
+            continue
+        record = written_record(run.folder)  # with --save_steps, an unfinished run resumes
+        resumes = run.config.save_steps is not None and (record is None or record.status != "ok")
+        saved = [*finished(run.folder / CHECKPOINTS_DIR), *filter(None, [saved_model(run.folder)])]
+        if saved and not resumes:
+            raise ValueError(
+                f"this comparison would replace {saved[-1]} of an earlier run\n"
+                "hint: --overwrite_output_dir starts such runs again from the beginning, --force starts all "
+                "runs again; another --output_dir keeps them"
+            )
 
 
 def cancel() -> None:
     """Nothing is left to cancel: each run has ended with the thread that launched it."""
 
 
-def _check_place(run: PlannedRun) -> None:
-    """Raise ValueError if this run would replace checkpoints or a model of an earlier run.
-
-    With --save_steps, an unfinished run resumes from its newest checkpoint instead.
-    """
-    if run.config.overwrite_output_dir or kept_record(run) is not None:
-        return
-    record = written_record(run.folder)
-    resumes = run.config.save_steps is not None and (record is None or record.status != "ok")
-    saved = [*finished(run.folder / CHECKPOINTS_DIR), *filter(None, [saved_model(run.folder)])]
-    if saved and not resumes:
-        raise ValueError(
-            f"this comparison would replace {saved[-1]} of an earlier run\n"
-            "hint: --overwrite_output_dir starts such runs again from the beginning, --force starts all runs "
-            "again; another --output_dir keeps them"
-        )
-
-
 def execute(
-    run: PlannedRun,
-    slot: Slot,
-    *,
-    timeout_seconds: float,
-    stop: threading.Event,
-    on_progress: Progress,
+    run: PlannedRun, slot: Slot, *, timeout_seconds: float, stop: threading.Event, on_progress: Progress
 ) -> RunRecord:
-    """Launch one run and return its record. If another program took its port meanwhile, try two more ports.
-
-    If `stop` is set, ends the run without a record and raises CancelledError.
-    """
-    for _ in range(_PORT_TRIES):
-        record = _execute_once(run, slot, timeout_seconds=timeout_seconds, stop=stop, on_progress=on_progress)
-        if record.status != "failed" or not port_taken(record.reason or ""):
-            break
+    """Launch one run and return its record. If `stop` is set, raises CancelledError without a record."""
+    started_at, started = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
+    try:
+        clear(run.folder, RECORD_FILE, LOG_FILE)
+        ended = launch(run, slot, timeout_seconds=timeout_seconds, stop=stop, on_progress=on_progress)
+        clear(run.folder)
+        if (record := own_record(run, ended)) is not None:
+            return record
+        record = record_of(run, ended)
+    except OSError as error:  # an error in this run's folder must not stop the other runs
+        full = "no room on the disk: " if error.errno in DISK_FULL else ""
+        record = record_of(
+            run,
+            Ended([], started_at, time.monotonic() - started, 1, None, None, ""),
+            reason=f"{full}{error.strerror}: {error.filename or run.folder}",
+        )
+    with suppress(OSError):  # if it can't be written, only this comparison's table shows it
+        write_record(record, run.folder)
     return record
 
 
-def launch_command(run: PlannedRun, yaml_path: Path, *, port: int) -> list[str]:
+def launch_command(run: PlannedRun, yaml_path: Path) -> list[str]:
     """Return the command line of a run; the record shows it as `accelerate launch ...`."""
     return [
         *(sys.executable, "-m", "accelerate.commands.launch"),
         *config_options(str(yaml_path)),
         *("--num_processes", str(run.num_processes)),
-        *("--main_process_port", str(port)),
+        *("--main_process_port", "0"),
         *(run.words or ("-m", "slm_toolkit.train", *flags_of(run.config))),
     ]
-
-
-def free_port() -> int:
-    """Return a free port. It is random, so that two comparisons rarely choose the same."""
-    while True:
-        port = random.choice(_PORTS)
-        with socket.socket() as listener:
-            try:
-                listener.bind(("", port))
-            except OSError:
-                continue
-            return port
 
 
 def forget(run: PlannedRun) -> None:
@@ -231,35 +210,12 @@ def clear(folder: Path, *names: str) -> None:
                 shutil.rmtree(path)
 
 
-def _execute_once(
-    run: PlannedRun, slot: Slot, *, timeout_seconds: float, stop: threading.Event, on_progress: Progress
-) -> RunRecord:
-    started_at, started = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
-    try:
-        clear(run.folder, RECORD_FILE, LOG_FILE)
-        ended = launch(run, slot, timeout_seconds=timeout_seconds, stop=stop, on_progress=on_progress)
-        clear(run.folder)
-        if (record := own_record(run, ended)) is not None:
-            return record
-        record = record_of(run, ended)
-    except OSError as error:  # an error in this run's folder must not stop the other runs
-        full = "no room on the disk: " if error.errno in DISK_FULL else ""
-        record = record_of(
-            run,
-            Ended([], started_at, time.monotonic() - started, 1, None, None, ""),
-            reason=f"{full}{error.strerror}: {error.filename or run.folder}",
-        )
-    with suppress(OSError):  # if it can't be written, only this comparison's table shows it
-        write_record(record, run.folder)
-    return record
-
-
 def launch(
     run: PlannedRun, slot: Slot, *, timeout_seconds: float, stop: threading.Event, on_progress: Progress
 ) -> Ended:
     """Launch a run and wait until it ends, exceeds its time limit, or `stop` is set."""
     yaml_path = write_resolved(run.strategy, run.folder / "launch", run.num_processes)
-    command = launch_command(run, yaml_path, port=free_port())
+    command = launch_command(run, yaml_path)
     folder, before = run.folder, look_at_host_ram()
     least_available_bytes = before.available_bytes
     started_at, started = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()

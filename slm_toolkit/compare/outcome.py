@@ -26,8 +26,6 @@ from slm_toolkit.record.run_record import RECORD_FILE, RunRecord, model_facts
 
 LOG_FILE = "log.txt"
 "a run's stdout and stderr, in the folder of its record"
-_PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use|another process is utilizing it", re.IGNORECASE)
-"messages of torch's store, gloo and accelerate"
 _EXIT_SIGNAL = re.compile(r"(?:exitcode  : -|died with (?:<Signals\.\w+: |unknown signal ))(\d+)")
 "messages of torch's and accelerate's launchers about a rank that a signal ended"
 _LITTLE_BYTES = 64 * 1024
@@ -106,11 +104,6 @@ def crash(log_text: str) -> str | None:
     cause = _parts(log_text)[1].rpartition("Root Cause (first observed failure)")[2]
     match = _EXIT_SIGNAL.search(cause)
     return signal_name(int(match[1])) if match else None
-
-
-def port_taken(reason: str) -> bool:
-    """Return True if a taken port ended the run: if it is the reason, not just one of torch's warnings."""
-    return _PORT_TAKEN.search(reason) is not None
 
 
 def disk_full(folder: Path, log_text: str) -> str | None:
@@ -217,9 +210,6 @@ def _reason(folder: Path, ended: Ended) -> str:
     if (killed := killed_process(log_text, ended.exit_code)) is not None:
         return f"{killed} was killed by signal 9: {ended.killed_by}"
     reason = reason_in_log(log)
-    if port_taken(reason):
-        port = re.search(r"--main_process_port (\d+)", shlex.join(ended.command))[1]
-        return f"port {port} was taken by another program (EADDRINUSE)"
     if reason.startswith(("last line", "see ")) and (name := crash(log_text)):
         return f"a rank crashed ({name}): see {log}"
     return reason

@@ -20,7 +20,6 @@ PAIRS = (
     Pair("parity", "script", ": losses of equal runs are compared anyway"),
     Pair("largest_batch", "script", ", whose batch only its own arguments set"),
     Pair("memory", "script", ", whose allocations are not traced"),
-    Pair("probe_network", "script", ", which starts nothing"),
 )
 "flags of `slm compare` that a user's script excludes"
 

@@ -78,10 +78,6 @@ def slurm_nodes(*, num_nodes: int, gpus_per_node: int, options: str, template: P
     ]
     if not gpus_per_node and (gpu_options := {name for _, name in _named(words)} & _ASKS_FOR_GPUS):
         problems.append(f"--slurm_options has {min(gpu_options)}: also set --gpus_per_node, one rank per GPU")
-    if not options.isprintable():
-        problems.append("--slurm_options has a character that can't be shown, such as a newline")
-    if words and not words[0].startswith("-"):
-        problems.append(f"--slurm_options begins with {words[0]!r}, which is not an option of sbatch")
     names = re.findall(r"\{\{(.*?)\}\}", text)
     problems += [f"{template}: unknown {{{{{name}}}}}" for name in dict.fromkeys(names) if name not in _NAMES]
     problems += [f"{template} has no {{{{{name}}}}}" for name in _NEEDED if name not in names]
@@ -252,13 +248,9 @@ class SlurmJobs:
         self.jobs: dict[str, SlurmJob] = {}
         "our jobs, by script"
         self.last_line, self.refusal = "", ""
-        self.pause_seconds, self.next_look = _FIRST_PAUSE_SECONDS, 0.0
+        self.next_look = 0.0
         self.has_accepted = False
         "True once Slurm accepted or showed a job of ours: a later refusal may be temporary"
-        self.num_processes: dict[str, int] = {}
-        "number of ranks, by script"
-        self.gpu_seconds: dict[int, float] = {}
-        "GPU time used, by job id; a CPU process counts as a GPU"
         self.unseen: set[str] = set()
         "scripts whose live job was unknown to Slurm at the last look"
         self.ended_at: dict[str, float] = {}
@@ -277,7 +269,6 @@ class SlurmJobs:
         }
         self.has_accepted |= bool(live_jobs)
         for run in runs:
-            self.num_processes[str(script_path(run))] = run.num_processes
             job = live_jobs.get(str(script_path(run)))
             if force:
                 self._forget(run, job)
@@ -344,7 +335,7 @@ class SlurmJobs:
                 if not self.has_accepted:
                     raise
                 self._say_once(_SILENT)
-                _pause(stop, _FIRST_PAUSE_SECONDS)
+                _pause(stop, _PAUSE_SECONDS)
 
     def _wait_for_record(self, run: PlannedRun, stop: threading.Event) -> None:
         """Wait until a record written on another host shows here, or the file system's delay has passed."""
@@ -354,10 +345,6 @@ class SlurmJobs:
         while not (run.folder / RECORD_FILE).is_file():
             if time.monotonic() > self.ended_at[script] + _SHARED_FOLDER_SECONDS:
                 return
-            self._say_once(
-                f"slurm: {_ids([self.jobs[script]])} ended; its record may take "
-                f"{_SHARED_FOLDER_SECONDS:.0f} s to show here"
-            )
             _pause(stop, 0.5)
 
     def _look(self) -> None:
@@ -372,9 +359,9 @@ class SlurmJobs:
                     self.jobs[script] = self._now(script, job, jobs.get(script))
             self._submit_waiting()
         line = _counts(self.jobs.values(), num_waiting=len(self.waiting)) if jobs is not None else _SILENT
-        slower = min(self.pause_seconds * 1.5, _LONGEST_PAUSE_SECONDS)
-        self.pause_seconds = slower if line == self.last_line else _FIRST_PAUSE_SECONDS
-        self.next_look = time.monotonic() + self.pause_seconds
+        self.next_look = time.monotonic() + (
+            _LONG_PAUSE_SECONDS if line == self.last_line else _PAUSE_SECONDS
+        )
         self._say_once(line)
 
     def _now(self, script: str, job: SlurmJob, in_queue: SlurmJob | None) -> SlurmJob:
@@ -386,7 +373,6 @@ class SlurmJobs:
             self.unseen.add(script)
             return job
         self.unseen.discard(script)
-        self.gpu_seconds[now.job_id] = now.seconds * self.num_processes[script]
         if not now.is_live:
             self.ended_at[script] = time.monotonic()
         return now
@@ -437,16 +423,14 @@ _MEANING = {
     "COMPLETED": "it left no record; is its folder on a file system that all nodes share?",
     "FAILED": "its script failed",
     "TIMEOUT": "it reached its time limit",
-    "DEADLINE": "it reached its deadline",
     "OUT_OF_MEMORY": 'it ran out of host memory; --slurm_options="--mem=..." requests more',
     "NODE_FAIL": "a node failed",
-    "BOOT_FAIL": "a node did not start",
     "PREEMPTED": "another job preempted it",
     "CANCELLED": "it was cancelled",
     UNKNOWN: "Slurm no longer has its final state",
 }
 _SILENT = "slurm: no answer from squeue, trying again"
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 15.0
+_PAUSE_SECONDS, _LONG_PAUSE_SECONDS = 1.0, 10.0
 "time between two looks at the queue; longer if nothing changes, because all users share the queue"
 _SHARED_FOLDER_SECONDS = 60.0  # nfs(5): acdirmax, after which new files in a folder must be visible
 

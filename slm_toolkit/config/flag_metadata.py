@@ -54,15 +54,11 @@ class Flag:
     "words of a value that joins them by +, and the parts that each stands for"
     metavar: str | None = None
     aliases: tuple[str, ...] = ()
-    "other names, shown by --help"
-    other_names: tuple[str, ...] = ()
-    "other trainers' names for it: accepted, but not shown by --help"
+    "other names, shown by --help; foreign_flags.yaml has those that it does not show"
     bare: str | None = None
     "value if the flag is typed without one"
     synonyms: dict[str, str] = dataclasses.field(default_factory=dict)
     "other spellings of values"
-    instead: dict[str, str] = dataclasses.field(default_factory=dict)
-    "values that only other trainers have, each with what to give instead"
     grid: bool = False
     "whether `slm compare` takes several values"
     one_run_only: bool = False
@@ -72,10 +68,6 @@ class Flag:
     most: float | None = None
     above: float | None = None
     below: float | None = None
-    range_note: str = ""
-    "follows the range in the message about a value outside of it"
-    is_printable: bool = False
-    "whether a value must consist of printable characters"
     needs: tuple[str, ...] = ()
     "flags that must be given with it"
     excludes: tuple[Excludes, ...] = ()
@@ -101,9 +93,7 @@ class Flag:
     "line above a table if all rows have the same value, not the default; {} becomes the value"
 
     def value_of(self, word: str) -> str:
-        """Return a typed value in our spelling. Raises ValueError for a value of other trainers only."""
-        if word.lower() in self.instead:
-            raise ValueError(f"there is no {word}\nhint: {self.instead[word.lower()]}")
+        """Return a typed value in our spelling."""
         if all(map(self.sets.get, word.split("+"))):
             return self.joined(self.parts_of(word))
         return self.synonyms.get(word.lower(), word)
@@ -184,14 +174,13 @@ def _value_problems(name: str, of_flag: Flag, value: Any) -> Iterator[str]:
         yield f"--{name} is {shortened(value)!r}: {', '.join(sets)}, or several joined by +"
     if of_flag.choices and value not in of_flag.choices:
         yield f"--{name} is {value!r}: one of {', '.join(of_flag.choices)}"
-    if of_flag.is_printable and not value.isprintable():
+    if isinstance(value, str) and not value.isprintable():
         yield f"--{name} is {value!r}: it has unprintable characters"
     if not isinstance(value, int | float) or isinstance(value, bool):
         return
     number = f"{value:g}" if isinstance(value, float) else shortened(str(value))
     if not _is_within(of_flag, value):
-        note = of_flag.range_note and f" {of_flag.range_note}"
-        yield f"--{name} is {number}: {_range_text(of_flag)}{note}{_meant(of_flag, value)}"
+        yield f"--{name} is {number}: {_range_text(of_flag)}{_meant(of_flag, value)}"
     elif not -LARGEST_NUMBER <= value <= LARGEST_NUMBER:  # NaN is in no range
         yield f"--{name} is {number}: at most {LARGEST_NUMBER:,}"
 

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.config.flag_metadata import Flag
-from slm_toolkit.config.parser import Parser, with_underscores
+from slm_toolkit.config.parser import Parser, foreign_flags, with_underscores
 from slm_toolkit.config.run_config import FLAGS, RunConfig
 
 ONE_RUN_ONLY = tuple(name for name, flag in FLAGS.items() if flag.one_run_only)
@@ -40,15 +40,13 @@ def _options(f: dataclasses.Field, flag: Flag, *, several: bool) -> dict[str, An
     text = flag.help + ("" if f.default is None else f" (default: {default})")
     options: dict[str, Any] = {
         "dest": f.name,
-        "type": _bool if kind is bool else kind,
+        "type": _bool if kind is bool else partial(_value_of, f.name) if kind is str else kind,
         "default": None,
         "choices": flag.choices,
         "metavar": flag.metavar
         or (None if flag.choices else "true|false" if kind is bool else kind.__name__.upper()),
         "help": text.replace("%", "%%"),
     }
-    if flag.synonyms or flag.instead or flag.sets:
-        options["type"] = partial(_value_of, flag)
     if kind in (int, float) and f.default is None:
         options["type"] = lambda word: None if word == "auto" else kind(word)
         options["type"].__name__ = kind.__name__  # in argparse's messages
@@ -60,11 +58,11 @@ def _options(f: dataclasses.Field, flag: Flag, *, several: bool) -> dict[str, An
     return options
 
 
-def _value_of(flag: Flag, word: str) -> str:
-    try:
-        return flag.value_of(word)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _value_of(name: str, word: str) -> str:
+    """Return a typed value in our spelling."""
+    if instead := foreign_flags("values").get(f"{name}={word.lower()}"):
+        raise argparse.ArgumentTypeError(f"there is no {word}\nhint: {instead}")
+    return FLAGS[name].value_of(word)
 
 
 def config_from_args(args: argparse.Namespace) -> RunConfig:
@@ -95,11 +93,6 @@ def flags_of(config: RunConfig) -> list[str]:
 
 
 MODULE = "slm_toolkit.train"
-_EXAMPLES = f"""\
-  python -m {MODULE} --model slm-1m --max_steps 20                   one process, nothing sharded
-  accelerate launch --config_file accel_configs/ddp.yaml -m {MODULE} --model slm-1m --max_steps 20
-  slm train --strategy fsdp_full_shard --model slm-1m --max_steps 20      the same launch with one command
-"""
 
 
 def training_config(words: list[str]) -> RunConfig:
@@ -108,7 +101,6 @@ def training_config(words: list[str]) -> RunConfig:
         prog=f"python -m {MODULE}",
         description="Train one configuration, under `accelerate launch` or `slm train`, and record it.",
     )
-    parser.examples = _EXAMPLES
     add_flags(parser, grid=False, hidden=True)
     with user_errors():
         return config_from_args(parser.parse_args(with_underscores(words)))

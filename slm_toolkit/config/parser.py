@@ -15,17 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from slm_toolkit.base.user_files import read_text, typed_path, yaml_node, yaml_of
-from slm_toolkit.config.run_config import FLAGS
-
-_OF_THE_LAUNCH = {  # flags of `slm train` and `compare` outside RunConfig: their other names
-    "strategy": ("config_file",),
-    "num_machines": ("nnodes", "num_nodes"),
-    "machine_rank": ("node_rank",),
-    "main_process_ip": ("master_addr",),
-    "main_process_port": ("master_port",),
-}
-SAME_MEANING = {name: flag.other_names for name, flag in FLAGS.items() if flag.other_names} | _OF_THE_LAUNCH
-"our flag: other trainers' names for it"
 
 _OF_THE_LAUNCHER = (
     "this is a flag of the launch: `slm train` takes it; for `accelerate launch` put it before -m"
@@ -34,7 +23,7 @@ _OF_THE_LAUNCHER = (
 
 @cache
 def foreign_flags(kind: str) -> dict[str, str]:
-    """Return what to write instead of a flag, by its name: of other trainers (hints), or removed ones."""
+    """Return a section of foreign_flags.yaml: by the name of a flag, what to write instead."""
     path = Path(__file__).with_name("foreign_flags.yaml")
     texts = yaml_of(path.read_text(), path, hint="")[kind]
     return {name: text for names, text in texts.items() for name in names.split()}
@@ -217,8 +206,8 @@ class Parser(argparse.ArgumentParser):
     def add_other_names(self) -> None:
         """Let each flag be typed by other trainers' names, which help does not show."""
         known = self._option_string_actions
-        for ours, others in SAME_MEANING.items():
-            for other in others if f"--{ours}" in known else ():
+        for other, ours in foreign_flags("same").items():
+            if f"--{ours}" in known:
                 known.setdefault(f"--{other}", known[f"--{ours}"])
         for name, (ours, value) in _SWITCHES.items():
             if f"--{ours}" in known:

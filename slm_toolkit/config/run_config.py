@@ -59,12 +59,6 @@ KERNEL_SETS = {
 }
 "values of --kernels and the parts of each; until a verb has replaced it, auto has none"
 
-_SMALLER_OPTIMIZERS = (
-    *("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "paged_adamw", "paged_adamw_8bit", "adafactor"),
-    *("paged_adamw_32bit", "lion", "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"),
-)
-_SMALLER_STATE = "--optim muon (4 bytes less per parameter), or --strategy ds_zero2_offload (none on the GPU)"
-
 
 def in_todays_names(flags: dict[str, Any]) -> dict[str, Any]:
     """Return flags of records and tables before 2026-11-28 with today's --kernels and --dataset."""
@@ -105,9 +99,7 @@ class RunConfig:
         group="model",
         basic=True,
         aliases=("model_name_or_path",),
-        other_names=("model_name", "model_id", "pretrained_model_name_or_path"),
         grid=True,
-        is_printable=True,
         may_change_on_resume=False,
         estimate="counts",
         heading="{}",
@@ -117,7 +109,6 @@ class RunConfig:
         "attention kernel by transformers' name: eager, sdpa, flex_attention, flash_attention_2, _3 or "
         "_4. Or one backend of sdpa: sdpa_math, sdpa_flash, sdpa_efficient, sdpa_cudnn",
         group="model",
-        other_names=("attention_implementation", "attn_impl"),
         grid=True,
         losses="rounded",
         estimate="counts",
@@ -137,7 +128,6 @@ class RunConfig:
         basic=True,
         sets=KERNEL_SETS,
         metavar="auto|plain|fused|compiled",
-        instead={"hf": "--kernels plain", "fused_linear": "--kernels fused"},
         grid=True,
         excludes=(
             Excludes(
@@ -195,7 +185,6 @@ class RunConfig:
         group="model",
         basic=True,
         choices=("none", "full", "selective_op", "selective_layer"),
-        other_names=("activation_checkpointing", "activation_checkpoint"),
         bare="full",
         synonyms={"true": "full", "false": "none"},  # it was a switch once, as other trainers' still is
         grid=True,
@@ -254,7 +243,6 @@ class RunConfig:
         group="adapters",
         basic=True,
         choices=("none", "lora", "qlora"),
-        instead={"ia3": "--peft lora --lora_r 1 trains about as few parameters"},
         grid=True,
         excludes=(
             Excludes(
@@ -278,7 +266,6 @@ class RunConfig:
         16,
         "rank of LoRA's matrices",
         group="adapters",
-        other_names=("lora_rank",),
         grid=True,
         least=1,
         needs=("peft",),
@@ -322,10 +309,6 @@ class RunConfig:
         group="batch",
         basic=True,
         aliases=("max_length",),
-        other_names=(
-            *("max_seq_length", "max_seq_len", "seq_length", "sequence_length", "sequence_len"),
-            *("block_size", "context_length", "cutoff_len", "model_max_length"),
-        ),
         grid=True,
         least=2,
         most=2**24,  # the longest context of a released model is 10M: Llama 4 Scout, 2025-04
@@ -341,10 +324,6 @@ class RunConfig:
         "unknown GPU",
         group="batch",
         basic=True,
-        other_names=(
-            *("micro_batch_size", "local_batch_size", "device_batch_size", "per_device_batch_size"),
-            *("per_gpu_train_batch_size", "train_micro_batch_size_per_gpu", "micro_batch_size_per_gpu"),
-        ),
         grid=True,
         least=1,
         losses="same",
@@ -356,10 +335,6 @@ class RunConfig:
         1,
         "micro-steps per optimizer step",
         group="batch",
-        other_names=(
-            *("grad_accum", "grad_accum_steps", "grad_acc", "grad_acc_steps", "gradient_accumulation"),
-            *("gradient_accumulation_iters", "accumulation_steps", "accumulate_grad_batches"),
-        ),
         grid=True,
         least=1,
         losses="same",
@@ -376,11 +351,6 @@ class RunConfig:
         group="data",
         basic=True,
         aliases=("dataset_name",),
-        other_names=(
-            *("train_file", "train_files", "train_data", "train_dataset", "data", "data_path", "data_files"),
-            "dataset_path",
-        ),
-        is_printable=True,
         may_change_on_resume=False,
         estimate="ignores",
     )
@@ -398,10 +368,6 @@ class RunConfig:
         "1% to 50%: the share of each --dataset to hold out (default: 5%; of a stream: its first "
         "--eval_batches)",
         group="data",
-        other_names=(
-            *("validation_file", "eval_file", "eval_data", "val_data", "val_dataset", "valid_file"),
-        ),
-        is_printable=True,
         needs=("eval_steps",),
         excludes=(_NO_DOCUMENTS,),
         may_change_on_resume=False,
@@ -446,7 +412,6 @@ class RunConfig:
         "text",
         "column with the documents",
         group="data",
-        other_names=("dataset_text_field", "text_field"),
         may_change_on_resume=False,
     )
     tokenizer_name: str | None = Flag(
@@ -454,8 +419,6 @@ class RunConfig:
         "hub id or folder. byte: 256 bytes, no download (default: the model's own; byte for a model of 384 "
         "tokens)",
         group="data",
-        other_names=("tokenizer", "tokenizer_name_or_path"),
-        is_printable=True,
         may_change_on_resume=False,
         estimate="ignores",
     )
@@ -469,7 +432,6 @@ class RunConfig:
         0,
         "processes per rank that read batches ahead",
         group="data",
-        other_names=("num_workers",),
         grid=True,
         least=0,
         losses="same",
@@ -480,10 +442,6 @@ class RunConfig:
         f"optimizer steps (default: {_DEFAULT_STEPS}; warm-up steps are not timed)",
         group="length",
         basic=True,
-        other_names=(
-            *("steps", "num_steps", "train_steps", "num_train_steps", "max_train_steps", "training_steps"),
-            *("max_iters", "train_iters", "num_iterations"),
-        ),
         least=1,
         estimate="ignores",
         column="steps asked",
@@ -493,7 +451,6 @@ class RunConfig:
         "tokens to train on, such as 50M or 2B, instead of --max_steps. The number of steps follows from the "
         "batch and the number of ranks",
         group="length",
-        other_names=("tokens", "num_tokens", "train_tokens", "max_train_tokens"),
         excludes=(
             Excludes("max_steps", "give one of them"),
             Excludes("num_train_epochs", "give one of them"),
@@ -505,7 +462,6 @@ class RunConfig:
         None,
         "passes over the dataset, instead of --max_steps",
         group="length",
-        other_names=("epochs", "num_epochs", "max_epochs"),
         above=0,
         excludes=(
             Excludes("max_steps", "give one of them"),
@@ -550,12 +506,6 @@ class RunConfig:
         "the rest",
         group="optimizer",
         choices=("adamw_torch", "adamw_torch_fused", "muon"),
-        instead={
-            **dict.fromkeys(_SMALLER_OPTIMIZERS, _SMALLER_STATE),
-            **dict.fromkeys(("adamw_apex_fused", "adamw_hf"), "--optim adamw_torch_fused"),
-            "adamw_triton": "--kernels fused, whose AdamW is Triton's",
-        },
-        other_names=("optimizer",),
         grid=True,
         excludes=(
             Excludes("numerics", "it has its own master weights", values=("stock",), own=("muon",)),
@@ -587,7 +537,6 @@ class RunConfig:
         "peak learning rate",
         group="optimizer",
         basic=True,
-        other_names=("lr", "max_lr", "peak_lr"),
         above=0,
         most=1,  # AdamW moves each weight by about the rate in a step; they begin with a deviation of 0.02
         estimate="ignores",
@@ -602,7 +551,6 @@ class RunConfig:
             *(OWN_SCHEDULE, "cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt"),
             "warmup_stable_decay",
         ),
-        other_names=("lr_scheduler", "lr_schedule"),
         grid=True,
         excludes=(Excludes("warmup_steps", "constant_with_warmup has a warm-up", own=("constant",)),),
         estimate="ignores",
@@ -613,7 +561,6 @@ class RunConfig:
         0,
         "steps over which the learning rate rises from near 0",
         group="optimizer",
-        other_names=("num_warmup_steps", "lr_warmup_steps", "warmup_iters"),
         least=0,
         estimate="ignores",
     )
@@ -621,7 +568,6 @@ class RunConfig:
         0.1,
         "AdamW's decoupled weight decay",
         group="optimizer",
-        other_names=("wd",),
         least=0,
         estimate="ignores",
     )
@@ -629,7 +575,6 @@ class RunConfig:
         0.9,
         "decay of AdamW's first moment",
         group="optimizer",
-        other_names=("beta1",),
         least=0,
         below=1,
         estimate="ignores",
@@ -638,7 +583,6 @@ class RunConfig:
         0.95,
         "decay of AdamW's second moment",
         group="optimizer",
-        other_names=("beta2",),
         least=0,
         below=1,
         estimate="ignores",
@@ -647,7 +591,6 @@ class RunConfig:
         1e-8,
         "AdamW's epsilon, which is added to the root of the second moment",
         group="optimizer",
-        other_names=("adam_eps", "eps"),
         above=0,
         most=1,
         estimate="ignores",
@@ -658,10 +601,6 @@ class RunConfig:
         "gradient clipping, the same under every engine. 0: no clipping (default: 1.0; with --numerics "
         "stock, the engine's own)",
         group="optimizer",
-        other_names=(
-            *("grad_clip", "clip_grad", "clip_grad_norm", "gradient_clip_val", "gradient_clipping"),
-            "max_norm",
-        ),
         least=0,
         estimate="counts",
     )
@@ -690,7 +629,6 @@ class RunConfig:
         None,
         "evaluate every N steps and at the end",
         group="saving",
-        other_names=("eval_interval", "eval_every", "eval_freq"),
         least=1,
         excludes=_LEARNS_NOTHING,
         column="",
@@ -701,22 +639,13 @@ class RunConfig:
         "write a checkpoint every N steps",
         group="saving",
         basic=True,
-        other_names=(
-            "save_interval",
-            "save_every",
-            "save_freq",
-            "checkpointing_steps",
-            "checkpoint_interval",
-        ),
         least=1,
         excludes=_LEARNS_NOTHING,
         excludes_strategies=_NO_CHECKPOINTS,
         losses="same",
         column="",
     )
-    save_total_limit: int = Flag(
-        2, "checkpoints to keep", group="saving", other_names=("keep_latest_k",), least=1, identity=False
-    )
+    save_total_limit: int = Flag(2, "checkpoints to keep", group="saving", least=1, identity=False)
     save_final_model: str | None = Flag(
         None,
         "write a Hugging Face model folder at the end. merged: also the base model with the adapter of "
@@ -740,7 +669,6 @@ class RunConfig:
         group="saving",
         one_run_only=True,
         basic=True,
-        other_names=("resume", "resume_from"),
         excludes=_LEARNS_NOTHING,
         excludes_strategies=_NO_CHECKPOINTS,
         identity=False,
@@ -767,7 +695,6 @@ class RunConfig:
         group="saving",
         least=1,
         most=MOST_DDP_TIMEOUT,
-        range_note="seconds: after that, collectives time out by themselves",
         identity=False,
         estimate="ignores",
     )
@@ -776,7 +703,6 @@ class RunConfig:
         "every N steps, log the mean loss to --report_to and print a line (default: log every step, and "
         "print a line every ten seconds)",
         group="saving",
-        other_names=("log_interval", "log_every", "log_every_n_steps"),
         least=1,
         identity=False,
     )
@@ -788,8 +714,6 @@ class RunConfig:
         "folder in which each run gets its own folder",
         group="saving",
         basic=True,
-        other_names=("out_dir", "save_dir"),
-        is_printable=True,
         identity=False,
     )
     run_name: str | None = Flag(
@@ -797,7 +721,6 @@ class RunConfig:
         "name of the run's folder (default: model, strategy and a hash of the flags)",
         group="saving",
         one_run_only=True,
-        is_printable=True,
         identity=False,
     )
 

@@ -20,7 +20,7 @@ COLLECTIVES: tuple[str, ...] = get_args(Collective)
 TimingBytes = Annotated[int, Meta(ge=1, le=10**15)]
 TimingSeconds = Annotated[float, Meta(ge=1e-9, le=1e9)]
 "from a nanosecond to thirty years: limits that no collective exceeds"
-_HINT = "`slm compare --probe_network` writes a network.json"
+_HINT = "`slm launch -m slm_toolkit.run.network_probe` writes a network.json"
 
 
 @dataclass(frozen=True)

@@ -51,9 +51,8 @@ def choices(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return --kernels and the batch, if a config leaves them to us, and a line for each: what and why.
 
-    `configs`: as the flags gave them. `gpu`: None if there is none, or if nothing is known of it. The values
-    are the same for all rows. `runs_here`: this machine runs them, so it must have a compiler and Triton.
-    Raises ValueError for an unknown model.
+    The values are the same for all rows. `configs`: as the flags gave them. `gpu`: None if unknown.
+    `runs_here`: this machine needs a compiler and Triton. Raises ValueError for an unknown model.
     """
     free = [name for name in ("kernels", _BATCH) if any(_leaves(config, name) for config in configs)]
     if not free:

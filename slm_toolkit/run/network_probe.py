@@ -1,6 +1,6 @@
 """Time all_reduce, all_gather and reduce_scatter among the ranks of a launch, by message size.
 
-    slm compare --probe_network                                          # this machine
+    slm launch -m slm_toolkit.run.network_probe                          # this machine's GPUs
     slm launch --config_file accel_configs/ddp.yaml --num_machines 2 --num_processes 16 \\
         --machine_rank 0 --main_process_ip node0 \\
         -m slm_toolkit.run.network_probe --output network.json           # on each node, with its own rank

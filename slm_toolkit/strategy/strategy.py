@@ -576,16 +576,10 @@ def _no_accelerate_config(settings: dict[str, Any], path: Path) -> str:
     if is_deepspeed_config(settings):
         return (
             f"{path} contains DeepSpeed settings, but an accelerate YAML is needed here\n"
-            f"hint: `slm convert {path} --to accelerate_deepspeed` writes one; --strategy of slm compare, "
-            "train, estimate and doctor also accepts a DeepSpeed .json"
+            f"hint: `slm convert {path} --to accelerate_deepspeed` writes one; --strategy takes the .json"
         )
     if "model_type" in settings or "architectures" in settings:
         return f"{path} describes a model, not a strategy\nhint: --model {path}"
-    if "fsdp" in settings or "deepspeed" in settings:
-        return (
-            f"{path} contains TrainingArguments, not an accelerate YAML: it has no distributed_type\n"
-            "hint: give the DeepSpeed JSON that they name, or start from a YAML of `slm configs --copy DIR`"
-        )
     keys = ", ".join(map(str, list(settings)[:5]))
     return (
         f"{path} has no distributed_type ({keys}): it is neither an accelerate YAML nor a DeepSpeed JSON\n"

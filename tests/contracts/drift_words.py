@@ -7,7 +7,6 @@ import inspect
 import io
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -59,22 +58,6 @@ def _autocast_modules() -> None:
     default = source.partition("LOWER_PRECISION_SAFE_MODULES = [")[2].partition("]")[0]
     allowed = JSON_SETTINGS["torch_autocast"]["lower_precision_safe_modules"]
     assert set(re.findall(r"[\w.]+", default)) == set(allowed), f"DeepSpeed's own are {default}"
-
-
-def _taken_port() -> None:
-    from accelerate.utils import launch
-
-    from slm_toolkit.compare.outcome import port_taken
-
-    assert port_taken(inspect.getsource(launch)), "accelerate says of a taken port something else"
-    assert callable(launch.is_port_in_use)
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        with pytest.raises(torch.distributed.DistError) as error:
-            torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    assert port_taken(str(error.value)), f"torch's store now says: {error.value}"
 
 
 def _out_of_memory() -> None:
@@ -250,13 +233,6 @@ WORDS = (
         "name the rank and the signal of a strategy with one process, in compare/outcome.py",
         "compare/outcome.py: killed_process, _EXIT_SIGNAL, _LAUNCHERS_ERROR",
         _single_process,
-    ),
-    Leaning(
-        "torch, accelerate: words for a taken port",
-        ("_PORT_TAKEN",),
-        "try another port, and say so, in compare/outcome.py",
-        "compare/outcome.py: _PORT_TAKEN",
-        _taken_port,
     ),
     Leaning(
         "torch: words for memory that ran out",

@@ -12,12 +12,11 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Comparison, slm
+from conftest import ROOT, Comparison, free_port, slm
 
 from slm_toolkit.cli.launch import plan_launch
 from slm_toolkit.cli.main import _VERBS, _parser
 from slm_toolkit.cli.train import launch_words
-from slm_toolkit.compare.local import free_port
 from slm_toolkit.config.flags import add_flags, config_from_args
 from slm_toolkit.config.parser import Parser, with_underscores
 from slm_toolkit.launch.command_line import option

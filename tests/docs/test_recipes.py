@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import COMPILING_SECONDS, ROOT, WARM, Finished, run, slm, slm_here
+from conftest import COMPILING_SECONDS, ROOT, WARM, Finished, free_port, run, slm, slm_here
 
 from slm_toolkit.cli.main import _parser
 from slm_toolkit.cli.recipes import read_recipe, shipped_recipes
-from slm_toolkit.compare.local import free_port
 from slm_toolkit.config.flags import config_from_args
 from slm_toolkit.config.parser import with_underscores
 from slm_toolkit.config.run_config import RunConfig

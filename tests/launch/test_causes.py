@@ -3,49 +3,23 @@
 import json
 import os
 import shlex
-import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import WARM, planted, run, slm
+from conftest import run, slm
 
-from slm_toolkit.cli.main import main
-from slm_toolkit.compare import local
 from slm_toolkit.compare.outcome import crash, killed_process, telling_lines
 from slm_toolkit.hardware.machine import RamState, look_at_host_ram, who_killed
 
 GIB = 2**30
-TOO_EARLY = """
-import sys
-if sys.orig_argv[1:3] == ["-m", "accelerate.commands.launch"]:
-    import accelerate.utils.launch
-    accelerate.utils.launch.is_port_in_use = lambda port=None: False
-"""
 LAUNCHERS_ERROR = """Traceback (most recent call last):
   File "<frozen runpy>", line 198, in _run_module_as_main
   File "/venv/accelerate/commands/launch.py", line 1423, in <module>
     main()
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"""
-
-
-@pytest.fixture
-def same_handlers() -> Iterator[None]:
-    """`slm compare` in this very process takes signals over."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-def code_of(*words: str) -> int:
-    """The exit code of `slm` in this very process, where things can be patched."""
-    with pytest.raises(SystemExit) as ended:
-        main(list(words))
-    return ended.value.code
 
 
 def on_a_disk_of_its_own(words: tuple[str, ...], folder: Path, options: str) -> Iterator[Path]:
@@ -107,36 +81,6 @@ def test_a_full_disk_is_a_row_that_says_so_and_the_next_run_finishes(full_disk: 
     assert (rows["single"]["status"], rows["ddp"]["status"]) == ("failed", "ok")
     assert rows["single"]["reason"].startswith("no room on the disk")
     assert [path.name for path in full_disk.iterdir() if path.name.startswith((".record", "progress"))] == []
-
-
-@pytest.mark.parametrize("num_taken", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_a_taken_port_is_tried_again_and_named_where_all_are_taken(
-    num_taken: int,
-    same_handlers: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """accelerate itself leaves a port that it sees taken: here it looks too early to see it."""
-    for name, value in {**WARM.env(), **planted(tmp_path, TOO_EARLY)}.items():
-        monkeypatch.setenv(name, value)
-    with socket.socket() as other:
-        other.bind(("", 0))
-        other.listen()
-        taken = other.getsockname()[1]
-        ports = [taken] * num_taken
-        free = local.free_port
-        monkeypatch.setattr(local, "free_port", lambda: ports.pop() if ports else free())
-        words = ["--strategy", "ddp", "single", "--model", "slm-1m", "--max_steps", "3", "--json"]
-        code = code_of("compare", *words, "--output_dir", str(tmp_path))
-    rows = {row["strategy"]: row for row in json.loads(capsys.readouterr().out)}
-    assert ports == []
-    assert rows["single"]["status"] == "ok"
-    if num_taken == 1:
-        assert (code, rows["ddp"]["status"]) == (0, "ok")
-    else:
-        assert (code, rows["ddp"]["status"]) == (1, "failed")
-        assert rows["ddp"]["reason"] == f"port {taken} was taken by another program (EADDRINUSE)"
 
 
 @pytest.mark.quick

@@ -93,7 +93,6 @@ def test_a_controller_that_is_silent_for_a_while_ends_nothing(cluster: Cluster, 
     write_record(made_record(), run.folder)
     assert ended(jobs, run).status == "ok"  # one look got no answer, one had lost the job
     assert "no answer from squeue" in text.getvalue()
-    assert jobs.gpu_seconds == {7: 60.0}  # 30 s of two processes
 
 
 def test_what_slurm_refuses_after_it_took_one_is_asked_again(cluster: Cluster, tmp_path: Path) -> None:
@@ -111,7 +110,6 @@ def test_what_slurm_refuses_after_it_took_one_is_asked_again(cluster: Cluster, t
     for each in (run, other):
         threading.Timer(4, write_record, (made_record(), each.folder)).start()
         assert ended(jobs, each).status == "ok"  # seen though it shows seconds after the job's end
-    assert "its record may take" in text.getvalue()
 
 
 def test_what_slurm_never_took_is_an_error(cluster: Cluster, tmp_path: Path) -> None:

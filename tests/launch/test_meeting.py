@@ -13,11 +13,10 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import ENV, ROOT, own_strategy, slm
+from conftest import ENV, ROOT, free_port, own_strategy, slm
 from torch.distributed import TCPStore
 
 from slm_toolkit.cli.launch import plan_launch
-from slm_toolkit.compare.local import free_port
 from slm_toolkit.launch.command_line import option, shared_launch_facts
 from slm_toolkit.launch.rendezvous import Meeting, interfaces, listen, patience_seconds
 

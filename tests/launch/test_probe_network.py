@@ -1,11 +1,10 @@
-"""`--probe_network` measures real processes."""
+"""The probe of the network measures real processes."""
 
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from conftest import slm
+from conftest import ROOT, slm
 
 from slm_toolkit.hardware.network import (
     COLLECTIVES,
@@ -15,8 +14,9 @@ from slm_toolkit.hardware.network import (
 
 
 def test_real_processes_are_measured(tmp_path: Path) -> None:
-    words = ("--num_processes", "2", "--output_dir", str(tmp_path))
-    done = slm("compare", "--probe_network", *words)
+    launching = ("--config_file", str(ROOT / "accel_configs/ddp.yaml"), "--num_processes", "2")
+    probe = ("-m", "slm_toolkit.run.network_probe", "--output", str(tmp_path / "network.json"))
+    done = slm("launch", *launching, *probe)
     assert done.code == 0, done.err
     network = read_network(tmp_path / "network.json")
     assert f"network: {tmp_path / 'network.json'}" in done.out
@@ -28,21 +28,6 @@ def test_real_processes_are_measured(tmp_path: Path) -> None:
         assert [timing.num_bytes for timing in timings][:2] == [64 * 2**10, 256 * 2**10]
         assert all(timing.seconds > 0 and len(timing.all_seconds) > 1 for timing in timings)
         assert fit(network, collective).latency_seconds >= 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--probe_network", "--num_processes", "1"], "--probe_network with 1 process: it needs two or more"),
-        (["--probe_network", "--model", "slm-1m"], "--model with --probe_network, which does not train"),
-    ],
-)
-def test_what_a_probe_can_not_do_is_refused(arguments: list[str], says: str, tmp_path: Path) -> None:
-    done = slm("compare", *arguments, cwd=tmp_path)
-    assert done.code == 2
-    assert says in done.err
-    assert "hint: " in done.err
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_module_refuses_one_process(tmp_path: Path) -> None:

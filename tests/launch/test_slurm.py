@@ -14,10 +14,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, WARM, Finished, run, slm
+from conftest import ROOT, WARM, Finished, free_port, run, slm
 from hosts import Hosts, two_hosts
 
-from slm_toolkit.compare.local import free_port
 from slm_toolkit.compare.slurm import SLURM_TEMPLATE
 from slm_toolkit.launch.torch_extensions import extensions_folder
 

@@ -240,7 +240,7 @@ def _speed_notes(rows: list[Estimate]) -> Iterator[tuple[object, str]]:
         yield (
             True,
             f"{name}: PCIe links the GPUs of a node; the range includes that it is several times slower than "
-            "its data sheet, as between CPU sockets. slm compare --probe_network measures yours",
+            "its data sheet, as between CPU sockets. slm_toolkit.run.network_probe measures yours",
         )
     for gpu, calibration in _distinct((row.gpu, row.calibration) for row in rows if row.calibration):
         yield True, f"{gpu}: calibrated, {calibration}"

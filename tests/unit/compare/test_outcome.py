@@ -69,13 +69,6 @@ def ended(
             "failed",
             "ValueError: mine",
         ),
-        (
-            LAUNCHERS_ERROR.rpartition("subprocess")[0]
-            + "RuntimeError: EADDRINUSE: address already in use\n",
-            ended(1),
-            "failed",
-            "port 29511 was taken by another program (EADDRINUSE)",
-        ),
     ],
 )
 def test_a_run_without_a_record_gets_its_status_and_reason(

@@ -5,11 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import slm_here
+import yaml
+from conftest import ROOT, slm_here
 
 from slm_toolkit.cli.main import _parser
 from slm_toolkit.config.flags import training_config
-from slm_toolkit.config.parser import SAME_MEANING, foreign_flags, with_underscores
+from slm_toolkit.config.parser import foreign_flags, with_underscores
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import gpu_of_name, gpus_and_count
 from slm_toolkit.model.names import find_model
@@ -65,11 +66,13 @@ def test_the_tables_name_flags_that_exist_and_no_name_twice(capsys: pytest.Captu
     with pytest.raises(SystemExit):
         _parser("train").parse_args(["train", "--help", "all"])
     flags = set(re.findall(r"--(\w+)", capsys.readouterr().out))
-    assert SAME_MEANING.keys() <= flags
-    others = [other for names in SAME_MEANING.values() for other in names]
-    assert len(others) == len(set(others))
-    assert not set(others) & set(RunConfig.__dataclass_fields__)
-    assert not set(others) & foreign_flags("hints").keys()
+    same = foreign_flags("same")
+    assert set(same.values()) <= flags
+    assert not same.keys() & set(RunConfig.__dataclass_fields__)
+    assert not same.keys() & foreign_flags("hints").keys()
+    for section in yaml.safe_load((ROOT / "slm_toolkit/config/foreign_flags.yaml").read_text()).values():
+        names = " ".join(section).split()
+        assert len(names) == len(set(names))
     mentioned = {flag for text in foreign_flags("hints").values() for flag in re.findall(r"--(\w+)", text)}
     assert mentioned <= flags | {"num_gpus"}  # estimate's
 
@@ -97,12 +100,6 @@ def test_a_removed_flag_is_answered_with_what_to_do_instead() -> None:
     for name, instead in foreign_flags("removed").items():
         said = refused("compare", f"--{name}", "1")
         assert said.startswith(f"unknown: --{name} 1\nhint: --{name} was removed: {instead}")
-
-
-def test_a_removed_verb_is_answered_with_what_to_do_instead() -> None:
-    done = slm_here("completion", "bash")
-    assert done.code == 2
-    assert done.err.startswith("error: slm completion was removed\nhint: type flags in full")
 
 
 def test_a_file_with_fp16_runs_with_the_switch_of_trainer(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def test_pcie_is_a_range_until_it_is_measured(tmp_path: Path) -> None:
     assert not probed["depends_on_pcie"]
     assert probed["step_high_seconds"] == pytest.approx(probed["step_seconds"] / TODAY.low)
     done = slm_here("estimate", *given, "l40s")
-    assert "slm compare --probe_network measures yours" in done.out
+    assert "slm_toolkit.run.network_probe measures yours" in done.out
 
 
 def test_inter_node_gbps_gives_the_network() -> None:
