@@ -346,11 +346,11 @@ def plant(fault: Fault, rank: int) -> None:
     """Run the fault's line before training starts; of LOW, only where numerics are not fp32."""
     set_up = train.set_up
 
-    def faulty(arguments: list[str], *args: Any) -> Any:
+    def faulty(arguments: list[str], *args: Any, **options: Any) -> Any:
         train.set_up = set_up  # a fault may change it
         if fault.where != LOW or training_config(arguments).numerics != "fp32":
             exec(fault.patch, {**globals(), "rank": rank})
-        return train.set_up(arguments, *args)
+        return train.set_up(arguments, *args, **options)
 
     train.set_up = faulty
 

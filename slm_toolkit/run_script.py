@@ -6,7 +6,24 @@
 Trainer. Without a GPU it lets every strategy run over gloo.
 """
 
+# ruff: noqa: E402 - an exit function that is registered before all imports runs after all others
 import atexit
+
+_is_done = False
+"whether the script came to its end"
+
+
+def _leave_if_done() -> None:
+    from slm_toolkit.launch.processes import leave
+
+    if _is_done:
+        leave(0)
+
+
+if __name__ == "__main__":
+    atexit.register(_leave_if_done)
+
+# isort: split
 import functools
 import os
 import runpy
@@ -25,7 +42,6 @@ from transformers import Trainer
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.hardware.machine import use_huge_pages
-from slm_toolkit.launch.processes import leave
 from slm_toolkit.launch.torch_extensions import CompilerNews, remove_stale_locks, use_extensions_folder
 from slm_toolkit.record.run_record import RUN_DIR_VARIABLE
 from slm_toolkit.recorder import Recorder, RecorderCallback, open_recorders
@@ -34,8 +50,6 @@ from slm_toolkit.run.peers.launch_info import absolute_deepspeed_config, find_la
 
 _refused: list[str] = []
 "why trainings of the script are not recorded"
-_is_done = False
-"whether the script came to its end"
 
 
 def main() -> None:
@@ -210,12 +224,6 @@ def _watch_trainers() -> None:
     Trainer.__init__ = create_and_watch
 
 
-def _leave_if_done() -> None:
-    if _is_done:
-        leave(0)
-
-
 if __name__ == "__main__":
-    atexit.register(_leave_if_done)  # first, so it comes last: after the exit functions of the script
     main()
     _is_done = True

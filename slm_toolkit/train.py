@@ -165,7 +165,7 @@ def main(argv: list[str] | None = None, *, end_after: int | None = None) -> None
         fp32_pass = in_fp32_first(training_config(arguments), main)
         watchdog = Watchdog()
     with watchdog:
-        run = set_up(arguments, watchdog)
+        run = set_up(arguments, watchdog, fp32_pass=fp32_pass)
         if is_fake(run.config):
             observed = rehearse(run, train_step)
         else:
@@ -173,7 +173,7 @@ def main(argv: list[str] | None = None, *, end_after: int | None = None) -> None
         if run.config.rehearse is not None:
             check_stepped(run)
         watchdog.rest()
-        write(run, observed | {"fp32_pass": fp32_pass})
+        write(run, observed)
         accelerator = run.accelerator
         del run  # data-loader workers and gloo's threads must end before `leave`
         accelerator.free_memory()

@@ -58,6 +58,7 @@ class _Rendezvous(static_tcp_rendezvous.StaticTCPRendezvous):
             )
             with user_errors():
                 self._store, entries = meeting.wait(self.timeout.total_seconds(), hint=hint)
+            self._store.set_timeout(self.timeout)
             # gloo would take the loopback of the host's name; machine 0's address may be a name of it, too
             own_address = entries[self.rank].address if self.rank else entries[1].reached_at
             if own_address in interfaces():
@@ -146,6 +147,11 @@ def _kill_at_second_interrupt() -> None:
 
 
 if __name__ == "__main__":
-    code = launch(sys.argv[1:])
+    try:
+        code = launch(sys.argv[1:])
+    except SystemExit as end:
+        if not isinstance(end.code, int):
+            raise
+        code = end.code
     sys.stderr.flush()
     os._exit(code)  # torch's threads may abort a normal exit

@@ -36,6 +36,8 @@ _READ_SECONDS = 2.0
 "machine 0 ends this much later after an error, so that the others can read the entries that led to it"
 _MOST_DIFFERENCES = 10
 _UNSET = "not given"
+_PROBLEM = "problem"
+"key for the message of a machine 0 that gives up"
 
 
 def patience_seconds() -> float:
@@ -86,6 +88,7 @@ class Meeting:
     ) -> None:
         """`place`: machine 0's address and port. `store`: None to connect to the store there."""
         self._rank, self._num_machines, self._place = rank, num_machines, place
+        self._written_at = time.time()
         self._facts, self._problem, self._given = facts, problem, store
         self._entries: dict[int, Entry] = {}
         self._reason = ""
@@ -112,7 +115,11 @@ class Meeting:
                 continue
             machines = f"machine{'s' * (len(missing) > 1)} {', '.join(missing)} at {place}{self._reason}"
             if waited >= seconds:
-                raise ValueError(f"{who} waited {seconds:g} s for {machines}\nhint: {hint}")
+                problem = f"{who} waited {seconds:g} s for {machines}\nhint: {hint}"
+                if self._rank == 0:  # its store ends with it
+                    _shared(self._given).set(_PROBLEM, problem)
+                    time.sleep(_READ_SECONDS)
+                raise ValueError(problem)
             if waited >= say_after:
                 say_after = waited + _SAY_SECONDS
                 line = shown(f"{who}: waiting for {machines}")
@@ -127,7 +134,7 @@ class Meeting:
                     addresses = connection.getsockname()[0], connection.getpeername()[0]
                 self._reason = " (no slm launch answers there: another program?)"
                 store = self._given or _client(*self._place)
-                self._exchange(store, Entry(*addresses, time.time(), self._facts, self._problem))
+                self._exchange(store, Entry(*addresses, self._written_at, self._facts, self._problem))
                 self._store.set_result(store)
             except OSError as error:  # also for a name that is not known yet
                 self._reason = f" ({error.strerror or str(error) or 'no answer'})"
@@ -143,9 +150,7 @@ class Meeting:
             time.sleep(_POLL_SECONDS)
 
     def _exchange(self, store: "Store", own: Entry) -> None:
-        from torch.distributed import PrefixStore
-
-        store, text = PrefixStore("slm_toolkit/machines", store), json.dumps(own.__dict__)
+        store, text = _shared(store), json.dumps(own.__dict__)
         keys = [str(rank) for rank in range(self._num_machines)]
         if not store.check(keys):  # else all have come: this machine is one too many
             store.set(keys[self._rank], text)
@@ -153,6 +158,8 @@ class Meeting:
             for rank, key in enumerate(keys):
                 if rank not in self._entries and store.check([key]):
                     self._entries[rank] = Entry(**json.loads(store.get(key)))
+            if store.check([_PROBLEM]):
+                raise ValueError(store.get(_PROBLEM).decode())
             if 0 in self._entries:
                 self._reason = ""
                 _check_equal(self._entries)
@@ -162,6 +169,12 @@ class Meeting:
                 )
                 raise ValueError(f"{taken}\nhint: every machine needs its own --machine_rank")
             time.sleep(_POLL_SECONDS)
+
+
+def _shared(store: "Store") -> "Store":
+    from torch.distributed import PrefixStore
+
+    return PrefixStore("slm_toolkit/machines", store)
 
 
 def _client(address: str, port: int) -> "Store":

@@ -103,7 +103,7 @@ class TrainingProgress(Observer):
 
 def start_tracker(run: Run) -> None:
     """Start the tracker of --report_to. In trackio and wandb, the run has the name of the run's folder."""
-    if run.config.report_to != "none":
+    if run.config.report_to != "none" and run.data is not None:
         flags = dataclasses.asdict(run.config).items()
         flags = {key: "" if value is None else value for key, value in flags}
         options = dict.fromkeys(("trackio", "wandb"), {"name": run.run_dir.name})

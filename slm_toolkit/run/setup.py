@@ -110,7 +110,7 @@ from slm_toolkit.run.run import Run
 from slm_toolkit.strategy.checked_run import checked_run
 
 
-def set_up(arguments: list[str], watchdog: Watchdog) -> Run:
+def set_up(arguments: list[str], watchdog: Watchdog, *, fp32_pass: dict[str, Any] | None = None) -> Run:
     """Return a run that is ready for its first step. Exits with code 2 and a hint if an input is wrong.
 
     The watchdog writes failures to the run's record as soon as all input has been checked.
@@ -123,6 +123,7 @@ def set_up(arguments: list[str], watchdog: Watchdog) -> Run:
         _meet_machines(launch, machines)
         gpu_before = _open_gpu()
         record = _begin_record(config, spec, launch, arguments, machines)
+        record = dataclasses.replace(record, fp32_pass=fp32_pass)
         run_dir = Path(os.path.realpath(config.output_dir), record.run_name)
         run = Run(config, spec, launch, run_dir, record, gpu_before)
         is_ended = _claim_folder(run, machines)
@@ -139,6 +140,7 @@ def set_up(arguments: list[str], watchdog: Watchdog) -> Run:
     with user_errors():
         mark = _take_folder(run, mark)
     watchdog.follow(run.record, run_dir, mark=mark, config=config, num_steps=run.num_steps)
+    _announce(run)
     return run
 
 
@@ -428,13 +430,17 @@ def deepspeed_estimate_of(
 
 def _take_folder(run: Run, mark: int | None) -> int | None:
     """Lock the folder and remove what is not this run's. Return the mark of the record that is left in it."""
-    is_main = run.accelerator.is_main_process
-    if is_main:
+    if run.accelerator.is_main_process:
         hold_run(run.run_dir)
     if run.config.overwrite_output_dir and run.checkpoint is None:
         remove_earlier_run(run.run_dir, run.accelerator)
-        mark = None
-    if is_main:
+        return None
+    return mark
+
+
+def _announce(run: Run) -> None:
+    """Start the tracker, and print the lines before the first step."""
+    if run.accelerator.is_main_process:
         sweep(run.run_dir)
     start_tracker(run)
     run.accelerator.wait_for_everyone()
@@ -443,7 +449,6 @@ def _take_folder(run: Run, mark: int | None) -> int | None:
     if run.checkpoint is not None:
         conversion = run.record.resumed_from["conversion"]
         say(f"resumed from {run.checkpoint.path}" + (f", {conversion}" if conversion else ""))
-    return mark
 
 
 def _local_world_size() -> int:

@@ -128,7 +128,9 @@ def _places(file: str) -> Iterator[str]:
                 parquet.read_row_group(group)
         return
     with open(file, "rb") as lines:
-        if file.endswith(".json"):  # one value over all lines
+        is_row = lines.readline().rstrip().endswith(b"}")
+        lines.seek(0)
+        if file.endswith(".json") and not is_row:  # one value over all lines
             json.load(lines)
             return
         for number, line in enumerate(lines, start=1):

@@ -339,7 +339,8 @@ class LocalRanks:
         """Kill ranks that can't end themselves, because the launcher would wait 30 s for each."""
         for rank in self._pids.keys() & ranks:
             if _status(self._pids[rank]) is not None:
-                os.kill(self._pids[rank], signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(self._pids[rank], signal.SIGKILL)
 
 
 _STATES = {
@@ -473,7 +474,8 @@ def one_line(error: BaseException | None, run_dir: Path | None) -> str | None:
     while error is not None and id(error) not in seen:
         if SAYS_DISK_FULL.search(str(error)):
             return _no_room(error, run_dir)
-        if isinstance(error, OSError) and run_dir is not None and str(run_dir) in str(error):
+        is_of_run = run_dir is not None and str(run_dir) in str(error)
+        if isinstance(error, OSError) and error.filename and is_of_run:
             return (
                 f"can't write {error.filename}: {error.strerror}\n"
                 f"hint: check that {run_dir} still exists and its disk is writable"

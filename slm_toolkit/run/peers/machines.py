@@ -222,7 +222,7 @@ class Machines:
     def part(self) -> None:
         """Announce that training is done, so that other ranks don't report this one as lost when it ends."""
         self._has_parted = True
-        for link in self._links:
+        for link in list(self._links):
             with suppress(OSError):
                 link.socket.sendall(_GOODBYE)
 
