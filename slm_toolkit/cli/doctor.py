@@ -64,7 +64,7 @@ severities:
   could be faster  a change that saves time
 exit codes:
   0  nothing wrong; with --strict, nothing unwise either
-  1  something is wrong; after --fix: something that no file can fix is left
+  1  something is wrong; after --fix: something is left to do by hand
   2  bad input: no such file, not YAML, a flag that makes no sense
 """
 
@@ -114,7 +114,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="DIR",
         help=f"write corrected copies of the files into a folder (default: {_FIXED}). Prints what "
-        "changed, and what no file can fix",
+        "changed, and what is left to do by hand",
     ).basic = True
     parser.add_argument("--overwrite", action="store_true", help="let --fix replace existing files")
     parser.add_argument("--json", action="store_true", help="print a list of findings").basic = True
@@ -140,7 +140,7 @@ def _doctor(args: argparse.Namespace) -> int:
     left = found
     if args.fix is not None:
         left = [finding for finding in found if not finding.edits]
-        by_hand = [f"no file can fix {f.name}: {f.change}" for f in left if f.severity != "could be faster"]
+        by_hand = [f"by hand: {f.name}: {f.change}" for f in left if f.severity != "could be faster"]
         print("\n".join([*fixed, *dict.fromkeys(by_hand)]), file=sys.stderr)
     failing = ("wrong", "unwise") if args.strict else ("wrong",)
     return 1 if any(finding.severity in failing for finding in left) else 0

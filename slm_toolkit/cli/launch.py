@@ -34,7 +34,7 @@ from slm_toolkit.launch.rendezvous import (
 from slm_toolkit.model.names import check_hub_names, find_model
 from slm_toolkit.predict.choices import completed
 from slm_toolkit.run.checkpoint.start import check_before_launch
-from slm_toolkit.strategy.deepspeed_optimizer import as_flags_say
+from slm_toolkit.strategy.checked_run import checked_run
 from slm_toolkit.strategy.groups import check_groups, fit_groups, group_sizes, with_group_options
 from slm_toolkit.strategy.strategy import (
     Strategy,
@@ -188,14 +188,13 @@ def _check_start(config: RunConfig, strategy: Strategy, asked: _Asked) -> None:
     check_hub_names(config)
     gpus = gpus_here()
     num_ranks = asked.num_processes or strategy.num_processes
+    if strategy.is_single and num_ranks > 1:
+        raise ValueError(f"--num_processes {num_ranks} with {strategy.name}, which has one process")
     config, _ = completed(config, strategy, has_gpu=bool(gpus), num_ranks=num_ranks)
-    check_before_launch(
-        config,
-        find_model(config.model),
-        as_flags_say(strategy, config)[0],
-        num_ranks,
-        gpus[0] if gpus else None,
-    )
+    spec, precision = find_model(config.model), option(asked.words, "mixed_precision")
+    launch = {"num_ranks": num_ranks, "mixed_precision": precision, "has_gpu": bool(gpus)}
+    strategy = checked_run(config, spec, strategy, **launch).strategy
+    check_before_launch(config, spec, strategy, num_ranks, gpus[0] if gpus else None)
 
 
 def _asked(words: tuple[str, ...]) -> _Asked:

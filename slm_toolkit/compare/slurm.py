@@ -78,6 +78,8 @@ def slurm_nodes(*, num_nodes: int, gpus_per_node: int, options: str, template: P
     ]
     if not gpus_per_node and (gpu_options := {name for _, name in _named(words)} & _ASKS_FOR_GPUS):
         problems.append(f"--slurm_options has {min(gpu_options)}: also set --gpus_per_node, one rank per GPU")
+    if words and not words[0].startswith("-"):
+        problems.append(f"--slurm_options begins with {words[0]!r}, which is not an option of sbatch")
     names = re.findall(r"\{\{(.*?)\}\}", text)
     problems += [f"{template}: unknown {{{{{name}}}}}" for name in dict.fromkeys(names) if name not in _NAMES]
     problems += [f"{template} has no {{{{{name}}}}}" for name in _NEEDED if name not in names]

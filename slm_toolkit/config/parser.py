@@ -129,8 +129,13 @@ def words_of(
         names = ", ".join(flag[2:] for flag in unknown)
         raise ValueError(f"{where}unknown {names}" + (f"\nhint: {hint}" if hint else ""))
     flags = [actions[flag].option_strings[0] for flag in typed]
-    if twice := [flag for flag in dict.fromkeys(flags) if flags.count(flag) > 1]:
-        raise ValueError(f"{where}{', '.join(flag[2:] for flag in twice)} given twice\nhint: keep one value")
+    names = [
+        actions[flag].dest
+        for flag, (_, value) in zip(flags, settings, strict=True)
+        if not (isinstance(actions[flag], _Switch) and not value)
+    ]
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise ValueError(f"{where}{', '.join(twice)} given twice\nhint: keep one value")
     return [
         word
         for flag, (_, value) in zip(flags, settings, strict=True)

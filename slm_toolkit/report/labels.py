@@ -21,6 +21,8 @@ _SEEN_OF_SCRIPTS = ("seq_len", "per_device_train_batch_size")
 
 def value_of(row: Row, name: str) -> object:
     """Return the value of a figure or of a flag."""
+    if name == "gpu" and row.gpu is None and row.status == "ok" and not row.is_rehearsed:
+        return "CPU"
     return getattr(row, name) if name in Row.FIELDS else row.asked.get(name)
 
 

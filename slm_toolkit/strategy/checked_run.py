@@ -10,7 +10,7 @@ from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import check_adapter_base
 from slm_toolkit.strategy.deepspeed_optimizer import as_flags_say
 from slm_toolkit.strategy.groups import parallel_problems
-from slm_toolkit.strategy.strategy import Strategy, contradictions, passed_on_problems
+from slm_toolkit.strategy.strategy import Strategy, contradictions, launch_problems, passed_on_problems
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def checked_run(
     config: RunConfig, spec: ModelSpec, strategy: Strategy, *, num_ranks: int, **launch: Any
 ) -> CheckedRun:
     """Return the run. Raises one ValueError with all `run_problems`, or for a model that can't be trained."""
-    problems = passed_on_problems(strategy)
+    problems = [*passed_on_problems(strategy), *launch_problems(strategy, config)]
     problems += run_problems(config, strategy, spec, num_ranks=num_ranks, **launch)
     if problems:
         raise all_of(problems)

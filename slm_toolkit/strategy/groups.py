@@ -47,7 +47,10 @@ def parallel_problems(strategy: Strategy, *, num_ranks: int | None = None) -> li
     if problem := None if is_fitted else product_problem(sizes, num_ranks):
         problems.append(f"{where}: {problem}: the product must be the number of ranks")
     if num_ranks % (secondary := strategy.sharding.secondary_ranks):
-        problems.append(f"{strategy.path}: zero_hpz_partition_size {secondary} with {num_ranks} ranks")
+        problems.append(
+            f"{strategy.path}: zero_hpz_partition_size {secondary} with {num_ranks} ranks: "
+            "the ranks must be a multiple of it"
+        )
     return problems
 
 

@@ -386,6 +386,39 @@ def check_passed_on(strategy: Strategy) -> None:
         raise ValueError("\n".join(problems))
 
 
+def launch_problems(strategy: Strategy, config: RunConfig) -> list[str]:
+    """Return a sentence for each setting of the files with which a launch fails, or trains something else."""
+    settings = strategy.accelerate_config or {}
+    precision, gpu_ids = settings.get("mixed_precision"), settings.get("gpu_ids")
+    dynamo = settings.get("dynamo_config") or {}
+    backend = settings.get("dynamo_backend") or dynamo.get("dynamo_backend") or dynamo.get("backend") or "no"
+    zero = strategy.deepspeed.zero_optimization if strategy.deepspeed and strategy.zero_stage == 3 else None
+    offloads = [zero.offload_optimizer, zero.offload_param] if zero else []
+    gather = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    gathers = str(value_at(strategy.deepspeed_config, gather.split("."))).lower() == "true"
+    cases = (
+        (precision is False, "mixed_precision: no is false in YAML, and accelerate fails on it: write 'no'"),
+        (
+            precision not in (None, False, "no", "bf16", "fp16", "fp8"),
+            f"mixed_precision is {precision}: write no, bf16, fp16 or fp8",
+        ),
+        (not isinstance(gpu_ids, str | None), "gpu_ids is no text: write all, or '0,1' in quotes"),
+        (
+            str(backend).lower() != "no",
+            f"dynamo_backend {backend} compiles this strategy only: remove it, and use --kernels compiled",
+        ),
+        (
+            any(part.device == "nvme" and part.nvme_path is None for part in offloads),
+            "offload to nvme without an nvme_path in the JSON",
+        ),
+        (
+            zero is not None and config.saves_model and not gathers,
+            f"{gather} is not true, so the model can't be saved after the last step: write true",
+        ),
+    )
+    return [f"{strategy.path or strategy.name}: {sentence}" for applies, sentence in cases if applies]
+
+
 def passed_on_problems(strategy: Strategy) -> list[str]:
     """Return one sentence, with a hint, if settings of the files are not passed on."""
     from slm_toolkit.strategy.passed_on import (  # its lists take 20 ms to read

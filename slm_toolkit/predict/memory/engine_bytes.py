@@ -159,7 +159,8 @@ def _replicated(setup: Setup, dtypes: Dtypes, has_buckets: bool, *, keeps_gradie
             of_head = 0 if exist_before else D * kept
         parts = (3 if tied else 1) * D * e  # both parts of a tied gradient, and what they add up to
         at_embedding = max((before or (G - D) * kept) + parts, G * kept + D * e)
-    ended = G * e * (is_summed and has_buckets)
+    temporary, ended = optimizer_temporary(setup), G * e * (is_summed and has_buckets)
+    has_more = ended > temporary  # gradients, whose blocks are used again
     return Step(
         State(weights.total * dtypes.parameter, G * dtypes.master, G * dtypes.moments, G * e * has_buckets),
         at_forward_loss=At(copies.in_forward, before),
@@ -169,7 +170,7 @@ def _replicated(setup: Setup, dtypes: Dtypes, has_buckets: bool, *, keeps_gradie
         at_norm=At(copies.at_norm, before + of_head),
         at_layer=at_layer,
         at_embedding=At(0, at_embedding),
-        at_optimizer=At(0, G * kept, temporary=max(ended, optimizer_temporary(setup))),
+        at_optimizer=At(0, G * kept + ended * has_more, temporary=temporary * (not has_more)),
     )
 
 

@@ -23,11 +23,13 @@ PLOTLY_FILE = _PAGE / "plotly-basic.min.js"
 def html_page(rows: list[Row], *, left_out: list[str]) -> str:
     """Return the whole page; `left_out` has sentences about records that could not be read."""
     by_label = labelled(rows)
-    panels = (speed_panel(by_label), loss_panel(by_label), timeline_panel(_timelines(by_label)))
+    timelines, damaged = _timelines(by_label)
+    panels = (speed_panel(by_label), loss_panel(by_label), timeline_panel(timelines))
     drawn = [panel for panel in panels if panel is not None]
     figures = {figure.name: dataclasses.asdict(figure) for panel in drawn for figure in panel.figures}
     data = json.dumps(figures, allow_nan=False, separators=(",", ":"))
-    note_lines = [note.plain for note in (*parity_notes(by_label), *notes(rows, columns_of(rows)))] + left_out
+    note_lines = [note.plain for note in (*parity_notes(by_label), *notes(rows, columns_of(rows)))]
+    note_lines += left_out + damaged
     commands = html.escape(commands_of(by_label))
     parts = {
         "heading": heading(rows).plain,
@@ -92,18 +94,18 @@ def _section(panel: Panel) -> str:
     )
 
 
-def _timelines(rows: dict[str, Row]) -> dict[str, list[Segment]]:
-    """Return the segments of each row with a timeline next to its record. Raises ValueError for bad ones."""
-    paths = {
-        label: Path(row.record).with_name(TIMELINE_FILE)
-        for label, row in rows.items()
-        if row.memory_at_peak is not None
-    }
-    return {
-        label: segments
-        for label, path in paths.items()
-        if path.is_file() and (segments := read_segments(path))
-    }
+def _timelines(rows: dict[str, Row]) -> tuple[dict[str, list[Segment]], list[str]]:
+    """Return the segments of each row with a timeline next to its record, and a line for each bad one."""
+    found, damaged = {}, []
+    for label, row in rows.items():
+        path = Path(row.record).with_name(TIMELINE_FILE)
+        try:
+            segments = read_segments(path) if row.memory_at_peak and path.is_file() else []
+        except ValueError as error:
+            damaged.append(f"left out: {error}")
+            continue
+        found |= {label: segments} if segments else {}
+    return found, damaged
 
 
 def _items(lines: list[str]) -> str:

@@ -60,7 +60,7 @@ def heading(rows: list[Row]) -> Text:
 
 def _ranks(rows: list[Row], columns: Collection[str]) -> list[str]:
     """Return a phrase with the number of ranks and their device; empty if rows differ in it."""
-    size, gpu = common(rows, "world_size"), common(rows, "gpu")
+    size, gpu = common(rows, "world_size"), next((row.gpu for row in rows if row.gpu), None)
     is_same_size = "world_size" not in columns and size is not None
     if any(row.is_rehearsed for row in rows):
         if "evidence" in columns:

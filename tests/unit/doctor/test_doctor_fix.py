@@ -72,7 +72,7 @@ def test_fix_says_what_no_file_mends(faulty: Path, tmp_path: Path) -> None:
         "doctor", *ASKED, "--num_gpus", "8", "--strategy", str(faulty), "--fix", str(tmp_path / "out")
     )
     assert done.code == 1
-    assert "no file can fix main-process-ip-local: main_process_ip: the first machine's address" in done.err
+    assert "by hand: main-process-ip-local: main_process_ip: the first machine's address" in done.err
 
 
 def test_fix_replaces_nothing_unless_it_is_told_to(faulty: Path, tmp_path: Path) -> None:
