@@ -72,6 +72,8 @@ def test_names_of_other_trainers_work_in_the_file(tmp_path: Path) -> None:
         ("fp16: 3\n", "fp16 is 3\nhint: it takes true or false"),
         ("seed: 1\nseed: 2\n", "seed given twice\nhint: keep one value"),
         ("lr: 1\nlearning_rate: 2\n", "learning_rate given twice"),
+        ("numerics: fp32\nbf16: true\n", "numerics given twice"),
+        ("torch_compile: true\nkernels: plain\n", "kernels given twice"),
         ("seed: [1, 2]\n", "seed is [1, 2]\nhint: it takes one value"),
         ("model: {name: slm-1m}\n", "model holds {'name': 'slm-1m'}"),
         ("- seed\n", "is not a mapping"),

@@ -7,6 +7,8 @@ import pytest
 import yaml
 
 from slm_toolkit.config.run_config import FLAGS, RunConfig
+from slm_toolkit.model.model_spec import PRESETS
+from slm_toolkit.strategy.checked_run import checked_run
 from slm_toolkit.strategy.strategy import (
     Strategy,
     config_dir,
@@ -142,6 +144,30 @@ def test_a_json_that_contradicts_the_flags_is_named_with_both_values(tmp_path: P
     assert "train_micro_batch_size_per_gpu 8" in batch
     assert "--per_device_train_batch_size says 4" in batch
     assert "bf16.enabled true" in precision
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"mixed_precision": False}, "mixed_precision: no is false in YAML"),
+        ({"mixed_precision": "half"}, "mixed_precision is half"),
+        ({"gpu_ids": 0}, "gpu_ids is no text"),
+        ({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "use --kernels compiled"),
+        ({"zero_optimization": {"stage": 3}}, "the model can't be saved"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "without an nvme_path"),
+    ],
+)
+def test_what_would_fail_after_the_launch_is_refused_before(
+    tmp_path: Path, change: dict[str, object], says: str
+) -> None:
+    if "zero_optimization" in change:
+        strategy = find_strategy(str(write(tmp_path, json.dumps(change), "mine.json")))
+    else:
+        shipped = yaml.safe_load((config_dir("accel_configs") / "fsdp_full_shard.yaml").read_text())
+        strategy = find_strategy(str(write(tmp_path, yaml.safe_dump(shipped | change))))
+    config = RunConfig(save_final_model="true").with_defaults(has_gpu=True)
+    with pytest.raises(ValueError, match=says):
+        checked_run(config, PRESETS["slm-1m"], strategy, num_ranks=2)
 
 
 def test_copy_writes_both_folders_and_overwrites_nothing(tmp_path: Path) -> None:
