@@ -189,7 +189,8 @@ def _check_start(config: RunConfig, strategy: Strategy, asked: _Asked) -> None:
     gpus = gpus_here()
     num_ranks = asked.num_processes or strategy.num_processes
     if strategy.is_single and num_ranks > 1:
-        raise ValueError(f"--num_processes {num_ranks} with {strategy.name}, which has one process")
+        problem = f"--num_processes {num_ranks} with {strategy.name}, which has one process"
+        raise ValueError(f"{problem}\nhint: leave it out, or take --strategy ddp")
     config, _ = completed(config, strategy, has_gpu=bool(gpus), num_ranks=num_ranks)
     spec, precision = find_model(config.model), option(asked.words, "mixed_precision")
     launch = {"num_ranks": num_ranks, "mixed_precision": precision, "has_gpu": bool(gpus)}

@@ -416,7 +416,9 @@ def launch_problems(strategy: Strategy, config: RunConfig) -> list[str]:
             f"{gather} is not true, so the model can't be saved after the last step: write true",
         ),
     )
-    return [f"{strategy.path or strategy.name}: {sentence}" for applies, sentence in cases if applies]
+    name = strategy.path or strategy.name
+    hint = f"`slm doctor --strategy {name}` explains it; --fix writes a corrected copy"
+    return [f"{name}: {sentence}\nhint: {hint}" for applies, sentence in cases if applies]
 
 
 def passed_on_problems(strategy: Strategy) -> list[str]:
