@@ -78,6 +78,8 @@ def slurm_nodes(*, num_nodes: int, gpus_per_node: int, options: str, template: P
     ]
     if not gpus_per_node and (gpu_options := {name for _, name in _named(words)} & _ASKS_FOR_GPUS):
         problems.append(f"--slurm_options has {min(gpu_options)}: also set --gpus_per_node, one rank per GPU")
+    if not options.isprintable():
+        problems.append("--slurm_options has a character that can't be shown, such as a newline")
     if words and not words[0].startswith("-"):
         problems.append(f"--slurm_options begins with {words[0]!r}, which is not an option of sbatch")
     names = re.findall(r"\{\{(.*?)\}\}", text)
