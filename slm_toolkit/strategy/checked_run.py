@@ -62,10 +62,13 @@ def checked_run(
     return CheckedRun(config, spec, strategy, num_ranks, taken_out)
 
 
+_USUAL_HINT = "`--help all` explains each flag"
+
+
 def all_of(problems: list[str], *, verb: str | None = None) -> ValueError:
     """Return one error with all problems, each once, and the hints of those that have one."""
-    usual = f"`slm {verb} --help all` explains each flag" if verb else "`--help all` explains each flag"
+    usual = f"`slm {verb} --help all` explains each flag" if verb else _USUAL_HINT
     parted = [problem.partition("\nhint: ")[::2] for problem in problems]
     lines = dict.fromkeys(line for lines, _ in parted for line in lines.splitlines())
-    hints = dict.fromkeys(hint for _, hint in parted if hint) or [usual]
+    hints = dict.fromkeys(hint for _, hint in parted if hint not in ("", _USUAL_HINT)) or [usual]
     return ValueError("\n".join(lines) + "\nhint: " + "; ".join(hints))

@@ -11,6 +11,7 @@ from slm_toolkit.model.model_spec import ModelSpec, fitted_hidden_size, fitted_n
 from slm_toolkit.report.charts.figures import (
     Figure,
     Panel,
+    bars_layout,
     colour,
     curves_layout,
     escaped,
@@ -190,7 +191,9 @@ def _best(name: str, title: str, cells: list[Cell]) -> Figure:
         trace["marker"] = {"color": known, "cmin": 0, "cmax": max(known), "colorscale": _UTILISATION}
     if all(cell.is_predicted for cell in shown):
         trace["marker"]["pattern"] = {"shape": "/", "fillmode": "overlay", "fgcolor": "#fff"}
-    layout = _bars_layout(bars, x_title="tokens/s per rank")
+    layout = bars_layout([bar.key for bar in bars], x_title="tokens/s per rank")
+    for bar, annotation in zip(bars, layout["annotations"], strict=True):
+        annotation |= {"text": bar.title, "yshift": -17 if bar.is_heading else 7}
     return Figure(name, title, [trace], layout)
 
 
@@ -203,33 +206,6 @@ class _Bar:
     title: str
     is_heading: bool = False
     "whether this is only a heading for the places below it"
-
-
-_PLACE_PIXELS = 44
-
-
-def _bars_layout(bars: list[_Bar], *, x_title: str) -> dict[str, Any]:
-    """Return a layout of bars with each name above its bar."""
-    return {
-        "barmode": "stack",
-        "bargap": 0.62,
-        "height": _PLACE_PIXELS * len(bars) + 80,
-        "margin": {"l": 12, "r": 36, "t": 30, "b": 50},
-        "xaxis": {"title": {"text": x_title}, "rangemode": "tozero", "fixedrange": True},
-        "yaxis": {
-            **{"type": "category", "categoryorder": "array", "categoryarray": [bar.key for bar in bars]},
-            "range": [len(bars) - 0.5, -0.7],
-            **{"showticklabels": False, "showgrid": False, "fixedrange": True},
-        },
-        "annotations": [
-            {
-                **{"xref": "paper", "x": 0, "xanchor": "left", "y": bar.key, "yanchor": "bottom"},
-                **{"text": bar.title, "showarrow": False, "align": "left", "font": {"size": 12}},
-                "yshift": -17 if bar.is_heading else 7,
-            }
-            for bar in bars
-        ],
-    }
 
 
 _SHAPES = (("hidden size", fitted_hidden_size, 1), ("layers", fitted_num_layers, 2))

@@ -107,12 +107,12 @@ def speed_panel(rows: dict[str, Row]) -> Panel | None:
             "arrayminus": [rounded(rate - lowest) for rate, (lowest, _) in zip(rates, ends, strict=True)],
         },
     }
-    layout = _bars_layout(list(timed), x_title="tokens/s, all ranks")
+    layout = bars_layout(list(timed), x_title="tokens/s, all ranks")
     note = "whiskers: the interval in which another measurement is expected"
     return Panel("speed", title, (Figure("speed", title, [bars], layout),), note)
 
 
-def _bars_layout(labels: list[str], *, x_title: str) -> dict[str, Any]:
+def bars_layout(labels: list[str], *, x_title: str) -> dict[str, Any]:
     """Return a layout of bars with each label above its bar: phones use their whole width."""
     return {
         "barmode": "stack",
