@@ -268,7 +268,7 @@ def _find_checkpoints(run: Run, *, is_ended: bool) -> list[Checkpoint]:
     resume = noted_checkpoint() or config.resume_from_checkpoint
     description = run_description(config, run.sequences_per_step)
     candidates = find_start(run.run_dir, config, description, resume, is_ended=is_ended)
-    if all(candidate.is_foreign for candidate in candidates):
+    if not candidates:  # an earlier version trained on bytes unasked
         check_tokenizer(config, run.spec)
     return candidates
 

@@ -1,9 +1,7 @@
 """What we lean on in torch's tensors, modules and process groups."""
 
 import inspect
-import tempfile
 import weakref
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -52,20 +50,6 @@ def _storages() -> None:
     del view
     assert ended, "a storage's Python object outlives its last tensor"
     assert watched() is None
-
-
-def _checkpoint_index() -> None:
-    import torch.distributed.checkpoint as dcp
-
-    from slm_toolkit.run.checkpoint.foreign import open_foreign
-
-    moments = {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2), "step": torch.tensor(3.0)}
-    state = {"model": {"a": torch.ones(2)}, "optimizer": {"state": {"a": moments}, "groups": ["a"]}}
-    with tempfile.TemporaryDirectory() as folder:
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
-        reader = open_foreign(Path(folder))
-        assert torch.equal(reader.read("weights/a", 0, 2), torch.ones(2))
-        assert reader.num_steps == 3
 
 
 def _fake_tensors() -> None:
@@ -186,13 +170,6 @@ TORCH = (
         "run engines on tensors without memory in a rehearsal",
         "run/rehearse.py: make the mode, and give fake tensors addresses, as this torch has it",
         _fake_tensors,
-    ),
-    Leaning(
-        "torch: what the index of a distributed checkpoint consists of",
-        ("transform_descriptors",),
-        "read it with stand-ins for its classes, and refuse compressed shards",
-        "run/checkpoint/foreign.py: read the fields that torch pickles into .metadata",
-        _checkpoint_index,
     ),
     Leaning(
         "torch: modules and functions looked up when they are called",

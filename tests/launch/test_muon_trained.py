@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from conftest import launch, record_under, slm, trained_in
+from conftest import launch, record_under, trained_in
 
 FEW = ("--model", "slm-1m", "--seq_len", "64", "--max_steps", "6", "--optim", "muon")
 SHARDED = ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "ds_zero1", "ds_zero2", "ds_zero3")
@@ -59,8 +59,3 @@ def test_momentum_moves_between_engines(written: str, resumed: str, tmp_path: Pa
     checkpoint = tmp_path / "whole" / "run" / "checkpoints" / f"step_{STOP}"
     rest = trained_in(tmp_path / "rest", resumed, *FEW, *flags, "--resume_from_checkpoint", str(checkpoint))
     assert rest["losses"] == pytest.approx(whole["losses"][STOP:], abs=1e-5, rel=0)
-    refused = slm("convert", str(checkpoint), "--to", "ds_universal", "--output", str(tmp_path / "out"))
-    assert refused.code == 2
-    assert "was trained with --optim muon" in refused.err
-    assert "hint: --to hf_model" in refused.err
-    assert not (tmp_path / "out").exists()

@@ -1,14 +1,12 @@
 """Resume a run: choose an undamaged checkpoint, and load its state under any engine."""
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel
 
-from slm_toolkit.record.saved_files import CHECKPOINTS_DIR
 from slm_toolkit.run.checkpoint.checkpoint import (
     RANDOM_CPU,
     RANDOM_CUDA,
@@ -18,18 +16,11 @@ from slm_toolkit.run.checkpoint.files import (
     DATA,
     NUM_HELD_OUT,
     WRITTEN_BY,
+    Checkpoint,
     Manifest,
-    Reader,
     damage,
 )
-from slm_toolkit.run.checkpoint.start import (
-    Checkpoint,
-    by_order,
-    is_foreign,
-    manifest_of,
-    open_checkpoint_of_others,
-    plain,
-)
+from slm_toolkit.run.checkpoint.start import plain
 from slm_toolkit.run.engine.training_state import (
     Stretch,
     initial_weights,
@@ -41,22 +32,6 @@ from slm_toolkit.run.engine.training_state import (
 from slm_toolkit.run.peers.step_exchange import gather_to_all
 
 
-def opened(folder: Path) -> Checkpoint:
-    """Return the checkpoint in a folder, ours or another program's; of a run's folder, the newest.
-
-    Raises ValueError if there is none, or if it is damaged.
-    """
-    if is_foreign(folder):
-        return open_checkpoint_of_others(folder, {})
-    of_run = folder.parent if folder.name == CHECKPOINTS_DIR else folder
-    if newest := by_order(of_run / CHECKPOINTS_DIR):
-        folder = newest[-1]
-    manifest = manifest_of(folder)
-    if problem := damage(folder, manifest.files):
-        raise ValueError(f"{problem}\nhint: convert another checkpoint")
-    return Checkpoint(folder, manifest, Reader(folder, manifest))
-
-
 def num_held_out(checkpoint: Checkpoint | None) -> int | None:
     """Return the number of sequences that the earlier run held out of each stream; None without streams."""
     datasets = checkpoint.manifest.run[DATA] if checkpoint else []
@@ -66,7 +41,7 @@ def num_held_out(checkpoint: Checkpoint | None) -> int | None:
 def check_data(checkpoint: Checkpoint, contents: list[dict[str, Any]]) -> None:
     """Raise ValueError if the data has changed since the checkpoint was written."""
     before = checkpoint.manifest.run[DATA]
-    if not checkpoint.is_foreign and before != plain({DATA: contents})[DATA]:
+    if before != plain({DATA: contents})[DATA]:
         sizes = [[content.get("num_sequences") for content in datasets] for datasets in (before, contents)]
         counts = f": {sizes[0]} sequences then, {sizes[1]} now" if sizes[0] != sizes[1] else ""
         raise ValueError(
@@ -92,13 +67,6 @@ def choose(candidates: list[Checkpoint], accelerator: Accelerator) -> Checkpoint
         share = checkpoint.manifest.files[accelerator.process_index :: accelerator.num_processes]
         problems = [problem for problem in gather_to_all(damage(checkpoint.path, share)) if problem]
         if not problems:
-            if checkpoint.is_foreign and accelerator.is_main_process:
-                program, step = checkpoint.manifest.written_by["strategy"], checkpoint.manifest.step
-                line = (
-                    f"note: {checkpoint.path} is of {program}, after {step} steps. It does not say its data "
-                    "and flags: give those it was trained with"
-                )
-                print(line, file=sys.stderr)
             return checkpoint
         if accelerator.is_main_process:
             line = f"warning: skipped the damaged checkpoint {checkpoint.path}: {problems[0]}"
@@ -151,18 +119,16 @@ def load_state(
 def load_random_states(checkpoint: Checkpoint, accelerator: Accelerator) -> None:
     """Restore this rank's random states, so that dropout continues where it was.
 
-    On another number of processes, or from another program's checkpoint, nothing is restored: the random
-    numbers start from the seed again.
+    On another number of processes nothing is restored: the random numbers start from the seed again.
     """
-    is_same_launch = checkpoint.manifest.written_by["num_processes"] == accelerator.num_processes
-    if checkpoint.is_foreign or not is_same_launch:
+    if checkpoint.manifest.written_by["num_processes"] != accelerator.num_processes:
         return
     rank = accelerator.process_index
     setters = {RANDOM_CPU: torch.set_rng_state}
     if torch.cuda.is_available():
         setters[RANDOM_CUDA] = torch.cuda.set_rng_state
     for name, set_state in setters.items():
-        state = checkpoint.reader.of_rank(rank, name)
+        state = checkpoint.of_rank(rank, name)
         if state is None and name == RANDOM_CUDA:  # written on a CPU
             continue
         set_state(state)
@@ -174,7 +140,7 @@ def described(checkpoint: Checkpoint, here: dict[str, Any]) -> dict[str, Any]:
     return {
         "path": str(checkpoint.path),
         "step": manifest.step,
-        **{name: value for name in WRITTEN_BY if (value := manifest.written_by[name]) is not None},
+        **{name: manifest.written_by[name] for name in WRITTEN_BY},
         "conversion": _conversion(manifest, here),
     }
 
@@ -185,10 +151,10 @@ def _conversion(manifest: Manifest, here: dict[str, Any]) -> str | None:
     then, now = (f"{launch['strategy']} x {launch['num_processes']}" for launch in (before, here))
     changes = [f"written under {then}, resumed under {now}"] if then != now else []
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
-        if before[name] not in (None, here[name]):
+        if before[name] != here[name]:
             changes.append(f"{name} {before[name]} -> {here[name]}")
     return "; ".join(changes) or None
 
 
 def _read(checkpoint: Checkpoint, part: Stretch) -> torch.Tensor:
-    return checkpoint.reader.read(f"{part.kind}/{part.name}", part.start, part.size)
+    return checkpoint.read(f"{part.kind}/{part.name}", part.start, part.size)

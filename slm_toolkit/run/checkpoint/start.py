@@ -7,12 +7,11 @@ import json
 import os
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slm_toolkit.base.user_files import exists, typed_path
-from slm_toolkit.config.run_config import FLAGS, RunConfig, rule_of
+from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.record.run_record import (
     RECORD_FILE,
@@ -32,29 +31,13 @@ from slm_toolkit.record.saved_files import (
 from slm_toolkit.run.checkpoint.files import (
     DATA,
     MANIFEST_FILE,
-    WRITTEN_BY,
+    Checkpoint,
     Manifest,
-    Reader,
     damage,
     read_manifest,
 )
 from slm_toolkit.run.checkpoint.output_dir import check_apart, check_writable, has_ended, hold_run
 from slm_toolkit.strategy.strategy import Strategy, sequences_per_step
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint that a run may resume from."""
-
-    path: Path
-    manifest: Manifest
-    reader: Any
-    "of the tensors: a Reader, or a ForeignReader"
-
-    @property
-    def is_foreign(self) -> bool:
-        """True if another program wrote it: data, flags and random states are then unknown."""
-        return not isinstance(self.reader, Reader)
 
 
 def check_before_launch(
@@ -109,10 +92,8 @@ def find_start(
     Raises ValueError if there is none to resume from, or if the run would replace another run's files.
     """
     candidates = find_checkpoints(resume, run_dir, run, num_steps=config.steps_asked) if resume else []
-    # another program's checkpoint begins a run of ours, which must not replace an earlier one
-    starts = resume is None or any(candidate.is_foreign for candidate in candidates)
-    if not config.overwrite_output_dir and config.rehearse is None and (starts or config.save_steps):
-        check_place(run_dir, run, starts=starts, has_ended=is_ended)
+    if not config.overwrite_output_dir and config.rehearse is None and (not resume or config.save_steps):
+        check_place(run_dir, run, starts=resume is None, has_ended=is_ended)
     return candidates
 
 
@@ -208,64 +189,26 @@ def find_checkpoints(
             f"no such checkpoint: {resume}\n"
             "hint: give a folder like runs/<run>/checkpoints/step_<k>, or latest"
         )
-    if is_foreign(folder):
-        if (rule := rule_of(run["optim"])) != "adamw":
-            raise ValueError(
-                f"{folder} has AdamW's moments, which --optim {rule} can't continue\n"
-                "hint: resume with --optim adamw_torch_fused, or convert it --to hf_model and start from that"
-            )
-        return [open_checkpoint_of_others(folder, run)]
-    manifest = manifest_of(folder)
-    _check_settings(folder, manifest, run)
-    return [Checkpoint(folder, manifest, Reader(folder, manifest))]
+    checkpoint = checkpoint_in(folder)
+    _check_settings(folder, checkpoint.manifest, run)
+    return [checkpoint]
 
 
-def is_foreign(folder: Path) -> bool:
-    """Return whether a folder without our manifest may be a checkpoint of another program."""
-    if (folder / MANIFEST_FILE).exists():
-        return False
-    from slm_toolkit.run.checkpoint import foreign  # imports torch
-
-    return foreign.is_foreign(folder)
-
-
-def manifest_of(folder: Path) -> Manifest:
+def checkpoint_in(folder: Path) -> Checkpoint:
+    """Return the checkpoint in a folder. Raises ValueError if there is none, or one of another program."""
     if not (folder / MANIFEST_FILE).exists():
         raise ValueError(
-            f"{folder} contains no checkpoint of ours, of accelerate's FSDP or of DeepSpeed\n"
-            "hint: give a folder like runs/<run>/checkpoints/step_<k>, or one that Accelerator.save_state "
-            "wrote under FSDP or DeepSpeed; under DDP it names no parameters"
+            f"{folder} contains no checkpoint of slm_toolkit\n"
+            "hint: give a folder like runs/<run>/checkpoints/step_<k>. `accelerate merge-weights` and "
+            "DeepSpeed's zero_to_fp32.py turn other programs' checkpoints into weights for --model"
         )
-    return read_manifest(folder)
-
-
-def open_checkpoint_of_others(folder: Path, run: dict[str, Any]) -> Checkpoint:
-    """Return a checkpoint of accelerate or DeepSpeed, which says nothing of flags and data."""
-    from slm_toolkit.run.checkpoint.foreign import open_foreign
-
-    reader = open_foreign(folder)
-    manifest = Manifest(
-        step=reader.num_steps,
-        optimizer_steps=reader.num_optimizer_steps,
-        order=0,
-        run={**run, DATA: []},
-        written_by={
-            **dict.fromkeys(WRITTEN_BY),
-            "strategy": reader.program,
-            "num_processes": reader.num_processes,
-        },
-        frozen=None,
-        scaler=None,
-        num_elements=reader.num_elements,
-        files=(),
-    )
-    return Checkpoint(folder, manifest, reader)
+    return Checkpoint(folder, read_manifest(folder))
 
 
 def _newest(run_dir: Path, run: dict[str, Any], *, can_be_none: bool) -> list[Checkpoint]:
     folder = run_dir / CHECKPOINTS_DIR
     manifests = readable_manifests(folder, warn=True)
-    if of_run := [Checkpoint(path, m, Reader(path, m)) for path, m in manifests.items() if is_of(m, run)]:
+    if of_run := [Checkpoint(path, m) for path, m in manifests.items() if is_of(m, run)]:
         return of_run[::-1]
     if manifests:
         *_, newest = manifests
@@ -309,14 +252,11 @@ def check_place(run_dir: Path, run: dict[str, Any], *, starts: bool, has_ended: 
             f"{run_dir} contains checkpoints of this run{ended}, and a new start would replace them\n"
             f"hint: --resume_from_checkpoint latest{resumes} from {newest.name}{replaces.format('them')}"
         )
-    if unreadable := finished(run_dir / CHECKPOINTS_DIR):
+    kept = [f"{path} can't be read" for path in finished(run_dir / CHECKPOINTS_DIR)]
+    kept += [f"{model} is the model of an earlier run"] if (model := saved_model(run_dir)) else []
+    if kept:
         raise ValueError(
-            f"{unreadable[-1]} can't be read, and a new start would replace it\n"
-            f"hint: use another --run_name to keep it{replaces.format('it')}"
-        )
-    if (model := saved_model(run_dir)) is not None:
-        raise ValueError(
-            f"{model} is the model of an earlier run, and a new start would replace it\n"
+            f"{kept[0]}, and a new start would replace it\n"
             f"hint: use another --run_name to keep it{replaces.format('it')}"
         )
 
