@@ -150,7 +150,7 @@ def read_environment(data: bytes, folder: Path) -> None:
 COMMANDS = {
     "strategy": "estimate --strategy FILE --gpu h100-80gb --num_gpus 8; "
     "compare --dry_run --strategy FILE --num_processes 8 --output_dir out",
-    "convert_file": "convert FILE --to accelerate_fsdp --num_processes 8 --json; "
+    "convert_file": "convert FILE --to accelerate_fsdp --num_processes 8; "
     "convert FILE --to accelerate_deepspeed --output out",
     "doctor": "doctor --strategy FILE --gpu h100-80gb --num_gpus 8 --fix fixed",
     "model": "estimate --model FILE --gpu l4 --json; compare --dry_run --model FILE --output_dir out",

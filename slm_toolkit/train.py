@@ -31,8 +31,8 @@ from slm_toolkit.record.files import write_record
 from slm_toolkit.record.measurement_warnings import warnings_of
 from slm_toolkit.record.saved_files import MODEL_DIR
 from slm_toolkit.run.after_step import AfterStep
+from slm_toolkit.run.checkpoint.checkpoint import load_random_states
 from slm_toolkit.run.checkpoint.output_dir import save_model
-from slm_toolkit.run.checkpoint.resume import load_random_states
 from slm_toolkit.run.data.batches import endless, model_inputs, place_in_data, steps_by_labels
 from slm_toolkit.run.display import Tracker, TrainingProgress
 from slm_toolkit.run.engine.engine import optimizer_step

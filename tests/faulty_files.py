@@ -173,16 +173,21 @@ OF_FLAGS = (
         flags={"peft": "qlora"},
         tag="qlora",
     ),
-    Planted("micro-batch-differs", ZERO2, json={"train_micro_batch_size_per_gpu": 2}),
-    Planted("train-batch-differs", ZERO2, json={"train_batch_size": 65}),
-    Planted("accumulation-differs", ZERO2, json={"gradient_accumulation_steps": 4}),
-    Planted("clipping-differs", ZERO2, json={"gradient_clipping": 0.5}),
-    Planted("clipping-differs", ZERO2, {**_INLINE, f"{_D}gradient_clipping": 0.5}, tag="in the yaml"),
+    Planted("json-contradicts-flag", ZERO2, json={"train_micro_batch_size_per_gpu": 2}, tag="micro-batch"),
+    Planted("json-contradicts-flag", ZERO2, json={"train_batch_size": 65}, tag="train-batch"),
+    Planted("json-contradicts-flag", ZERO2, json={"gradient_accumulation_steps": 4}, tag="accumulation"),
+    Planted("json-contradicts-flag", ZERO2, json={"gradient_clipping": 0.5}, tag="clipping"),
     Planted(
-        "accumulation-differs", ZERO2, {**_INLINE, f"{_D}gradient_accumulation_steps": 4}, tag="in the yaml"
+        "json-contradicts-flag", ZERO2, {**_INLINE, f"{_D}gradient_clipping": 0.5}, tag="clipping in the yaml"
     ),
-    Planted("fp16-differs", ZERO2, json={"fp16.enabled": True}),
-    Planted("bf16-differs", ZERO2, json={"bf16.enabled": False}),
+    Planted(
+        "json-contradicts-flag",
+        ZERO2,
+        {**_INLINE, f"{_D}gradient_accumulation_steps": 4},
+        tag="accumulation in the yaml",
+    ),
+    Planted("json-contradicts-flag", ZERO2, json={"fp16.enabled": True}, tag="fp16"),
+    Planted("json-contradicts-flag", ZERO2, json={"bf16.enabled": False}, tag="bf16"),
     Planted("communication-dtype-differs", ZERO2, json={"communication_data_type": "auto"}, tag="auto"),
     Planted(
         "communication-dtype-differs",
@@ -191,7 +196,13 @@ OF_FLAGS = (
         flags={"numerics": "fp16"},
         tag="bf16 with fp16",
     ),
-    Planted("fp16-differs", ZERO2, json={"fp16.enabled": False}, flags={"numerics": "fp16"}, tag="off"),
+    Planted(
+        "json-contradicts-flag",
+        ZERO2,
+        json={"fp16.enabled": False},
+        flags={"numerics": "fp16"},
+        tag="fp16 off",
+    ),
     Planted(
         *("communication-dtype-differs", ZERO2),
         json={"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}},

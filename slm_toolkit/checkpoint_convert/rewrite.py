@@ -14,8 +14,8 @@ from slm_toolkit.run.engine.training_state import WEIGHTS
 from slm_toolkit.run.model.model import hf_config
 
 
-def write_model(source: Path, output: Path) -> dict[str, Any]:
-    """Write the fp32 weights of a checkpoint, or of a run's newest, as a new folder; return facts about it.
+def write_model(source: Path, output: Path) -> str:
+    """Write the fp32 weights of a checkpoint, or of a run's newest, as a new folder; describe the checkpoint.
 
     Raises ValueError if the checkpoint can't be read, or contains no whole model.
     """
@@ -47,14 +47,11 @@ def write_model(source: Path, output: Path) -> dict[str, Any]:
         raise ValueError(f"can't write {output}: {error}\nhint: check its disk") from None
     finally:
         delete(unfinished)
-    return {
-        "source": str(path),
-        "written_by": manifest.written_by["strategy"],
-        "num_processes": manifest.written_by["num_processes"],
-        "step": manifest.step,
-        "num_parameters": sum(manifest.num_elements.values()),
-        "output": str(output),
-    }
+    num_parameters, writer = sum(manifest.num_elements.values()), manifest.written_by
+    return (
+        f"{path}: step {manifest.step}, {num_parameters:,} parameters, written under {writer['strategy']} x "
+        f"{writer['num_processes']}"
+    )
 
 
 def _empty_model(

@@ -1,7 +1,6 @@
 """`slm convert`: convert sharding configurations, and report what became of every key."""
 
 import argparse
-import json
 import os
 import shlex
 import sys
@@ -63,9 +62,6 @@ def fill(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num_processes", type=count, metavar="N", help="ranks in total (default: as in the source)"
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print files, launch command and account as one JSON object"
-    )
     parser.set_defaults(verb=_convert)
 
 
@@ -83,11 +79,6 @@ def _convert(args: argparse.Namespace) -> int:
         if args.output is not None:
             texts = {args.output / name: text for name, text in written.files.items()}
             paths = write_beside(texts, flag="--output")
-    code = int(any(row.fate == "no counterpart" for row in written.rows))
-    if args.json:
-        rows = [{**vars(row), "to": row.result} for row in written.rows]
-        print(json.dumps({**vars(written), "written": [str(path) for path in paths], "rows": rows}, indent=2))
-        return code
     if paths:
         print("\n".join(map(str, paths)))
     else:
@@ -95,7 +86,7 @@ def _convert(args: argparse.Namespace) -> int:
         print("\n".join(f"==> {n} <==\n{t}" if several else t.rstrip("\n") for n, t in written.files.items()))
     sys.stdout.flush()
     print("\n".join(_account(written)), file=sys.stderr)
-    return code
+    return int(any(row.fate == "no counterpart" for row in written.rows))
 
 
 def _write_model(args: argparse.Namespace) -> int:
@@ -107,15 +98,8 @@ def _write_model(args: argparse.Namespace) -> int:
             )
         from slm_toolkit.checkpoint_convert.rewrite import write_model
 
-        facts = write_model(Path(os.path.realpath(typed_path(args.source))), args.output)
-    if args.json:
-        print(json.dumps(facts, indent=2))
-    else:
-        print(f"{facts['output']}: {_FORMS[_MODEL]}")
-        print(
-            f"from {facts['source']}: step {facts['step']}, {facts['num_parameters']:,} parameters, "
-            f"written under {facts['written_by']} x {facts['num_processes']}"
-        )
+        origin = write_model(Path(os.path.realpath(typed_path(args.source))), args.output)
+    print(f"{args.output}: {_FORMS[_MODEL]}\nfrom {origin}")
     return 0
 
 

@@ -81,14 +81,11 @@ class KeyAccount:
     why: str = ""
 
     @property
-    def result(self) -> list[str]:
-        return [_text(".".join(path), value) for path, value in self.to.items()]
-
-    @property
     def text(self) -> str:
         """The settings of the source and of the result, with an arrow between them if they differ."""
         old = f"{self.key} (absent)" if self.value is None else _text(self.key, self.value)
-        return " -> ".join(dict.fromkeys(filter(None, (self.key and old, ", ".join(self.result)))))
+        new = ", ".join(_text(".".join(path), value) for path, value in self.to.items())
+        return " -> ".join(dict.fromkeys(filter(None, (self.key and old, new))))
 
 
 def _text(key: str, value: Any) -> str:

@@ -38,26 +38,23 @@ from slm_toolkit.record.run_record import (
 from slm_toolkit.record.saved_files import sweep
 from slm_toolkit.run.checkpoint.checkpoint import (
     CheckpointWriter,
+    check_data,
+    choose,
+    described,
     fingerprint,
     fingerprint_of_frozen,
+    load_state,
+    load_weights,
+    num_held_out,
 )
-from slm_toolkit.run.checkpoint.files import DATA
+from slm_toolkit.run.checkpoint.files import DATA, Checkpoint
 from slm_toolkit.run.checkpoint.output_dir import (
     check_writable,
     hold_run,
     hold_swap_folder,
     remove_earlier_run,
 )
-from slm_toolkit.run.checkpoint.resume import (
-    check_data,
-    choose,
-    described,
-    load_state,
-    load_weights,
-    num_held_out,
-)
 from slm_toolkit.run.checkpoint.start import (
-    Checkpoint,
     check_steps_left,
     claim,
     find_start,

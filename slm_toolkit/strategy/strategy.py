@@ -611,7 +611,7 @@ def _no_accelerate_config(settings: dict[str, Any], path: Path) -> str:
     if is_deepspeed_config(settings):
         return (
             f"{path} contains DeepSpeed settings, but an accelerate YAML is needed here\n"
-            f"hint: `slm convert {path} --to accelerate_deepspeed` writes one; --strategy takes the .json"
+            "hint: name it as deepspeed_config_file in a YAML; --strategy takes the .json itself"
         )
     if "model_type" in settings or "architectures" in settings:
         return f"{path} describes a model, not a strategy\nhint: --model {path}"

@@ -29,7 +29,7 @@ REFUSED = {  # rows that accelerate or DeepSpeed refuses, or fails on
     *("set-twice mixed_precision", "refused accumulation", "refused clipping"),
     *("refused stage and offload", "unknown-key removed", "unknown-key of zero_optimization"),
     *("unknown-key of offload_optimizer", "refused stage 4"),
-    *("communication-dtype-differs auto", "fp16-differs"),
+    *("communication-dtype-differs auto", "json-contradicts-flag fp16"),
 }
 NEED_A_GPU = {"refused section", "fsdp-version-missing", "fsdp1", "fsdp1 shards otherwise"}
 "FSDP1, which is what these become, is refused without one"
@@ -47,7 +47,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         names[str(own / "mine.yaml")] = own.name
         corrected = examine(case).corrected.files
         if corrected != case.files:
-            write_mended(case.files, corrected, own / "fixed", overwrite=False)
+            write_mended(case.files, corrected, own / "fixed")
             names[str(own / "fixed" / "mine.yaml")] = f"{own.name} fixed"
     script = str(Path(__file__).with_name("launcher_says.py"))
     done = subprocess.run(

@@ -136,7 +136,7 @@ def test_a_json_as_config_file_of_a_launch_is_refused_with_both_ways_on(tmp_path
     path = written(tmp_path, ZERO3)
     done = slm("launch", "--config_file", path, "-m", "slm_toolkit.train", "--model", "slm-1m")
     assert done.code == 2
-    assert f"slm convert {path} --to accelerate_deepspeed" in done.err
+    assert "name it as deepspeed_config_file in a YAML" in done.err
     assert "--strategy" in done.err
 
 

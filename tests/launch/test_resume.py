@@ -123,7 +123,7 @@ def test_a_run_only_goes_on_from_what_it_can_continue(tmp_path: Path) -> None:
     other = refused("--resume_from_checkpoint", str(run), "--seed", "1", "--numerics", "fp32")
     assert "step_4 belongs to another run: numerics 'aligned' in the checkpoint, 'fp32' now; seed 0" in other
     more = refused("--resume_from_checkpoint", str(run), strategy="ddp")
-    assert "a step had 4 sequences, but now has 8" in more
+    assert "sequences_per_step 4 in the checkpoint, 8 now" in more
     assert "no checkpoint under" in refused("--resume_from_checkpoint", "latest")
 
     # auto starts where there is no checkpoint, not where there is one of another run

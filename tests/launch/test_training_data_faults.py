@@ -14,7 +14,7 @@ from training_faults import launch_with_fault
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.run.data.data import load_data
-from slm_toolkit.run.data.sources import BadData
+from slm_toolkit.run.data.documents import BadData
 
 TEXT = "the quick brown fox jumps over the lazy dog " * 3
 GOOD = json.dumps({"text": TEXT})

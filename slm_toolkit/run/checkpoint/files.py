@@ -37,13 +37,6 @@ _HINT = "resume from another checkpoint"
 _MANIFEST_BYTES = 2**28
 _MOST_STEPS = 10**12
 Count = Annotated[int, msgspec.Meta(ge=0, le=_MOST_STEPS)]
-WRITTEN_BY = {
-    "strategy",
-    "num_processes",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-}
-"keys of a manifest's written_by, which describes the launch that wrote the checkpoint"
 DATA, NUM_HELD_OUT = "data", "num_held_out"
 "keys of a run's description: a list of its data; the number of sequences held out of a stream"
 
@@ -73,7 +66,7 @@ class Manifest:
     run: dict[str, Any]
     "see `run_description`: settings that a resuming run must share"
     written_by: dict[str, Any]
-    "see WRITTEN_BY"
+    "see `launch_description`: the launch that wrote the checkpoint"
     frozen: str | None
     "fingerprint of the frozen weights under an adapter"
     scaler: dict[str, Any] | None

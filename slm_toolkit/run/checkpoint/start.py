@@ -174,24 +174,33 @@ def find_checkpoints(
     Returns [] for `auto` without checkpoints. Otherwise raises ValueError if there is no checkpoint that this
     run can resume from.
     """
-    folder = Path(os.path.realpath(typed_path(resume)))
-    if resume == "latest":
-        return _newest(run_dir, run, can_be_none=False)
-    if resume == "auto":
-        newest = _newest(run_dir, run, can_be_none=True)
+    if resume not in ("latest", "auto"):
+        folder = Path(os.path.realpath(typed_path(resume)))
+        run_dir = folder.parent if folder.name == CHECKPOINTS_DIR else folder
+        if not (run_dir / CHECKPOINTS_DIR).is_dir():
+            checkpoint = checkpoint_in(folder)
+            check_settings(folder, checkpoint.manifest, run)
+            return [checkpoint]
+    folder = run_dir / CHECKPOINTS_DIR
+    manifests = readable_manifests(folder, warn=True)
+    of_run = [Checkpoint(path, m) for path, m in reversed(manifests.items()) if is_of(m, run)]
+    if of_run:
         # a run killed between its last checkpoint and its record repeats its last steps
-        return sorted(newest, key=lambda c: num_steps is not None and c.manifest.step >= num_steps)
-    of_run = folder.parent if folder.name == CHECKPOINTS_DIR else folder
-    if (of_run / CHECKPOINTS_DIR).is_dir():
-        return _newest(of_run, run, can_be_none=False)
-    if not folder.is_dir():
+        is_late = resume == "auto" and num_steps is not None
+        return sorted(of_run, key=lambda c: is_late and c.manifest.step >= num_steps)
+    for path, manifest in reversed(manifests.items()):
+        check_settings(path, manifest, run)
+    if unreadable := finished(folder):
         raise ValueError(
-            f"no such checkpoint: {resume}\n"
-            "hint: give a folder like runs/<run>/checkpoints/step_<k>, or latest"
+            f"none of the {len(unreadable)} checkpoints under {folder} can be read\n"
+            "hint: see the warnings above; use the version that wrote them, or start with another --run_name"
         )
-    checkpoint = checkpoint_in(folder)
-    _check_settings(folder, checkpoint.manifest, run)
-    return [checkpoint]
+    if resume == "auto":
+        return []
+    raise ValueError(
+        f"no checkpoint under {folder}\n"
+        "hint: check --run_name; --save_steps writes checkpoints; auto instead of latest starts without one"
+    )
 
 
 def checkpoint_in(folder: Path) -> Checkpoint:
@@ -199,31 +208,10 @@ def checkpoint_in(folder: Path) -> Checkpoint:
     if not (folder / MANIFEST_FILE).exists():
         raise ValueError(
             f"{folder} contains no checkpoint of slm_toolkit\n"
-            "hint: give a folder like runs/<run>/checkpoints/step_<k>. `accelerate merge-weights` and "
-            "DeepSpeed's zero_to_fp32.py turn other programs' checkpoints into weights for --model"
+            "hint: give latest, or a folder like runs/<run>/checkpoints/step_<k>. `accelerate merge-weights` "
+            "and DeepSpeed's zero_to_fp32.py turn other programs' checkpoints into weights for --model"
         )
     return Checkpoint(folder, read_manifest(folder))
-
-
-def _newest(run_dir: Path, run: dict[str, Any], *, can_be_none: bool) -> list[Checkpoint]:
-    folder = run_dir / CHECKPOINTS_DIR
-    manifests = readable_manifests(folder, warn=True)
-    if of_run := [Checkpoint(path, m) for path, m in manifests.items() if is_of(m, run)]:
-        return of_run[::-1]
-    if manifests:
-        *_, newest = manifests
-        _check_settings(newest, manifests[newest], run)
-    elif unreadable := finished(folder):
-        raise ValueError(
-            f"none of the {len(unreadable)} checkpoints under {folder} can be read\n"
-            "hint: see the warnings above; use the version that wrote them, or start with another --run_name"
-        )
-    if can_be_none:
-        return []
-    raise ValueError(
-        f"no checkpoint under {folder}\n"
-        "hint: check --run_name; --save_steps writes checkpoints; auto instead of latest starts without one"
-    )
 
 
 def check_place(run_dir: Path, run: dict[str, Any], *, starts: bool, has_ended: bool) -> None:
@@ -235,13 +223,7 @@ def check_place(run_dir: Path, run: dict[str, Any], *, starts: bool, has_ended: 
     replaces = "; --overwrite_output_dir deletes {} and starts from the beginning" if starts else ""
     manifests = readable_manifests(run_dir / CHECKPOINTS_DIR)
     for path, manifest in manifests.items():
-        if not is_of(manifest, run):
-            differences = _differences(manifest, run) or "the number of sequences in a step differs"
-            raise ValueError(
-                f"{path} belongs to another run, and this run's checkpoints would replace it: {differences}\n"
-                "hint: use another --run_name or --output_dir, or the flags that it was written with"
-                + replaces.format("it")
-            )
+        check_settings(path, manifest, run, hint=f", or use another --run_name{replaces.format('it')}")
     if not starts:
         return
     if manifests:
@@ -261,26 +243,17 @@ def check_place(run_dir: Path, run: dict[str, Any], *, starts: bool, has_ended: 
         )
 
 
-def _check_settings(checkpoint: Path, manifest: Manifest, run: dict[str, Any]) -> None:
-    """Raise ValueError if a run with these settings can't resume from the checkpoint."""
-    if differences := _differences(manifest, run):
-        raise ValueError(
-            f"{checkpoint} belongs to another run: {differences}\n"
-            "hint: give the flags that it was written with; "
-            "strategy, number of processes, length and learning rate may change"
-        )
-    if (had := manifest.run.get("sequences_per_step")) != run["sequences_per_step"]:
-        raise ValueError(
-            f"{checkpoint}: a step had {had!r} sequences, but now has {run['sequences_per_step']}\nhint: "
-            f"--per_device_train_batch_size x --gradient_accumulation_steps x processes must be {had!r}, so "
-            f"the number of processes divides {had!r}"
-        )
-
-
-def _differences(manifest: Manifest, run: dict[str, Any]) -> str:
-    """List the settings, except sequences_per_step, that differ between the checkpoint's run and `run`."""
-    return "; ".join(
+def check_settings(checkpoint: Path, manifest: Manifest, run: dict[str, Any], *, hint: str = "") -> None:
+    """Raise ValueError if a run with these settings is not the run that wrote the checkpoint."""
+    differences = "; ".join(
         f"{name} {manifest.run.get(name)!r} in the checkpoint, {value!r} now"
         for name, value in plain(run).items()
-        if manifest.run.get(name) != value and name != "sequences_per_step"
+        if manifest.run.get(name) != value
     )
+    if differences:
+        raise ValueError(
+            f"{checkpoint} belongs to another run: {differences}\n"
+            "hint: give the flags that it was written with; strategy, number of processes, length and "
+            "learning rate may change, but not sequences_per_step, which is --per_device_train_batch_size x "
+            f"--gradient_accumulation_steps x processes{hint}"
+        )

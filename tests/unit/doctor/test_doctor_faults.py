@@ -64,7 +64,7 @@ def test_corrected_files_have_the_fault_no_more(planted: Planted, tmp_path: Path
     if not any(f.edits for f in found if f.name == planted.name):
         return
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    written = write_mended(case.files, one.corrected.files, tmp_path / "fixed", overwrite=False)
+    written = write_mended(case.files, one.corrected.files, tmp_path / "fixed")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
     again = dataclasses.replace(case, files=read_files(tmp_path / "fixed" / "mine.yaml"))
     _, left = examined(again)
@@ -97,7 +97,7 @@ def test_no_value_ends_in_a_traceback_and_corrected_files_need_no_correction(
     yaml_keys, json_keys = list(all_keys(YAML_SETTINGS)), list(all_keys(JSON_SETTINGS))
     odd = [Edit("yaml", random.choice(yaml_keys), random.choice(_ODD)) for _ in range(3)]
     odd += [Edit("json", random.choice(json_keys), random.choice(_ODD)) for _ in range(3)]
-    written = write_mended(case.files, mended(case, odd).files, tmp_path / "odd", overwrite=False)
+    written = write_mended(case.files, mended(case, odd).files, tmp_path / "odd")
     case = dataclasses.replace(case, files=read_files(next(iter(written))), host=Host(is_meant=True))
     one, _ = examined(case)
     _, left = examined(one.corrected)

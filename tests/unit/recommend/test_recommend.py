@@ -486,7 +486,7 @@ def test_epochs_are_counted_as_the_training_packs_the_dataset(
     assert "there is no cached copy of the model 'Qwen/Qwen2.5-0.5B'" in on_the_hub.err
     twice = slm_here("recommend", *asked, "--tokens", "1M")
     assert "argument --tokens/--max_tokens: not allowed with argument --num_train_epochs" in twice.err
-    monkeypatch.setattr("slm_toolkit.run.data.sources.STREAM_ABOVE_BYTES", 100)
+    monkeypatch.setattr("slm_toolkit.run.data.documents.STREAM_ABOVE_BYTES", 100)
     streamed = slm_here("recommend", *asked, "--dataset", str(data))
     assert f"{data} is read as a stream, which has no epochs\nhint: --tokens 50M" in streamed.err
 

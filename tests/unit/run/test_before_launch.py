@@ -40,13 +40,11 @@ def out(tmp_path: Path) -> Path:
     ("flags", "says"),
     [
         ((), "/r contains checkpoints of this run, and a new start would replace them\n"),
-        (("--resume_from_checkpoint", "runs/none"), "no such checkpoint: runs/none\n"),
+        (("--resume_from_checkpoint", "runs/none"), "runs/none contains no checkpoint of slm_toolkit\n"),
         (("--resume_from_checkpoint", "{out}/r"), "/checkpoints/step_4 has all 4 steps done\n"),
         (
             ("--resume_from_checkpoint", "latest", "--num_processes", "3"),
-            "step_4: a step had 8 sequences, but now has 12\nhint: --per_device_train_batch_size x "
-            "--gradient_accumulation_steps x processes must be 8, so the number of processes divides "
-            "8\n",
+            "belongs to another run: sequences_per_step 8 in the checkpoint, 12 now\n",
         ),
         (("--resume_from_checkpoint", "latest", "--seed", "1"), "belongs to another run: seed 0 in the "),
         (("--run_name", "new", "--dataset", "org/none"), "no cached copy of the dataset 'org/none'\n"),
