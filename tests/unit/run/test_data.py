@@ -11,10 +11,8 @@ import torch
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import PRESETS
-from slm_toolkit.run.data import documents
 from slm_toolkit.run.data.data import MarkovTokens, load_data
-from slm_toolkit.run.data.documents import load_tokenizer
-from slm_toolkit.run.data.documents import fault_in
+from slm_toolkit.run.data.documents import fault_in, load_tokenizer
 
 SPEC = PRESETS["slm-1m"]
 
