@@ -119,7 +119,7 @@ def convert(source: str, engine: str, *, num_processes: int | None, folder: Path
             f"{strategy.name} shards nothing: there is nothing to convert\n"
             "hint: use the shipped fsdp_shard_grad_op or ds_zero2, whose traffic is that of DDP"
         )
-    if strategy.engine == engine:
+    if strategy.is_fsdp == (engine == "fsdp"):
         other = "fsdp" if engine == "deepspeed" else "deepspeed"
         raise ValueError(f"{strategy.path} is for {engine} already\nhint: use --to accelerate_{other}")
     config = {} if strategy.is_bare_json else dict(strategy.accelerate_config)

@@ -93,7 +93,7 @@ class StreamedRows:
                 yield row
         except Exception as error:  # datasets raises its own errors, pyarrow's and Python's
             raise BadData(
-                f"{self.path}, after {number:,} rows: {first_line(error)}\n"
+                f"{self.path}, after {number:,} rows: {type(error).__name__}: {first_line(error)}\n"
                 "hint: correct or remove that row or file, then start again; a resumed stream reads the same "
                 "rows again"
             ) from error

@@ -12,7 +12,7 @@ import torch
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.run.data.data import MarkovTokens, load_data
-from slm_toolkit.run.data.documents import fault_in, load_tokenizer
+from slm_toolkit.run.data.documents import load_tokenizer
 
 SPEC = PRESETS["slm-1m"]
 
@@ -110,54 +110,26 @@ def test_the_held_out_share_is_what_was_asked(texts: Path) -> None:
     ("files", "options", "says"),
     [
         ({}, {}, "has no .txt"),
-        ({"a.txt": ""}, {}, "contains no text"),
         ({"a.txt": " \n\t\n"}, {}, "contains no text"),
         ({"a.txt": "short"}, {}, "contains no text that fills a sequence of 16 tokens"),
         ({"a.jsonl": '{"body": "no such column"}\n'}, {}, "no column 'text'"),
-        ({"a.jsonl": '{"text": 7}\n{"text": 8}\n'}, {}, "row 1: column 'text' contains 7, which is not text"),
-        ({"a.jsonl": "{broken"}, {}, "a.jsonl, line 1: Expecting property name"),
-        ({"a.parquet": "not parquet"}, {}, "can't read dataset"),
+        ({"a.jsonl": '{"text": ["x"]}\n'}, {}, "row 1: column 'text' contains .'x'., which is not text"),
+        ({"a.jsonl": "{broken"}, {}, "can't read dataset .*JSON parse error: Missing a name"),
+        ({"a.jsonl": "{broken"}, {"streaming": True}, "after 0 rows: .*JSON parse error: Missing a name"),
+        ({"a.parquet": "not parquet"}, {}, "can't read dataset .*magic bytes not found"),
+        ({"a.txt": b"fine\n\xff\xfe"}, {}, "can't read dataset .*codec can't decode byte 0xff"),
         ({"a.txt": "x" * 99, "b.jsonl": '{"text": "y"}\n'}, {}, "mixes"),
         ({"a.txt": "x" * 20}, {"eval_steps": 1}, "can't be split"),
-        ({"a.txt": " \n\t\n"}, {"streaming": True}, "contains no text that fills"),
         ({"a.txt": "short"}, {"streaming": True}, "contains no text that fills"),
         ({"a.txt": "x" * 99}, {"streaming": True, "eval_steps": 1}, "after 80 held out"),
     ],
 )
 def test_data_that_cannot_serve_is_an_error_with_a_hint(
-    tmp_path: Path, files: dict[str, str], options: dict, says: str
+    tmp_path: Path, files: dict[str, str | bytes], options: dict, says: str
 ) -> None:
     for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=says) as error:
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=rf"(?s)({says}).*\nhint: "):
         load(tmp_path, **options)
-    assert "hint:" in str(error.value)
-
-
-def test_a_file_that_is_not_there_is_an_error_that_says_where_it_looked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such file"):
         load(tmp_path / "nowhere.txt")
-
-
-def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
-    from transformers import ByT5Tokenizer
-
-    ByT5Tokenizer(extra_ids=200).save_pretrained(tmp_path)  # 259 + 200 tokens for a vocabulary of 384
-    with pytest.raises(
-        ValueError, match="has the id 458 for .*, but model slm-1m only ids below 384"
-    ) as error:
-        load_tokenizer(RunConfig(tokenizer_name=str(tmp_path)), SPEC)
-    assert "hint:" in str(error.value)
-
-
-def test_a_file_that_cant_be_opened_is_the_fault(tmp_path: Path) -> None:
-    gone = str(tmp_path / "gone.txt")
-    said = f"{gone}, can't be read: [Errno 2] No such file or directory: '{gone}'"
-    assert fault_in([gone]) == said
-
-
-def test_a_search_that_takes_too_long_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.txt").write_bytes(b"fine\n\xff")
-    assert "line 2: 'utf-8' codec can't decode byte 0xff" in fault_in([str(tmp_path / "a.txt")])
-    monkeypatch.setattr(sources, "_SEARCH_SECONDS", -1)
-    assert fault_in([str(tmp_path / "a.txt")]) is None
