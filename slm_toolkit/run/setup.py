@@ -264,10 +264,8 @@ def _find_checkpoints(run: Run, *, is_ended: bool) -> list[Checkpoint]:
     config = run.config
     resume = noted_checkpoint() or config.resume_from_checkpoint
     description = run_description(config, run.sequences_per_step)
-    candidates = find_start(run.run_dir, config, description, resume, is_ended=is_ended)
-    if not candidates:  # an earlier version trained on bytes unasked
-        check_tokenizer(config, run.spec)
-    return candidates
+    check_tokenizer(config, run.spec)
+    return find_start(run.run_dir, config, description, resume, is_ended=is_ended)
 
 
 def _connect_ranks(run: Run, machines: Machines) -> Run:

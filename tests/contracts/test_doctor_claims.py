@@ -24,11 +24,11 @@ PLANTED = [row for row in ALL if row.yaml or row.json or row.more_text]
 REFUSED = {  # rows that accelerate or DeepSpeed refuses, or fails on
     *("unknown-key of the file", "distributed-type synonym", "distributed-type absent"),
     *("unquoted-no mixed_precision", "gpu-ids a number", "mixed-precision-unknown"),
-    *("not-passed-on compute_environment", "refused reshard", "refused absent", "refused cut off"),
-    *("set-twice mixed_precision", "refused clipping", "refused stage and offload"),
+    *("not-passed-on compute_environment", "refused reshard", "refused cut off"),
+    *("set-twice mixed_precision", "refused stage and offload"),
     *("unknown-key of zero_optimization", "json-contradicts-flag fp16"),
 }
-NEED_A_GPU = {"refused section", "fsdp-version-missing", "fsdp1", "fsdp1 shards otherwise"}
+NEED_A_GPU = {"fsdp-version-missing", "fsdp1", "fsdp1 shards otherwise"}
 "FSDP1, which is what these become, is refused without one"
 
 
@@ -58,7 +58,7 @@ def test_what_is_said_to_be_refused_is_and_nothing_else(answers: dict[str, dict[
     refused = {name: said["refused"] for name, said in answers.items() if said["refused"]}
     assert refused.keys() == REFUSED | NEED_A_GPU  # no clean file, and no corrected one
     assert all("no available devices" in refused[row] for row in NEED_A_GPU)
-    assert len([name for name in answers if name.endswith(" fixed")]) > 40
+    assert len([name for name in answers if name.endswith(" fixed")]) > 30
 
 
 def plugin(answers: dict[str, dict[str, Any]], row: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Fine-tuning data: masked tokens, datasets mixed and told apart, the learning rate."""
+"""Fine-tuning data: datasets mixed and told apart, the learning rate."""
 
 from pathlib import Path
 
@@ -11,15 +11,7 @@ from slm_toolkit.config.dataset_files import Source, sources_of
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.run.data.batches import labels_by_sequence, make_loader
 from slm_toolkit.run.data.data import load_data
-from slm_toolkit.run.data.documents import documents_of
 from slm_toolkit.run.evaluate import mean_loss
-
-
-@pytest.mark.quick
-def test_masked_tokens_are_left_out() -> None:
-    rows = {"input_ids": [[5, 6, 0, 0]], "attention_mask": [[1, 1, 0, 0]]}
-    (found,) = documents_of(rows, "tokens", None, text_column="text", loss_on="answers")
-    assert (found.tokens, found.labels) == ([5, 6], [5, 6])
 
 
 @pytest.mark.quick

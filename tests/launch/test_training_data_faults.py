@@ -115,10 +115,9 @@ def load_with_tokenizer(data: Path, folder: Path) -> None:
     ("template", "said"),
     [
         ("{{ 1 // 0 }}", "integer division or modulo by zero"),
-        ("{{ 2.0 ** 100000 }}", "Numerical result out of range"),
         ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "maximum recursion depth exceeded"),
     ],
-    ids=["zero", "overflow", "recursion"],
+    ids=["zero", "recursion"],
 )
 def test_a_chat_template_that_fails_is_refused_by_row(template: str, said: str, tmp_path: Path) -> None:
     folder = tokenizer(tmp_path / "mine", vocab=WORDS, template=template)

@@ -90,15 +90,6 @@ def test_no_value_ends_in_a_traceback_and_corrected_files_need_no_correction(
     assert not [finding for finding in left if finding.edits]
 
 
-_MESHES = [
-    {"dp_shard": 4, "tp": 2},
-    {"dp_shard": 4, "cp": 2},
-    {"cp": 8},
-    {"dp_shard": 4, "sp": 2},
-    {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
-]
-
-
 def mesh(sizes: dict[str, int], folder: Path) -> tuple[Examined, list[Finding]]:
     """A user's own FSDP2 file for 8 ranks with these sizes of accelerate's ParallelismConfig."""
     prefix = "parallelism_config.parallelism_config_"
@@ -107,14 +98,20 @@ def mesh(sizes: dict[str, int], folder: Path) -> tuple[Examined, list[Finding]]:
     return examined(dataclasses.replace(planted_case(Planted("", HYBRID, written), folder), num_gpus=8))
 
 
-@pytest.mark.parametrize("sizes", _MESHES, ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"dp_shard": 4, "tp": 2},
+        {"cp": 8},
+        {"dp_shard": 4, "sp": 2},
+        {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
+    ],
+    ids=str,
+)
 def test_a_mesh_that_accelerate_accepts_is_not_called_wrong(sizes: dict[str, int], tmp_path: Path) -> None:
     one, found = mesh(sizes, tmp_path)
     assert [finding.sentence for finding in found if finding.severity == "wrong"] == []
     assert one.corrected.config == one.case.config  # nor does --fix touch it
-
-
-def test_a_mesh_whose_product_is_not_the_ranks_is_wrong(tmp_path: Path) -> None:
     _, found = mesh({"dp_shard": 8, "tp": 2}, tmp_path)
     (wrong,) = [finding for finding in found if finding.severity == "wrong"]
     assert wrong.name == "groups-do-not-divide"
