@@ -22,8 +22,6 @@ from slm_toolkit.doctor.finding import SEVERITIES, Finding, as_json
 from slm_toolkit.doctor.fix import write_mended
 from slm_toolkit.hardware.gpus import find_gpu, gpu_of_name, gpus_here
 from slm_toolkit.hardware.machine import look_at_host_ram
-from slm_toolkit.model.families import kernel_problems
-from slm_toolkit.model.from_config import position_problem
 from slm_toolkit.predict.choices import choices, with_choices
 from slm_toolkit.predict.flag_checks import (
     NOT_OF_AN_ESTIMATE,
@@ -31,7 +29,7 @@ from slm_toolkit.predict.flag_checks import (
     model_to_estimate,
     node_problems,
 )
-from slm_toolkit.strategy.checked_run import all_of
+from slm_toolkit.strategy.checked_run import all_of, run_problems
 from slm_toolkit.strategy.groups import ranks_of_each_node
 from slm_toolkit.strategy.strategy import (
     STUDIED_STRATEGIES,
@@ -148,12 +146,8 @@ def _cases(args: argparse.Namespace) -> list[Case]:
     """Return a case per strategy. Raises ValueError for invalid flags."""
     config = config_from_args(args)
     complete = config.with_defaults(has_gpu=True)
-    problems = complete.problems()
-    if not problems:
-        spec = model_to_estimate(complete.model)
-        problems += filter(None, [position_problem(spec, complete.seq_len)])
-        problems += kernel_problems(spec, complete)
-    if problems:
+    spec = model_to_estimate(complete.model)
+    if problems := run_problems(complete, spec=spec):
         raise all_of(problems, verb="doctor")
     if args.gpu is not None:
         args.gpu, counts = gpus_asked(args.gpu, [args.num_gpus] if args.num_gpus else None)
@@ -219,6 +213,8 @@ def _gpus_of(args: argparse.Namespace, files: Files, num_here: int) -> tuple[int
     per_node = args.gpus_per_node or num_here
     if not per_node:
         per_node = min(_NUM_GPUS, num_gpus) if machines == 1 else max(1, num_gpus // machines)
+        if args.num_gpus is None and node_problems(num_gpus, per_node):
+            per_node = num_gpus  # as on one machine
     if problems := node_problems(num_gpus, per_node):
         raise all_of(problems, verb="doctor")
     return num_gpus, ranks_of_each_node(num_gpus, per_node)

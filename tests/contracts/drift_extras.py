@@ -174,7 +174,7 @@ EXTRAS = (
         "datasets: files it leaves and reads",
         ("load_from_disk", "interleave_datasets", "DatasetNotFoundError", "infer_extractor_format"),
         "read folders that it saved, a document per file, and mixtures; refuse what it would unpack",
-        "run/data/sources.py, run/data/data.py",
+        "run/data/documents.py, run/data/data.py",
         _datasets_files,
     ),
     Leaning(

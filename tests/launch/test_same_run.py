@@ -54,7 +54,7 @@ def test_another_runs_checkpoints_are_not_replaced(tmp_path: Path) -> None:
         done = train(tmp_path, *words, *other)
         assert done.code == 2
         assert "step_2 belongs to another run: " in done.err
-        assert "hint: use another --run_name" in done.err
+        assert ", or use another --run_name; --overwrite_output_dir deletes it" in done.err
     assert read_manifest(tmp_path / "run" / "checkpoints" / "step_2") == before
 
 

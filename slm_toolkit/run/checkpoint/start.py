@@ -234,7 +234,7 @@ def check_place(run_dir: Path, run: dict[str, Any], *, starts: bool, has_ended: 
             f"{run_dir} contains checkpoints of this run{ended}, and a new start would replace them\n"
             f"hint: --resume_from_checkpoint latest{resumes} from {newest.name}{replaces.format('them')}"
         )
-    kept = [f"{path} can't be read" for path in finished(run_dir / CHECKPOINTS_DIR)]
+    kept = [f"{path} can't be read" for path in reversed(finished(run_dir / CHECKPOINTS_DIR))]
     kept += [f"{model} is the model of an earlier run"] if (model := saved_model(run_dir)) else []
     if kept:
         raise ValueError(
