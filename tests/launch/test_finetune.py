@@ -56,8 +56,6 @@ def test_weights_say_how_often_a_dataset_is_drawn(tmp_path: Path) -> None:
     rows = [row["dataset"].item() for row, _ in zip(data.train, range(400), strict=False)]
     assert data.names == ("often", "seldom")
     assert 0.65 < rows.count(0) / len(rows) < 0.85  # 3 of 4; 400 draws stay within 4.6 standard errors
-    letters = {row["dataset"].item(): row["input_ids"][0].item() for row in list(data.train)[:50]}
-    assert letters[0] != letters[1]
     with pytest.raises(ValueError, match="a stream can't be mixed with other data"):
         load_data(config_of(mixed, seq_len=64, streaming=True), SPEC, num_sequences=0)
     both = load_data(config_of(mixed.replace("=3", "").replace("=1", ""), seq_len=64), SPEC, num_sequences=0)
@@ -84,7 +82,6 @@ def test_the_losses_of_mixed_datasets_make_up_the_whole(tmp_path: Path) -> None:
             of_each = [record["losses_by_dataset"][name][step] for name in ("chat", "text")]
             assert min(of_each) - 1e-6 <= whole <= max(of_each) + 1e-6
         assert set(record["eval_losses_by_set"]) == {"chat", "text"}
-        assert "eval loss" in done.err
         assert "perplexity" in done.err
     for name in ("chat", "text"):
         assert losses["plain"][name] == pytest.approx(losses["loss"][name], abs=5e-3)

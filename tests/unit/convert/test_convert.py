@@ -52,11 +52,9 @@ CASES = [  # what the source sets; the key asked about; what becomes of it; wher
     ({f"{_F}cpu_ram_efficient_loading": True}, "nearest", "zero3_init_flag: true"),
     ({f"{_F}state_dict_type": "FULL_STATE_DICT"}, "nearest", "on_model_save: true"),
     ({"mixed_precision": "fp16"}, "carried", "bf16.enabled: false, fp16.enabled: true"),
-    ({"mixed_precision": "fp8"}, "no counterpart", ""),
     ({f"{_Z}stage": 1}, "nearest", "fsdp_reshard_after_forward: false"),
     ({f"{_Z}zero_quantized_weights": True}, "no counterpart", ""),
     ({f"{_Z}overlap_comm": True}, "default", ""),
-    ({f"{_Z}zero_hpz_partition_size": 8}, "no counterpart", ""),
     ({f"{_Z}offload_param.device": "cpu"}, "nearest", "fsdp_offload_params: true"),
     ({f"{_Z}offload_optimizer.device": "nvme"}, "nearest", "fsdp_offload_params: true"),
     (

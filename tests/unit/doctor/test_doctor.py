@@ -63,7 +63,6 @@ def test_it_names_the_gain_of_aligned_widths_for_each_gpu_type(tmp_path: Path) -
     (tmp_path / "config.json").write_text(json.dumps({**shape, "intermediate_size": 2048}))
     words = ("--model", str(tmp_path), "--gpu", "h100-80gb", "--strategy", "ddp", BATCH, "32")
     finding = doctored(*words, code=1)["widths-off-tensor-cores"]
-    assert "hidden 780, heads 780" in finding["sentence"]
     assert "hidden 768 for 780, heads of 64 for 60" in finding["sentence"]
 
 
@@ -235,7 +234,6 @@ def test_it_is_readable_at_80_columns_and_in_a_pipe(faulty: Path) -> None:
     lines = done.out.splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[-1].startswith("4 wrong")
-    assert "    change: distributed_type: FSDP" in lines
 
 
 def test_comments_stay_with_their_keys() -> None:
