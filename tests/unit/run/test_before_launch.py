@@ -64,3 +64,13 @@ def test_what_the_ranks_would_refuse_is_refused_before_they_start(
     assert says in ended.err
     assert ended.err.startswith("error: ")
     assert "accelerate launch" not in ended.err
+
+
+def test_what_is_no_whole_model_is_not_written_as_one(out: Path) -> None:
+    for source, says in (
+        ("r", "step_4 is not of the model that slm-1m is now"),
+        (".", "contains no checkpoint of slm_toolkit"),
+    ):
+        done = slm_here("convert", str(out / source), "--to", "hf_model", "--output", str(out / "model"))
+        assert (done.code, says in done.err) == (2, True), done.err
+    assert not (out / "model").exists()
