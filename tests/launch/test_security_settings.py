@@ -157,7 +157,9 @@ def test_doctor_names_such_settings_first_and_writes_files_without_them(tmp_path
     own_strategy(tmp_path, text, {**evil_json(tmp_path), "hooks": "evilmod.X"})
     done = slm("doctor", "--strategy", "mine.yaml", "--json", "--fix", "fixed", cwd=tmp_path)
     found = json.loads(done.out)
-    assert [(each["severity"], each["topic"]) for each in found[:5]] == [("wrong", "security")] * 5
+    assert {(each["severity"], each["name"]) for each in found[:5]} == {
+        *(("wrong", "not-passed-on"), ("wrong", "unknown-key")),
+    }
     assert {each["key"] for each in found[:5]} == {
         *("mpirun_config.mpirun_hostfile", "flops_profiler.output_file", "csv_monitor.enabled", "hooks"),
         "torch_autocast.lower_precision_safe_modules",
