@@ -23,7 +23,6 @@ from slm_toolkit.doctor.fix import write_mended
 from slm_toolkit.hardware.gpus import find_gpu, gpu_of_name, gpus_here
 from slm_toolkit.hardware.machine import look_at_host_ram
 from slm_toolkit.model.families import kernel_problems
-from slm_toolkit.model.from_config import position_problem
 from slm_toolkit.predict.choices import choices, with_choices
 from slm_toolkit.predict.flag_checks import (
     NOT_OF_AN_ESTIMATE,
@@ -154,7 +153,6 @@ def _cases(args: argparse.Namespace) -> list[Case]:
     problems = complete.problems() + pair_problems(flags_given(args), [no_fix])
     if not problems:
         spec = model_to_estimate(complete.model)
-        problems += filter(None, [position_problem(spec, complete.seq_len)])
         problems += kernel_problems(spec, complete)
     if problems:
         raise all_of(problems, verb="doctor")

@@ -11,7 +11,6 @@ from slm_toolkit.base.errors import pip_install
 from slm_toolkit.config.dataset_files import Source, sources_of
 from slm_toolkit.config.flag_metadata import (
     Excludes,
-    ExcludesStrategy,
     Flag,
     dataclass_of_flags,
     field_problems,
@@ -35,20 +34,17 @@ ESTIMATED_ATTENTION = (  # names of transformers 5.23; all but eager keep no sco
     *("sdpa_flash", "sdpa_efficient", "sdpa_cudnn"),  # sdpa_math is missing: it keeps scores in its own way
 )
 _DEFAULT_STEPS = 33  # 3 of warm-up and 3 blocks of 10
-_LONGEST_NAME = 200  # of a folder: file systems take 255 bytes
 
 _LEARNS_NOTHING = (Excludes("rehearse", "a rehearsal learns nothing"),)
 _NO_DOCUMENTS = Excludes("dataset", "synthetic tokens are no documents", values=(SYNTHETIC,))
 _NO_LOW_PRECISION = Excludes("numerics", "it has no low precision", values=("fp32",))
-_NO_CHECKPOINTS = (
-    ExcludesStrategy(
-        "is_fsdp1",
-        "no checkpoints under FSDP1, whose flat parameters have no names: use fsdp_version: 2",
+_CHECKPOINTS = (
+    *_LEARNS_NOTHING,
+    Excludes(
+        "is_fsdp1", "no checkpoints under FSDP1, whose flat parameters have no names: use fsdp_version: 2"
     ),
-    ExcludesStrategy("is_zero_0", "no checkpoints under ZeRO-0, which shards nothing: use DDP"),
-    ExcludesStrategy(
-        "offloads_part_of_optimizer", "no checkpoints with part of the optimizer offloaded: ratio 1.0"
-    ),
+    Excludes("is_zero_0", "no checkpoints under ZeRO-0, which shards nothing: use DDP"),
+    Excludes("offloads_part_of_optimizer", "no checkpoints with part of the optimizer offloaded: ratio 1.0"),
 )
 KERNEL_SETS = {
     **dict.fromkeys(("auto", "plain"), ()),
@@ -144,12 +140,9 @@ class RunConfig:
                 "CUDA graphs overwrite the gradients of the pass before",
                 own=("graphs",),
             ),
-        ),
-        excludes_strategies=(
-            ExcludesStrategy(
+            Excludes(
                 "shards_parameters",
-                "{flag} records CUDA graphs, which need every parameter to stay where it is: leave graphs "
-                "out under FSDP and ZeRO-3",
+                "CUDA graphs need every parameter to stay where it is: not FSDP or ZeRO-3",
                 own=("graphs",),
             ),
         ),
@@ -165,11 +158,9 @@ class RunConfig:
         "computes the same, and is saved without padding",
         group="model",
         grid=True,
-        excludes=(Excludes("peft", "an adapter fits the unpadded model"),),
-        excludes_strategies=(
-            ExcludesStrategy(
-                "builds_in_shards", "{flag}: the model is built in shards: set zero3_init_flag: false"
-            ),
+        excludes=(
+            Excludes("peft", "an adapter fits the unpadded model"),
+            Excludes("builds_in_shards", "the model is built in shards: set zero3_init_flag: false"),
         ),
         may_change_on_resume=False,
         losses="rounded",
@@ -188,10 +179,9 @@ class RunConfig:
         bare="full",
         synonyms={"true": "full", "false": "none"},  # it was a switch once, as other trainers' still is
         grid=True,
-        excludes_strategies=(
-            ExcludesStrategy(
-                "checkpoints_activations",
-                "fsdp_activation_checkpointing already checkpoints every layer: leave out {flag}",
+        excludes=(
+            Excludes(
+                "checkpoints_activations", "fsdp_activation_checkpointing already checkpoints all layers"
             ),
         ),
         losses="same",
@@ -208,11 +198,9 @@ class RunConfig:
         group="model",
         choices=("aligned", "stock", "pure_bf16", "fp16", "fp32"),
         grid=True,
-        excludes_strategies=(
-            ExcludesStrategy(
-                "is_zero_0", "{flag} needs ZeRO-1, 2 or 3 under DeepSpeed", own=("pure_bf16", "fp16")
-            ),
-            ExcludesStrategy("is_fsdp1", "{flag} under FSDP1: use fsdp_version: 2", own=("fp16",)),
+        excludes=(
+            Excludes("is_zero_0", "under DeepSpeed it needs ZeRO-1, 2 or 3", own=("pure_bf16", "fp16")),
+            Excludes("is_fsdp1", "not under FSDP1: use fsdp_version: 2", own=("fp16",)),
         ),
         may_change_on_resume=False,
         losses="rounded",
@@ -248,12 +236,9 @@ class RunConfig:
             Excludes(
                 "numerics", "its weights compute in bf16", values=("fp32", "stock", "fp16"), own=("qlora",)
             ),
-        ),
-        excludes_strategies=(
-            ExcludesStrategy(
+            Excludes(
                 "is_zero_3",
-                "{flag} with ZeRO-3, which cuts weights apart without their scales: use ZeRO-2, DDP or one "
-                "GPU",
+                "ZeRO-3 cuts weights apart without their scales: use ZeRO-2, DDP or one GPU",
                 own=("qlora",),
             ),
         ),
@@ -512,19 +497,9 @@ class RunConfig:
             Excludes("numerics", "Muon's matrix products are in bf16", values=("fp16",), own=("muon",)),
             Excludes("peft", "Muon is for whole matrices, not for adapters", own=("muon",)),
             Excludes("pad_widths", "Muon's updates grow with the padded widths", own=("muon",)),
-        ),
-        excludes_strategies=(
-            ExcludesStrategy(
-                "offloads",
-                "{flag} with offload, whose optimizer runs on the CPU",
-                own=("muon",),
-            ),
-            ExcludesStrategy(
-                "is_fsdp1",
-                "{flag} under FSDP1, whose parameters are flat: use fsdp_version: 2",
-                own=("muon",),
-            ),
-            ExcludesStrategy("is_zero_0", "{flag} under ZeRO-0: use DDP", own=("muon",)),
+            Excludes("offloads", "offload's optimizer runs on the CPU", own=("muon",)),
+            Excludes("is_fsdp1", "FSDP1's parameters are flat: use fsdp_version: 2", own=("muon",)),
+            Excludes("is_zero_0", "not under ZeRO-0: use DDP", own=("muon",)),
         ),
         may_change_on_resume=False,
         losses="same",
@@ -640,8 +615,7 @@ class RunConfig:
         group="saving",
         basic=True,
         least=1,
-        excludes=_LEARNS_NOTHING,
-        excludes_strategies=_NO_CHECKPOINTS,
+        excludes=_CHECKPOINTS,
         losses="same",
         column="",
     )
@@ -669,8 +643,7 @@ class RunConfig:
         group="saving",
         one_run_only=True,
         basic=True,
-        excludes=_LEARNS_NOTHING,
-        excludes_strategies=_NO_CHECKPOINTS,
+        excludes=_CHECKPOINTS,
         identity=False,
     )
     overwrite_output_dir: bool = Flag(
@@ -866,12 +839,7 @@ class RunConfig:
 
     def problems(self) -> list[str]:
         """Return a sentence for each value that is invalid, alone or together with another flag."""
-        return [
-            *field_problems(self),
-            *_size_problems(self),
-            *_text_problems(self),
-            *_name_problems(self),
-        ]
+        return [*field_problems(self), *_text_problems(self)]
 
 
 FLAGS = flags_of_fields(RunConfig)
@@ -891,17 +859,6 @@ def fits_float8(*widths: int) -> bool:
     return all(width % FP8_MULTIPLE == 0 for width in widths)
 
 
-def _size_problems(config: RunConfig) -> list[str]:
-    batch = config.per_device_train_batch_size or FP8_MULTIPLE
-    num_tokens = batch * (config.seq_len or FP8_MULTIPLE)
-    if config.fp8 == "none" or num_tokens % FP8_MULTIPLE == 0:
-        return []
-    return [
-        f"--fp8 {config.fp8} with {num_tokens} tokens per process: float8 matrix products need a "
-        f"multiple of {FP8_MULTIPLE}"
-    ]
-
-
 def number_of_tokens(text: str) -> float:
     """Parse 20B, 300M, 1.5T, 2e10 or a plain number. Raises ValueError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMBT]?)", text.strip(), flags=re.IGNORECASE)
@@ -913,7 +870,7 @@ def number_of_tokens(text: str) -> float:
 
 
 def _text_problems(config: RunConfig) -> list[str]:
-    """Return a sentence for each text that can't be parsed."""
+    """Return a sentence for each text that can't be parsed, and for sizes that float8 does not have."""
     problems = []
     for name in ("max_seconds", "num_tokens", "sources", "eval_sources"):
         try:
@@ -924,23 +881,19 @@ def _text_problems(config: RunConfig) -> list[str]:
         paths = [source.path for source in parsed] if name.endswith("sources") else []
         if SYNTHETIC in paths and (len(paths) > 1 or name == "eval_sources"):
             problems.append("synthetic tokens can't be mixed with, or held out of, documents")
+    if config.resume_from_checkpoint == "":
+        problems.append("--resume_from_checkpoint is empty: is a variable unset?")
+    name, batch, seq_len = config.run_name, config.per_device_train_batch_size, config.seq_len
+    if name is not None and (Path(name).name != name or name in ("", "..")):
+        problems.append(f"--run_name is {name!r}: use a name, not a path; --output_dir sets the folder")
+    if config.fp8 != "none" and batch and seq_len and not fits_float8(batch * seq_len):
+        problems.append(
+            f"--fp8 {config.fp8} with {batch * seq_len} tokens per process: float8 matrix products need a "
+            f"multiple of {FP8_MULTIPLE}"
+        )
     return problems
 
 
 def rule_of(optim: str) -> str:
     """Return what a value of `--optim` updates the weights by: adamw or muon."""
     return optim.split("_")[0]
-
-
-def _name_problems(config: RunConfig) -> list[str]:
-    problems = []
-    if config.resume_from_checkpoint == "":
-        problems.append(
-            "--resume_from_checkpoint is empty: is a variable unset? auto may start from the beginning"
-        )
-    name = config.run_name
-    if name is not None and (Path(name).name != name or name in ("", "..")):
-        problems.append(f"--run_name is {name!r}: use a name, not a path; --output_dir sets the folder")
-    elif name is not None and len(name.encode(errors="replace")) > _LONGEST_NAME:
-        problems.append(f"--run_name is {shortened(name)}: at most {_LONGEST_NAME} bytes")
-    return problems

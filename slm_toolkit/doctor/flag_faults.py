@@ -7,7 +7,8 @@ from slm_toolkit.doctor.deepspeed_faults import in_its_file
 from slm_toolkit.doctor.finding import REMOVE, Finding, in_json, wrong
 from slm_toolkit.doctor.rule import Rule, faults_by
 from slm_toolkit.hardware.gpus import gpu_of_name
-from slm_toolkit.strategy.strategy import Strategy, json_contradictions
+from slm_toolkit.strategy.checked_run import json_contradictions
+from slm_toolkit.strategy.strategy import Strategy
 
 _IN_16_BITS = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "sdpa_flash", "sdpa_cudnn")
 _DIFFERS = {  # names of the findings by DeepSpeed's key

@@ -12,9 +12,9 @@ from slm_toolkit.doctor.finding import (
     wrong,
 )
 from slm_toolkit.doctor.rule import Rule, faults_by
+from slm_toolkit.strategy.checked_run import precision_problem
 from slm_toolkit.strategy.passed_on import refused_of_json, refused_of_yaml
 from slm_toolkit.strategy.settings import is_true, value_at
-from slm_toolkit.strategy.strategy import precision_problem
 
 _SUPPORTED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
 _ON_SEVERAL_GPUS = ("MULTI_GPU", "FSDP", "DEEPSPEED")

@@ -11,7 +11,8 @@ from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.setup.other_trainers import NAMES
 from slm_toolkit.predict.setup.setup import placement_of, unknown_to_estimates
-from slm_toolkit.strategy.groups import fit_groups, parallel_problems, ranks_of_each_node
+from slm_toolkit.strategy.checked_run import parallel_problems
+from slm_toolkit.strategy.groups import fit_groups, ranks_of_each_node
 from slm_toolkit.strategy.strategy import Strategy
 
 NOT_OF_AN_ESTIMATE = tuple(name for name, flag in FLAGS.items() if flag.estimate == "refuses")

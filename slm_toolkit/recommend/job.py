@@ -10,7 +10,6 @@ from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
 from slm_toolkit.hardware.gpus import Gpu, gpu_of_name, gpus, gpus_and_count
 from slm_toolkit.hardware.prices import Price
 from slm_toolkit.model.families import kernel_problems
-from slm_toolkit.model.from_config import position_problem
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import check_tokenizer, find_model, has_weights
 from slm_toolkit.predict.flag_checks import flag_problems, model_to_estimate, node_problems
@@ -97,7 +96,7 @@ def workloads_of(given: dict[str, Any], asked: Namespace) -> tuple[list[Workload
         spec = model_to_estimate(name)
         if spec.hub_id is None:  # a published preset's plan names its tokenizer
             check_tokenizer(RunConfig(**of_data), spec)
-        problems = [problem for n in lengths if (problem := position_problem(spec, n)) is not None]
+        problems = []
         for flag in kernels:
             problems += kernel_problems(spec, RunConfig(**{"attn_implementation": "eager", **flag}))
         if problems:

@@ -10,10 +10,10 @@ from slm_toolkit.base.user_files import exists, typed_path
 from slm_toolkit.config.dataset_files import FILE_FORMATS, sources_of
 from slm_toolkit.config.flags import flags_of
 from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
-from slm_toolkit.model.from_config import check_trainable
 from slm_toolkit.model.names import needs_tokenizer
 from slm_toolkit.recommend.plans import Plan
-from slm_toolkit.strategy.strategy import contradictions, is_shipped, on_nodes, write_resolved
+from slm_toolkit.strategy.checked_run import contradictions
+from slm_toolkit.strategy.strategy import is_shipped, on_nodes, write_resolved
 
 SCRIPT = "launch.sh"
 
@@ -33,9 +33,8 @@ def write_launch(plan: Plan, folder: Path) -> list[Path]:
     """Write the YAML, its JSON and a launch script.
 
     The script runs in a copy of the folder on any machine: files of this one are its variables. Return the
-    paths. Raise ValueError for a model that can only be estimated, and if a file exists or can't be written.
+    paths. Raise ValueError if a file exists or can't be written.
     """
-    check_trainable(plan.spec, plan.config)
     check_folder(folder)
     row = plan.estimate
     num_nodes = row.num_gpus // row.gpus_per_node

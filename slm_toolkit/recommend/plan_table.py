@@ -4,7 +4,6 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from slm_toolkit.config.run_config import COLUMN_TITLES
-from slm_toolkit.model.from_config import GPT_TYPES
 from slm_toolkit.recommend.launch_files import launch_command
 from slm_toolkit.recommend.plans import HIGHEST_PUBLISHED_MFU, Plan
 from slm_toolkit.recommend.ranking import TIE, amount, per_hardware, reason_of
@@ -41,17 +40,12 @@ def plan_report(ranked: list[Plan], *, top: int, objective: str, width: int) -> 
         f"{row.gpu}: ${row.usd_per_gpu_hour:.2f} per GPU-hour, {row.price_source}" for row in priced
     )
     lines.append("hours and dollars cover training steps only, not starting, saving and failures")
-    model_type = ranked[0].spec.model_type
-    if model_type in GPT_TYPES:
-        command = f"a {model_type} can be estimated, not trained here: nothing to launch"
-    else:
-        lines.append("\nto launch the first plan:")
-        command = launch_command(ranked[0])
+    lines.append("\nto launch the first plan:")
     return Group(
         Text(_heading(ranked), style="bold"),
         table_of(columns),
         *map(Text, lines),
-        command_line(command),
+        command_line(launch_command(ranked[0])),
     )
 
 

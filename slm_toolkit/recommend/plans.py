@@ -15,7 +15,8 @@ from slm_toolkit.predict.estimate import Estimate, estimate
 from slm_toolkit.predict.flag_checks import placement_problems
 from slm_toolkit.predict.setup.setup import Deployment, Setup, config_as_launched, unknown_to_estimates
 from slm_toolkit.recommend.scaling_laws import loss, loss_per_usd
-from slm_toolkit.strategy.strategy import Strategy, contradictions
+from slm_toolkit.strategy.checked_run import contradictions
+from slm_toolkit.strategy.strategy import Strategy
 
 _ENOUGH_BATCHES = 2
 "batches of one set of flags that fit and are estimated, the largest first: a smaller one is no faster"

@@ -60,11 +60,16 @@ def read_deepspeed_config(
     config = json_of(read_text(json_path, hint=hint), json_path, hint=hint) if content is None else content
     _check_types(config, json_path)
     check_no_secrets(config, json_path)
-    if problems := _set_twice(section, config, path, json_path, mixed_precision):
-        raise ValueError(
-            "\n".join(problems) + "\nhint: keep these settings in the JSON only: accelerate refuses them "
-            "in a YAML that names a JSON"
-        )
+    twice = [
+        f"{path}: {key} {section[key]!r} contradicts {json_path.name}, "
+        f"where {'.'.join(json_keys)} is {value_at(config, json_keys)!r}"
+        for key, json_keys in KEYS_OF_THE_JSON.items()
+        if key in section
+    ]
+    if mixed_precision is not None:
+        twice.append(f"{path}: mixed_precision {mixed_precision!r} together with {json_path.name}")
+    if twice:
+        raise ValueError("\n".join(twice) + "\nhint: accelerate refuses them: keep them in the JSON only")
     return config
 
 
@@ -78,20 +83,6 @@ def settings_of_yaml(section: dict[str, Any]) -> dict[str, Any]:
                 content = content.setdefault(part, {})
             content[key] = section[name]
     return config
-
-
-def _set_twice(
-    section: dict[str, Any], config: dict[str, Any], path: Path, json_path: Path, mixed_precision: object
-) -> list[str]:
-    problems = []
-    if mixed_precision is not None:
-        problems.append(f"{path}: mixed_precision {mixed_precision!r} together with {json_path.name}")
-    return problems + [
-        f"{path}: {key} {section[key]!r} contradicts {json_path.name}, "
-        f"where {'.'.join(json_keys)} is {value_at(config, json_keys)!r}"
-        for key, json_keys in KEYS_OF_THE_JSON.items()
-        if key in section
-    ]
 
 
 def _check_types(config: Any, path: Path) -> None:

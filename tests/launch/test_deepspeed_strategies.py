@@ -9,16 +9,11 @@ import pytest
 import yaml
 from conftest import COMPILING_SECONDS, FSDP2, compare, launch, own_strategy, record_under, run, slm
 from conversions import converted
+from slm_toolkit.strategy.deepspeed_optimizer import as_flags_say, optimizer_problems
 
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.strategy.deepspeed_optimizer import as_flags_say, optimizer_problems
-from slm_toolkit.strategy.strategy import (
-    config_dir,
-    contradictions,
-    find_strategy,
-    read_strategy,
-    write_resolved,
-)
+from slm_toolkit.strategy.checked_run import contradictions
+from slm_toolkit.strategy.strategy import config_dir, find_strategy, read_strategy, write_resolved
 
 # transformers' tests/deepspeed/ds_config_zero3.json and ds_config_zero2.json, by their keys
 OFFLOAD = {"device": "cpu", "pin_memory": True}

@@ -9,7 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.record.numerics import Numerics, differences, precision_of
 from slm_toolkit.run.kernels.layer_kernels import use_fp8
-from slm_toolkit.strategy.strategy import contradictions, find_strategy
+from slm_toolkit.strategy.checked_run import contradictions
+from slm_toolkit.strategy.strategy import find_strategy
 
 FEW = ("--model", "slm-1m", "--seq_len", "64", "--max_steps", "3")
 TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}

@@ -10,8 +10,9 @@ import pytest
 import yaml
 from conftest import own_strategy, run, slm
 
+from slm_toolkit.strategy.checked_run import check_passed_on
 from slm_toolkit.strategy.passed_on import JSON_SETTINGS, refused_of_json, refused_of_yaml
-from slm_toolkit.strategy.strategy import check_passed_on, find_strategy
+from slm_toolkit.strategy.strategy import find_strategy
 
 FLAGS = ("--model", "slm-1m", "--seq_len", "32", "--max_steps", "2", "--output_dir", "runs")
 SMALL = {

@@ -13,7 +13,8 @@ from slm_toolkit.hardware.network import Cluster, cluster_of
 from slm_toolkit.model.model_spec import ModelSpec, hidden_matrices, padded_spec
 from slm_toolkit.predict.setup.adapters import Adapters, Weights, adapters_of, unknown_targets, weights_of
 from slm_toolkit.predict.setup.other_trainers import LossBytes, OtherTrainer
-from slm_toolkit.strategy.groups import check_groups, fit_groups, ranks_of_each_node
+from slm_toolkit.strategy.checked_run import check_groups
+from slm_toolkit.strategy.groups import fit_groups, ranks_of_each_node
 from slm_toolkit.strategy.settings import FSDP1_SHARDING_STRATEGIES
 from slm_toolkit.strategy.sharding import Sharding
 from slm_toolkit.strategy.strategy import Strategy

@@ -33,7 +33,8 @@ from slm_toolkit.run.engine.optimizer import AdamWWithMasterWeights
 from slm_toolkit.run.kernels.layer_kernels import decoder_layers
 from slm_toolkit.run.peers.launch_info import Launch
 from slm_toolkit.run.peers.machines import process_group_timeout
-from slm_toolkit.strategy.strategy import Strategy, check_passed_on, micro_steps, precision_note
+from slm_toolkit.strategy.checked_run import check_passed_on
+from slm_toolkit.strategy.strategy import Strategy, micro_steps, precision_note
 
 
 def check_tracker(name: str) -> None:

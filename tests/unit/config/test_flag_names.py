@@ -15,7 +15,8 @@ from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import gpu_of_name, gpus_and_count
 from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.flag_checks import gpus_asked
-from slm_toolkit.strategy.strategy import find_strategy, precision_problem
+from slm_toolkit.strategy.checked_run import precision_problem
+from slm_toolkit.strategy.strategy import find_strategy
 
 
 def refused(*words: str) -> str:

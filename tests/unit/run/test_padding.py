@@ -14,7 +14,8 @@ from slm_toolkit.model.model_spec import ModelSpec, padded_spec
 from slm_toolkit.model.names import find_model
 from slm_toolkit.run.model.model import build_model
 from slm_toolkit.run.model.padding import config_without_padding, without_padding
-from slm_toolkit.strategy.strategy import contradictions, find_strategy
+from slm_toolkit.strategy.checked_run import contradictions
+from slm_toolkit.strategy.strategy import find_strategy
 
 MODELS = ROOT / "bench" / "data" / "models"
 ODD = {"intermediate_size": 100, "vocab_size": 333}

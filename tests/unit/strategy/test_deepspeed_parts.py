@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 from conftest import slm_here
+from slm_toolkit.strategy.deepspeed_parts import part_problems
 
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.strategy.deepspeed_parts import part_problems
-from slm_toolkit.strategy.strategy import contradictions, find_strategy, shipped_strategies
+from slm_toolkit.strategy.checked_run import contradictions
+from slm_toolkit.strategy.strategy import find_strategy, shipped_strategies
 
 ON_HOST = {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}
 ON = [

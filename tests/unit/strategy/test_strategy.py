@@ -8,11 +8,10 @@ import yaml
 
 from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.model.model_spec import PRESETS
-from slm_toolkit.strategy.checked_run import checked_run
+from slm_toolkit.strategy.checked_run import checked_run, contradictions
 from slm_toolkit.strategy.strategy import (
     Strategy,
     config_dir,
-    contradictions,
     copy_configs,
     find_strategy,
     read_strategy,
