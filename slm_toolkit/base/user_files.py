@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
+# size limit of a YAML or JSON with settings or prices, and of a config.json; real files have a few KB
 SETTINGS_BYTES = 2**17
-"size limit of a YAML or JSON with settings or prices, and of a config.json; real files have a few KB"
+# limit of nested mappings and lists; DeepSpeed's JSON has four levels
 MOST_LEVELS = 40
-"limit of nested mappings and lists; DeepSpeed's JSON has four levels"
 _LARGEST_BITS = 1023  # a larger integer may not fit in a float
 YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, if present, is ten times as fast
 
@@ -22,17 +22,8 @@ def typed_path(text: str) -> Path:
     return Path(os.path.expanduser(text))
 
 
-def is_file(path: Path) -> bool:
-    """Return whether the path is a file; False for too long a name (`Path.is_file` raises OSError)."""
-    return os.path.isfile(path)
-
-
-def is_dir(path: Path) -> bool:
-    return os.path.isdir(path)
-
-
-def exists(path: Path) -> bool:
-    return os.path.exists(path)
+# False for too long a name, for which the methods of Path raise OSError
+is_file, is_dir, exists = os.path.isfile, os.path.isdir, os.path.exists
 
 
 def check_name(name: str, what: str) -> str:

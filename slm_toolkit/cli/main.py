@@ -11,8 +11,7 @@ if _COLLECTS := gc.isenabled():
 
 # isort: split
 from slm_toolkit import __version__
-from slm_toolkit.base.errors import about_path, user_errors
-from slm_toolkit.base.interrupts import ending_at_once
+from slm_toolkit.base.errors import about_path, ending_at_once, user_errors
 from slm_toolkit.config.parser import Parser, with_flags_of, with_underscores
 
 _VERBS = {  # name, which is also its module in cli/: help

@@ -32,12 +32,12 @@ def foreign_flags(kind: str) -> dict[str, str]:
 
 
 _LAUNCHERS_OWN = ("strategy", "config_file", "num_processes", "num_machines", "machine_rank")
+# switches of Trainer: our flag and its value; without --bf16 and with its false, our default stays
 _SWITCHES = {
     "bf16": ("numerics", "aligned"),
     "fp16": ("numerics", "fp16"),
     "torch_compile": ("kernels", "compiled"),
 }
-"switches of Trainer: our flag and its value; without --bf16 and with its false, our default stays"
 
 
 class _Switch(argparse.Action):

@@ -7,7 +7,6 @@ from argparse import SUPPRESS
 from pathlib import Path
 from typing import Any
 
-from slm_toolkit.base.errors import pip_install
 from slm_toolkit.config.dataset_files import Source, sources_of
 from slm_toolkit.config.flag_metadata import (
     Excludes,
@@ -19,16 +18,16 @@ from slm_toolkit.config.flag_metadata import (
 )
 
 SYNTHETIC = "synthetic"
+# the default --lr_scheduler_type; the others are transformers'
 OWN_SCHEDULE = "cosine_to_tenth"
-"the default --lr_scheduler_type; the others are transformers'"
+# most ranks of a node; a rehearsal has no nodes to count them on
 REHEARSED_RANKS_PER_NODE = 8
-"most ranks of a node; a rehearsal has no nodes to count them on"
+# sequences per process where nothing is known of the GPU
 DEFAULT_BATCH = 4
-"sequences per process where nothing is known of the GPU"
+# cuBLAS multiplies float8 matrices if their widths and numbers of tokens are multiples of it
 FP8_MULTIPLE = 16
-"cuBLAS multiplies float8 matrices if their widths and numbers of tokens are multiples of it"
+# seconds; torch's own timeout of a collective, see run/peers/machines.py
 MOST_DDP_TIMEOUT = 3600
-"seconds; torch's own timeout of a collective, see run/peers/machines.py"
 ESTIMATED_ATTENTION = (  # names of transformers 5.23; all but eager keep no scores
     *("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"),
     *("sdpa_flash", "sdpa_efficient", "sdpa_cudnn"),  # sdpa_math is missing: it keeps scores in its own way
@@ -46,6 +45,7 @@ _CHECKPOINTS = (
     Excludes("is_zero_0", "no checkpoints under ZeRO-0, which shards nothing: use DDP"),
     Excludes("offloads_part_of_optimizer", "no checkpoints with part of the optimizer offloaded: ratio 1.0"),
 )
+# values of --kernels and the parts of each; until a verb has replaced it, auto has none
 KERNEL_SETS = {
     **dict.fromkeys(("auto", "plain"), ()),
     "fused": ("loss", "norm", "triton"),
@@ -53,7 +53,6 @@ KERNEL_SETS = {
     **{part: (part,) for part in ("loss", "norm", "triton", "compile")},
     "graphs": ("compile", "graphs"),
 }
-"values of --kernels and the parts of each; until a verb has replaced it, auto has none"
 
 
 def in_todays_names(flags: dict[str, Any]) -> dict[str, Any]:
@@ -102,9 +101,8 @@ class RunConfig:
     )
     attn_implementation: str = Flag(
         "sdpa",
-        "attention kernel by transformers' name: eager, sdpa, flex_attention, flash_attention_2, _3 or "
-        "_4. Or one backend of sdpa: sdpa_math, sdpa_flash, sdpa_efficient, sdpa_cudnn",
-        group="model",
+        "eager, sdpa, flex_attention, flash_attention_2, _3 or _4; or one backend of sdpa: sdpa_math, "
+        "sdpa_flash, sdpa_efficient, sdpa_cudnn",
         grid=True,
         losses="rounded",
         estimate="counts",
@@ -115,12 +113,10 @@ class RunConfig:
     )
     kernels: str = Flag(
         "auto",
-        "plain: Hugging Face's own. fused: head and loss in chunks of tokens, so that the logits of many "
-        "tokens never exist as a whole; norms that keep only their input for backward; and on a GPU Triton's "
-        "loss and, where the engine leaves the step to us, AdamW. compiled: fused, and torch.compile of the "
-        "decoder layers. auto: the fastest for this GPU, shape and number of steps. Or parts of them joined "
-        "by +: loss, norm, triton, compile, graphs (CUDA graphs of the compiled layers)",
-        group="model",
+        "plain: Hugging Face's own. fused: loss in chunks of tokens, norms that keep only their input "
+        "for backward, and on a GPU Triton's loss and AdamW. compiled: fused, and torch.compile of the "
+        "decoder layers. auto: the fastest for this GPU, shape and number of steps. Or parts joined by "
+        "+: loss, norm, triton, compile, graphs (CUDA graphs)",
         basic=True,
         sets=KERNEL_SETS,
         metavar="auto|plain|fused|compiled",
@@ -156,7 +152,6 @@ class RunConfig:
         False,
         "pad FFN and vocabulary with zeros to multiples of 64, which a GPU multiplies faster. The model "
         "computes the same, and is saved without padding",
-        group="model",
         grid=True,
         excludes=(
             Excludes("peft", "an adapter fits the unpadded model"),
@@ -170,10 +165,9 @@ class RunConfig:
     )
     gradient_checkpointing: str = Flag(
         "none",
-        "recompute activations in backward, which saves memory. full, or the flag alone: every layer; "
-        "about a third more time. selective_layer: every second layer. selective_op: all but attention "
-        "and every second matrix product",
-        group="model",
+        "recompute activations in backward, which saves memory. full: every layer; about a third more "
+        "time. selective_layer: every second layer. selective_op: all but attention and every second "
+        "matrix product",
         basic=True,
         choices=("none", "full", "selective_op", "selective_layer"),
         bare="full",
@@ -191,11 +185,9 @@ class RunConfig:
     )
     numerics: str = Flag(
         "aligned",
-        "aligned: bf16 compute, fp32 master weights and bf16 reduction under every engine. stock: "
-        "accelerate's own numerics for the YAML's mixed_precision (bf16 if it has none). pure_bf16: like "
-        "aligned, but weights and Adam's moments in bf16 only. fp16: like aligned, but in fp16 with a loss "
-        "scale, for GPUs without bf16 (T4, V100). fp32: no low precision",
-        group="model",
+        "aligned: bf16 compute, fp32 master weights, bf16 reduction. stock: accelerate's own for the "
+        "YAML's mixed_precision. pure_bf16: weights and Adam's moments in bf16 only. fp16: like "
+        "aligned, with a loss scale, for GPUs without bf16 (T4, V100). fp32: no low precision",
         choices=("aligned", "stock", "pure_bf16", "fp16", "fp32"),
         grid=True,
         excludes=(
@@ -209,10 +201,8 @@ class RunConfig:
     )
     fp8: str = Flag(
         "none",
-        "run matrix products of the decoder layers in float8, with a scale per tensor or per row. Emulated "
-        "below compute capability 8.9 and on CPU, except in a rehearsal. Needs torchao: "
-        f"`{pip_install('fp8')}`",
-        group="model",
+        "run matrix products of the decoder layers in float8, with a scale per tensor or per row. "
+        "Emulated below compute capability 8.9 and on CPU. Needs `pip install torchao`",
         choices=("none", "tensorwise", "rowwise"),
         grid=True,
         excludes=(
@@ -226,8 +216,8 @@ class RunConfig:
     )
     peft: str = Flag(
         "none",
-        "lora: freeze the weights and train low-rank matrices. qlora: the same, with the weights in 4 "
-        f"bits (NF4). Needs `{pip_install('peft')}`",
+        "lora: freeze the weights and train low-rank matrices. qlora: the same, with 4-bit weights "
+        "(NF4). Needs `pip install peft bitsandbytes`",
         group="adapters",
         basic=True,
         choices=("none", "lora", "qlora"),
@@ -250,7 +240,6 @@ class RunConfig:
     lora_r: int = Flag(
         16,
         "rank of LoRA's matrices",
-        group="adapters",
         grid=True,
         least=1,
         needs=("peft",),
@@ -262,7 +251,6 @@ class RunConfig:
     lora_alpha: float = Flag(
         32.0,
         "LoRA's scale, before it is divided by the rank",
-        group="adapters",
         grid=True,
         above=0,
         needs=("peft",),
@@ -272,7 +260,6 @@ class RunConfig:
     lora_dropout: float = Flag(
         0.0,
         "dropout before LoRA's matrices",
-        group="adapters",
         least=0,
         below=1,
         needs=("peft",),
@@ -283,7 +270,6 @@ class RunConfig:
         "all-linear",
         "modules that get an adapter, such as q_proj,v_proj. all-linear: every linear module of the "
         "decoder layers",
-        group="adapters",
         needs=("peft",),
         may_change_on_resume=False,
         estimate="counts",
@@ -304,10 +290,8 @@ class RunConfig:
     )
     per_device_train_batch_size: int | None = Flag(
         None,
-        "sequences per process and micro-step. auto, the default: on a GPU the largest power of two that "
-        "fits under every compared strategy and gains at least 3 % over half of it; 4 on CPU and on an "
-        "unknown GPU",
-        group="batch",
+        "sequences per process and micro-step. auto, the default: on a GPU the largest power of two "
+        "that fits under every compared strategy and gains at least 3 % over half of it; else 4",
         basic=True,
         grid=True,
         least=1,
@@ -319,7 +303,6 @@ class RunConfig:
     gradient_accumulation_steps: int = Flag(
         1,
         "micro-steps per optimizer step",
-        group="batch",
         grid=True,
         least=1,
         losses="same",
@@ -329,10 +312,9 @@ class RunConfig:
     )
     dataset: str = Flag(
         SYNTHETIC,
-        "hub id, folder, glob, or local .txt, .jsonl or .parquet file. The configuration of a hub dataset "
-        "follows its id: HuggingFaceFW/fineweb-edu:sample-10BT. Several are mixed by weight: A=3,B=1. "
-        "Without weights all of each is used. The loss of each is reported. synthetic: a generated Markov "
-        "chain, the same on every machine",
+        "hub id, folder, glob, or local .txt, .jsonl or .parquet file. A hub dataset's configuration "
+        "follows its id: HuggingFaceFW/fineweb-edu:sample-10BT. Several are mixed by weight: A=3,B=1; "
+        "without weights all of each is used. synthetic: a generated Markov chain",
         group="data",
         basic=True,
         aliases=("dataset_name",),
@@ -342,17 +324,14 @@ class RunConfig:
     parity: int | None = Flag(  # `slm compare --parity` sets it for its ranks; no verb has it as a flag
         None,
         SUPPRESS,
-        group="data",
         excludes=(Excludes("peft", "its weights compute in bf16", values=("qlora",)),),
         estimate="ignores",
         column="",
     )
     eval_dataset: str | None = Flag(
         None,
-        "held-out sets, separated by commas, for --eval_steps. Loss and perplexity of each are reported. Or "
-        "1% to 50%: the share of each --dataset to hold out (default: 5%; of a stream: its first "
-        "--eval_batches)",
-        group="data",
+        "held-out sets, separated by commas, for --eval_steps. Or 1% to 50%: the share of each "
+        "--dataset to hold out (default: 5%; of a stream: its first --eval_batches)",
         needs=("eval_steps",),
         excludes=(_NO_DOCUMENTS,),
         may_change_on_resume=False,
@@ -362,7 +341,6 @@ class RunConfig:
         "auto",
         "format of a row. messages: role and content. alpaca: instruction, input, output. sharegpt: "
         "conversations. tokens: input_ids, and labels if present. auto: decided by the columns",
-        group="data",
         choices=("auto", "text", "messages", "prompt_completion", "alpaca", "sharegpt", "tokens"),
         excludes=(_NO_DOCUMENTS,),
         may_change_on_resume=False,
@@ -371,18 +349,15 @@ class RunConfig:
     loss_on: str = Flag(
         "answers",
         "tokens of chat data that count in the loss: the answers, or all",
-        group="data",
         choices=("answers", "all"),
         grid=True,
         may_change_on_resume=False,
     )
     packing: str = Flag(
         "auto",
-        "how documents fill sequences. concat: joined and cut; tokens attend across documents. "
-        "block_diagonal: the same, but each document attends only to itself. multipack: whole documents, "
-        "combined to leave little padding; each attends only to itself. none: one document each, padded. "
-        "auto: concat for text, multipack for chat",
-        group="data",
+        "how documents fill sequences. concat: joined and cut. block_diagonal: the same, but each "
+        "attends only to itself. multipack: whole documents, combined to leave little padding; each "
+        "attends only to itself. none: one each, padded. auto: concat for text, multipack for chat",
         choices=("auto", "concat", "block_diagonal", "multipack", "none"),
         grid=True,
         excludes=(_NO_DOCUMENTS,),
@@ -396,27 +371,23 @@ class RunConfig:
     text_column: str = Flag(
         "text",
         "column with the documents",
-        group="data",
         may_change_on_resume=False,
     )
     tokenizer_name: str | None = Flag(
         None,
         "hub id or folder. byte: 256 bytes, no download (default: the model's own; byte for a model of 384 "
         "tokens)",
-        group="data",
         may_change_on_resume=False,
         estimate="ignores",
     )
     streaming: bool | None = Flag(
         None,
         "read documents as they are needed (default: if they are over 1 GiB)",
-        group="data",
         may_change_on_resume=False,
     )
     dataloader_num_workers: int = Flag(
         0,
         "processes per rank that read batches ahead",
-        group="data",
         grid=True,
         least=0,
         losses="same",
@@ -433,9 +404,7 @@ class RunConfig:
     )
     max_tokens: str | None = Flag(
         None,
-        "tokens to train on, such as 50M or 2B, instead of --max_steps. The number of steps follows from the "
-        "batch and the number of ranks",
-        group="length",
+        "tokens to train on, such as 50M or 2B, instead of --max_steps",
         excludes=(
             Excludes("max_steps", "give one of them"),
             Excludes("num_train_epochs", "give one of them"),
@@ -446,7 +415,6 @@ class RunConfig:
     num_train_epochs: float | None = Flag(
         None,
         "passes over the dataset, instead of --max_steps",
-        group="length",
         above=0,
         excludes=(
             Excludes("max_steps", "give one of them"),
@@ -455,9 +423,8 @@ class RunConfig:
     )
     max_time: str | None = Flag(
         None,
-        "stop after this time since the start: DD:HH:MM:SS, HH:MM:SS or seconds. The run saves a checkpoint "
-        "and exits with 0; --resume_from_checkpoint latest continues",
-        group="length",
+        "stop after this time since the start: DD:HH:MM:SS, HH:MM:SS or seconds. The run saves a "
+        "checkpoint and exits with 0; --resume_from_checkpoint latest continues",
         one_run_only=True,
         needs=("save_steps",),
         excludes=_LEARNS_NOTHING,
@@ -465,10 +432,9 @@ class RunConfig:
     )
     profile: str = Flag(
         "none",
-        "look into steps after the last timed one. time, or the flag alone: four steps under torch.profiler, "
-        "which show where the time goes; writes a trace. memory: every allocation of two steps, a timeline "
-        "by part and module. A rehearsal without a GPU always has the timeline",
-        group="length",
+        "look into steps after the last timed one. time, or the flag alone: four steps under "
+        "torch.profiler; writes a trace. memory: every allocation of two steps, a timeline by part and "
+        "module",
         choices=("none", "time", "memory"),
         bare="time",
         synonyms={"true": "time", "false": "none"},  # it was a switch once
@@ -477,18 +443,17 @@ class RunConfig:
     )
     rehearse: int | None = Flag(
         None,
-        "let one process play rank 0 of N, with the real engine and sizes. Nothing is sent, and losses "
-        "mean nothing. Without a GPU tensors take no memory, and every allocation is traced",
-        group="length",
+        "let one process play rank 0 of N, with the real engine and sizes. Losses mean nothing. Without "
+        "a GPU tensors take no memory, and every allocation is traced",
         grid=True,
         least=1,
         column="",
     )
     optim: str = Flag(
         "adamw_torch_fused",
-        "adamw_torch_fused: one kernel for all parameters. adamw_torch: takes a temporary as large as the "
-        "parameters. muon: Muon for the matrices of the layers (4 bytes less per parameter), fused AdamW for "
-        "the rest",
+        "adamw_torch_fused: one kernel for all parameters. adamw_torch: takes a temporary as large as "
+        "the parameters. muon: Muon for the layers' matrices (4 bytes less per parameter), fused AdamW "
+        "for the rest",
         group="optimizer",
         choices=("adamw_torch", "adamw_torch_fused", "muon"),
         grid=True,
@@ -510,7 +475,6 @@ class RunConfig:
     learning_rate: float = Flag(
         3e-4,
         "peak learning rate",
-        group="optimizer",
         basic=True,
         above=0,
         most=1,  # AdamW moves each weight by about the rate in a step; they begin with a deviation of 0.02
@@ -518,10 +482,8 @@ class RunConfig:
     )
     lr_scheduler_type: str = Flag(
         OWN_SCHEDULE,
-        "learning-rate schedule. cosine_to_tenth: after --warmup_steps a cosine to a tenth of the peak. The "
-        "others are transformers' own: cosine and linear fall to 0, warmup_stable_decay falls only in the "
-        "last tenth of the steps",
-        group="optimizer",
+        "learning-rate schedule. cosine_to_tenth: a cosine to a tenth of the peak. The others are "
+        "transformers' own; warmup_stable_decay falls in the last tenth of the steps",
         choices=(
             *(OWN_SCHEDULE, "cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt"),
             "warmup_stable_decay",
@@ -535,21 +497,18 @@ class RunConfig:
     warmup_steps: int = Flag(
         0,
         "steps over which the learning rate rises from near 0",
-        group="optimizer",
         least=0,
         estimate="ignores",
     )
     weight_decay: float = Flag(
         0.1,
         "AdamW's decoupled weight decay",
-        group="optimizer",
         least=0,
         estimate="ignores",
     )
     adam_beta1: float = Flag(
         0.9,
         "decay of AdamW's first moment",
-        group="optimizer",
         least=0,
         below=1,
         estimate="ignores",
@@ -557,7 +516,6 @@ class RunConfig:
     adam_beta2: float = Flag(
         0.95,
         "decay of AdamW's second moment",
-        group="optimizer",
         least=0,
         below=1,
         estimate="ignores",
@@ -565,7 +523,6 @@ class RunConfig:
     adam_epsilon: float = Flag(
         1e-8,
         "AdamW's epsilon, which is added to the root of the second moment",
-        group="optimizer",
         above=0,
         most=1,
         estimate="ignores",
@@ -575,17 +532,14 @@ class RunConfig:
         None,
         "gradient clipping, the same under every engine. 0: no clipping (default: 1.0; with --numerics "
         "stock, the engine's own)",
-        group="optimizer",
         least=0,
         estimate="counts",
     )
     on_bad_step: str = Flag(
         "stop",
-        "on a NaN or infinite loss or gradient, or a loss above twice ln(vocabulary size). stop: end the run "
-        "and name the step's sequences. skip: skip the step, at most 10 in a row. Weights are never updated "
-        "with a NaN or infinite value. In fp16 an infinite gradient halves the loss scale instead, 20 times "
-        "at most",
-        group="optimizer",
+        "on a NaN or infinite loss or gradient, or a loss above twice ln(vocabulary size). stop: end "
+        "the run and name the step's sequences. skip: skip the step, at most 10 in a row. In fp16 an "
+        "infinite gradient halves the loss scale instead, 20 times at most",
         choices=("stop", "skip"),
         losses="same",
         column="",
@@ -593,7 +547,6 @@ class RunConfig:
     seed: int = Flag(
         0,
         "random seed of weights and data",
-        group="optimizer",
         grid=True,
         least=0,
         most=2**32 - 1,  # numpy takes no larger one
@@ -608,24 +561,21 @@ class RunConfig:
         excludes=_LEARNS_NOTHING,
         column="",
     )
-    eval_batches: int = Flag(20, "batches per process in one evaluation", group="saving", least=1, column="")
+    eval_batches: int = Flag(20, "batches per process in one evaluation", least=1, column="")
     save_steps: int | None = Flag(
         None,
         "write a checkpoint every N steps",
-        group="saving",
         basic=True,
         least=1,
         excludes=_CHECKPOINTS,
         losses="same",
         column="",
     )
-    save_total_limit: int = Flag(2, "checkpoints to keep", group="saving", least=1, identity=False)
+    save_total_limit: int = Flag(2, "checkpoints to keep", least=1, identity=False)
     save_final_model: str | None = Flag(
         None,
         "write a Hugging Face model folder at the end. merged: also the base model with the adapter of "
-        "--peft merged into its weights (default: true with a dataset, false with synthetic tokens and in "
-        "slm compare)",
-        group="saving",
+        "--peft merged into its weights (default: true with a dataset, but false in slm compare)",
         choices=("true", "false", "merged"),
         bare="true",
         synonyms={"true": "true", "yes": "true", "1": "true", "false": "false", "no": "false", "0": "false"},
@@ -638,9 +588,8 @@ class RunConfig:
     resume_from_checkpoint: str | None = Flag(
         None,
         "folder of a checkpoint, or of a run for its newest one. latest: the newest of this run. auto: "
-        "the same, or start from the beginning if there is none. Strategy and number of processes may "
-        "differ. Also a folder of accelerate's FSDP or of DeepSpeed",
-        group="saving",
+        "the same, or start from the beginning. Strategy and number of processes may differ. Also a "
+        "folder of accelerate's FSDP or of DeepSpeed",
         one_run_only=True,
         basic=True,
         excludes=_CHECKPOINTS,
@@ -648,9 +597,7 @@ class RunConfig:
     )
     overwrite_output_dir: bool = Flag(
         False,
-        "start from the beginning in a folder with an earlier run. Its checkpoints, model and record are "
-        "deleted before the first step",
-        group="saving",
+        "delete an earlier run in the folder, with its checkpoints, before the first step",
         excludes=(
             *_LEARNS_NOTHING,
             Excludes(
@@ -662,10 +609,8 @@ class RunConfig:
     )
     ddp_timeout: float = Flag(
         600.0,
-        "time limit in seconds for one step, evaluation or checkpoint. After that the run stops and names "
-        "the hanging rank. The first step of --kernels compiled gets an hour. Building model, data and "
-        "engine is not limited",
-        group="saving",
+        "time limit in seconds for one step, evaluation or checkpoint. After that the run stops and "
+        "names the hanging rank. The first step of --kernels compiled gets an hour",
         least=1,
         most=MOST_DDP_TIMEOUT,
         identity=False,
@@ -673,26 +618,21 @@ class RunConfig:
     )
     logging_steps: int | None = Flag(
         None,
-        "every N steps, log the mean loss to --report_to and print a line (default: log every step, and "
-        "print a line every ten seconds)",
-        group="saving",
+        "log the mean loss to --report_to every N steps, and print a line (default: log every step, "
+        "print every ten seconds)",
         least=1,
         identity=False,
     )
-    report_to: str = Flag(
-        "none", "an accelerate tracker: tensorboard, trackio, wandb, ...", group="saving", identity=False
-    )
+    report_to: str = Flag("none", "an accelerate tracker: tensorboard, trackio, wandb, ...", identity=False)
     output_dir: str = Flag(
         "runs",
         "folder in which each run gets its own folder",
-        group="saving",
         basic=True,
         identity=False,
     )
     run_name: str | None = Flag(
         None,
         "name of the run's folder (default: model, strategy and a hash of the flags)",
-        group="saving",
         one_run_only=True,
         identity=False,
     )
@@ -842,16 +782,16 @@ class RunConfig:
         return [*field_problems(self), *_text_problems(self)]
 
 
+# each flag by its name, in the order of --help
 FLAGS = flags_of_fields(RunConfig)
-"each flag by its name, in the order of --help"
+# titles of the flags that have a column in tables
 COLUMN_TITLES = {
     name: flag.column or name.replace("_", " ")
     for name, flag in FLAGS.items()
     if flag.identity and flag.column != ""
 }
-"titles of the flags that have a column in tables"
+# flags whose columns come first
 FIRST_COLUMNS = ("numerics", "seq_len", "per_device_train_batch_size", "gradient_accumulation_steps")
-"flags whose columns come first"
 
 
 def fits_float8(*widths: int) -> bool:

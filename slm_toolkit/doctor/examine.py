@@ -19,7 +19,7 @@ from slm_toolkit.predict.estimate import estimate
 from slm_toolkit.predict.flag_checks import placement_problems
 from slm_toolkit.predict.setup.setup import Deployment, Setup, known_to_estimates, unlike_the_model
 from slm_toolkit.strategy.checked_run import contradictions
-from slm_toolkit.strategy.sharding import product_problem
+from slm_toolkit.strategy.settings import product_problem
 from slm_toolkit.strategy.strategy import Strategy, is_shipped, strategy_of
 
 _CHECKS = {  # each check, and the topic of its findings that name none

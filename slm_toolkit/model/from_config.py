@@ -12,8 +12,8 @@ from slm_toolkit.base.user_files import check_name, json_of, read_text
 from slm_toolkit.model.families import FAMILIES, Family
 from slm_toolkit.model.model_spec import ModelSpec
 
+# estimates loop over layers
 MOST_LAYERS = 10**5
-"estimates loop over layers"
 _Size = Annotated[int, Meta(ge=1, le=10**9)]
 _HINT = "is it the config.json of a language model?"
 
@@ -110,7 +110,6 @@ def spec_from_config(config: object, name: str, path: str) -> ModelSpec:
         model_type=model_type,
         max_position_embeddings=hf.max_position_embeddings or 2048,
         rope_theta=rope.rope_theta or hf.rope_theta or 10_000.0,
-        source=path,
         path=path,
         norms=family.norms,
         qk_norm=family.qk_norm,

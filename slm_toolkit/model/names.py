@@ -128,8 +128,8 @@ def _spec_from_hub(hub_id: str) -> ModelSpec:
 
 # The Hugging Face hub: whether it answers, and which of its models and datasets are cached here.
 
+# time limit for the hub's first answer if HF_HUB_ETAG_TIMEOUT is not set; an answer usually takes 0.2 s
 _SECONDS = 2.0
-"time limit for the hub's first answer if HF_HUB_ETAG_TIMEOUT is not set; an answer usually takes 0.2 s"
 
 
 def is_hub_id(name: str) -> bool:
@@ -181,9 +181,7 @@ def why_offline() -> str | None:
     answers: list[object] = []
 
     def request_head() -> None:
-        with suppress(
-            Exception
-        ):  # each version of huggingface_hub has other errors
+        with suppress(Exception):  # each version of huggingface_hub has other errors
             answers.append(get_session().head(constants.ENDPOINT, timeout=seconds).status_code < 500)
 
     request = threading.Thread(target=request_head, daemon=True)

@@ -11,8 +11,7 @@ from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.families import kernel_problems
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import check_adapter_base
-from slm_toolkit.strategy.settings import value_at
-from slm_toolkit.strategy.sharding import PREFIX, product_problem
+from slm_toolkit.strategy.settings import PREFIX, product_problem, value_at
 from slm_toolkit.strategy.strategy import Strategy, is_shipped, micro_steps
 
 
@@ -70,8 +69,8 @@ def checked_run(
     return CheckedRun(config, spec, strategy, num_ranks, line)
 
 
+# of a DeepSpeed JSON: the script creates the optimizer and sets the learning rate from its flags
 _SECTIONS = ("optimizer", "scheduler")
-"of a DeepSpeed JSON: the script creates the optimizer and sets the learning rate from its flags"
 _USUAL_HINT = "`--help all` explains each flag"
 
 
@@ -125,6 +124,7 @@ def contradictions(
     return [f"{strategy.path or strategy.name}: {problem}" for problem in problems]
 
 
+# parts that would change nothing, or more than the strategy, and that estimates would not count
 _NOT_RUN = {  # by path in a DeepSpeed JSON; from deepspeed 0.19.8, none was tried on a GPU
     "compile.deepcompile": "DeepCompile begins when a script calls engine.compile(), and slm_toolkit does "
     "not: remove it; --kernels compiled compiles the layers",
@@ -133,7 +133,6 @@ _NOT_RUN = {  # by path in a DeepSpeed JSON; from deepspeed 0.19.8, none was tri
     "those of other strategies: remove it",
     "zero_optimization.offload_optimizer.super_offload": "slm_toolkit does not run SuperOffload: remove it",
 }
-"""parts that would change nothing, or more than the strategy, and that estimates would not count"""
 
 
 def _is_on(value: Any) -> bool:

@@ -21,8 +21,8 @@ KEYS_OF_THE_JSON = {
     "zero3_save_16bit_model": ("zero_optimization", "stage3_gather_16bit_weights_on_model_save"),
 }
 
+# keys that only a DeepSpeed JSON has; in TrainingArguments bf16 and fp16 are true or false
 _MARKS = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "bf16", "fp16")
-"keys that only a DeepSpeed JSON has; in TrainingArguments bf16 and fp16 are true or false"
 
 
 def is_deepspeed_config(settings: dict[str, Any]) -> bool:
@@ -89,5 +89,5 @@ def _check_types(config: Any, path: Path) -> None:
     try:
         converted(config, DeepSpeedSettings)
     except ValueError as error:
-        hint = "sizes are numbers, a device is none, cpu or nvme; compare with ds_configs/zero3.json"
+        hint = "compare with ds_configs/zero3.json: a stage is 0 to 3, a device none, cpu or nvme"
         raise ValueError(f"{path}: {error}\nhint: {hint}") from None

@@ -7,7 +7,7 @@ from typing import Any
 
 from slm_toolkit.config.flags import every_config
 from slm_toolkit.strategy.checked_run import contradictions
-from slm_toolkit.strategy.sharding import PARALLEL_SIZES, PREFIX
+from slm_toolkit.strategy.settings import PARALLEL_SIZES, PREFIX
 from slm_toolkit.strategy.strategy import (
     STUDIED_STRATEGIES,
     Strategy,

@@ -32,8 +32,8 @@ _CONTENT = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 YAML_SETTINGS, JSON_SETTINGS, _REASONS = map(
     _rules, (_CONTENT["yaml"], _CONTENT["json"], _CONTENT["reasons"])
 )
+# prefix that accelerate adds to a section's keys if it is missing
 _PREFIXES = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_"}
-"prefix that accelerate adds to a section's keys if it is missing"
 
 
 @dataclass(frozen=True)

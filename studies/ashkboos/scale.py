@@ -275,6 +275,6 @@ def _fit(
 
 def _billions(spec: ModelSpec) -> float:
     nominal = re.fullmatch(r"slm-(\d+(?:\.\d+)?)([mb])", spec.name)
-    if nominal and spec.source.startswith("paper"):
+    if nominal and spec.vocab_size == 32_000:
         return float(nominal[1]) / (1000 if nominal[2] == "m" else 1)
     return spec.num_params / 1e9

@@ -15,8 +15,7 @@ from slm_toolkit.predict.setup.adapters import Adapters, Weights, adapters_of, u
 from slm_toolkit.predict.setup.other_trainers import LossBytes, OtherTrainer
 from slm_toolkit.strategy.checked_run import check_groups
 from slm_toolkit.strategy.groups import fit_groups, ranks_of_each_node
-from slm_toolkit.strategy.settings import FSDP1_SHARDING_STRATEGIES
-from slm_toolkit.strategy.sharding import Sharding
+from slm_toolkit.strategy.settings import FSDP1_SHARDING_STRATEGIES, Sharding
 from slm_toolkit.strategy.strategy import Strategy
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from slm_toolkit.base.errors import pip_install
 from slm_toolkit.config.run_config import FP8_MULTIPLE, RunConfig, fits_float8
 from slm_toolkit.hardware.machine import has_compiler
 from slm_toolkit.run.kernels.loss_kernels import (
@@ -159,7 +158,7 @@ def check_optional(config: RunConfig) -> None:
             f"hint: install one, or --kernels {config.without_kernels('compile', 'graphs').kernels}"
         )
     if config.fp8 != "none" and find_spec("torchao") is None:
-        raise ValueError(f"--fp8 {config.fp8} needs torchao\nhint: {pip_install('fp8')}")
+        raise ValueError(f"--fp8 {config.fp8} needs torchao\nhint: pip install torchao")
 
 
 def use_fp8(model: PreTrainedModel, config: RunConfig) -> None:

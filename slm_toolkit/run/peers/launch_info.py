@@ -13,7 +13,7 @@ from slm_toolkit.launch.command_line import launch_arguments, option
 from slm_toolkit.strategy.checked_run import check_groups, not_run_yet
 from slm_toolkit.strategy.deepspeed_json import deepspeed_config_path
 from slm_toolkit.strategy.groups import with_group_options
-from slm_toolkit.strategy.sharding import PARALLEL_SIZES
+from slm_toolkit.strategy.settings import PARALLEL_SIZES
 from slm_toolkit.strategy.strategy import Strategy, on_nodes, read_strategy
 
 
