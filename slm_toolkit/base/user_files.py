@@ -13,6 +13,7 @@ import yaml
 SETTINGS_BYTES = 2**17
 # limit of nested mappings and lists; DeepSpeed's JSON has four levels
 MOST_LEVELS = 40
+MOST_ALIASES = 10  # of a YAML's values
 _LARGEST_BITS = 1023  # a larger integer may not fit in a float
 YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, if present, is ten times as fast
 
@@ -101,19 +102,23 @@ def yaml_of(text: str, path: object, *, hint: str) -> Any:
 def yaml_node(text: str, path: object, *, hint: str) -> yaml.Node | None:
     """Parse a YAML text into nodes whose scalars stay as they are written; None for an empty text.
 
-    Levels are counted before libyaml composes the nodes, because it recurses on the C stack. Aliases are
-    refused: aliases of aliases take exponential time and memory.
+    Levels are counted before libyaml composes the nodes, because it recurses on the C stack. Few aliases are
+    allowed, and none inside itself: aliases of aliases take exponential time and memory.
     """
     try:
-        level = 0
+        num_aliases, anchors = 0, []  # of the collections that are open
         for event in yaml.parse(text, Loader=YAML_LOADER):
+            if isinstance(event, yaml.CollectionStartEvent):
+                anchors.append(event.anchor)
+            elif isinstance(event, yaml.CollectionEndEvent):
+                anchors.pop()
             is_alias = isinstance(event, yaml.AliasEvent)
-            if is_alias or getattr(event, "tag", None) is not None:
-                what = f"alias *{event.anchor}" if is_alias else f"tag {event.tag}"
+            num_aliases += is_alias
+            if getattr(event, "tag", None) is not None or (is_alias and event.anchor in anchors):
+                what = f"alias {event.anchor} inside itself" if is_alias else f"tag {event.tag}"
                 line = event.start_mark.line + 1
-                raise ValueError(f"{path} has the {what} at line {line}\nhint: write the value; {hint}")
-            level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if level > MOST_LEVELS:
+                raise ValueError(f"{path} has the {what} at line {line}\nhint: remove it; {hint}")
+            if len(anchors) > MOST_LEVELS or num_aliases > MOST_ALIASES:
                 raise ValueError(_too_deep(path, hint))
         return yaml.compose(text, Loader=YAML_LOADER)
     except yaml.YAMLError as error:
@@ -165,4 +170,4 @@ def _no_constant(word: str) -> float:
 
 
 def _too_deep(path: object, hint: str) -> str:
-    return f"{path} has settings nested more than {MOST_LEVELS} levels deep\nhint: {hint}"
+    return f"{path} has over {MOST_LEVELS} nested levels, or over {MOST_ALIASES} aliases\nhint: {hint}"

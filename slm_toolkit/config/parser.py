@@ -111,10 +111,10 @@ def _words_of_file(path: str, actions: Mapping[str, argparse.Action]) -> list[st
 
 
 def _value_as_typed(node: yaml.Node) -> Any:
-    if node.tag == "tag:yaml.org,2002:null":
-        return None
-    is_list = isinstance(node, yaml.SequenceNode)
-    return [_value_as_typed(value) for value in node.value] if is_list else node.value
+    if isinstance(node, yaml.CollectionNode):
+        is_list = isinstance(node, yaml.SequenceNode)
+        return [_value_as_typed(value) for value in node.value] if is_list else {"a mapping"}
+    return None if node.tag == "tag:yaml.org,2002:null" else node.value
 
 
 def words_of(

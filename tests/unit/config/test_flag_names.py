@@ -37,7 +37,6 @@ def refused(*words: str) -> str:
         ("--grad_accum 2", "gradient_accumulation_steps", 2),
         ("--micro_batch_size 2", "per_device_train_batch_size", 2),
         ("--grad_clip 0.5", "max_grad_norm", 0.5),
-        ("--tokenizer byte", "tokenizer_name", "byte"),
     ],
 )
 def test_a_name_with_the_same_meaning_is_taken_by_verbs_and_by_the_script(
