@@ -154,8 +154,8 @@ def _words_of_setting(flag: str, value: Any, action: argparse.Action, where: str
         return []
     if switched == "true":
         return [flag]
-    is_scalar = all(isinstance(each, str | bool | int | float) for each in values)
-    if is_switch or not values or not is_scalar or (isinstance(value, list | tuple) and not several):
+    is_nested = any(isinstance(each, dict | list | set | None) for each in values)
+    if is_switch or not values or is_nested or (isinstance(value, list | tuple) and not several):
         takes = "true or false" if is_switch else "a list of values" if several else "one value"
         raise ValueError(f"{where}{flag[2:]} is {value!r}\nhint: it takes {takes}")
     return [flag, *texts] if several else [f"{flag}={texts[0]}"]

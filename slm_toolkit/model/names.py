@@ -155,6 +155,7 @@ def check_hub(hub_id: str, kind: str) -> None:
             f"{reason}, and there is no cached copy of the {kind} {hub_id!r}\n"
             "hint: download it once where there is a network, or give a file or folder of this machine"
         )
+    _note_cached_copies(reason)
 
 
 def check_hub_names(config: RunConfig) -> None:
@@ -193,10 +194,13 @@ def why_offline() -> str | None:
     constants.HF_HUB_OFFLINE = True
     if "datasets" in sys.modules:  # it copied the constant when it was imported
         sys.modules["datasets"].config.HF_HUB_OFFLINE = True
-    reason = f"can't reach {constants.ENDPOINT}"
+    return f"can't reach {constants.ENDPOINT}"
+
+
+@cache
+def _note_cached_copies(reason: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         print(f"note: {reason}: using cached copies", file=sys.stderr)
-    return reason
 
 
 def _plain(hub_id: str) -> str:

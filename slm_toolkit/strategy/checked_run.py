@@ -222,7 +222,7 @@ def parallel_problems(strategy: Strategy, *, num_ranks: int | None = None) -> li
     if problem := None if is_fitted else product_problem(sizes, num_ranks):
         problems.append(f"{where}: {problem}: the product must be the number of ranks")
     if num_ranks % (secondary := strategy.sharding.secondary_ranks):
-        problems.append(f"{where}: zero_hpz_partition_size {secondary} does not divide {num_ranks} ranks")
+        problems.append(f"{where}: zero_hpz_partition_size {secondary} with {num_ranks} ranks: not divided")
     return problems
 
 

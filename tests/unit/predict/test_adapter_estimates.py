@@ -152,5 +152,5 @@ def test_recommend_needs_tokens_for_an_adapter_and_promises_no_loss() -> None:
     assert {row["peft"] for row in rows} == {"lora", "qlora"}
     assert all(row["expected_loss"] is row["loss_per_usd"] is None for row in rows)
     assert not any("compile" in row["kernels"] for row in rows if row["peft"] == "qlora")
-    assert "--peft qlora with ZeRO-3" in done.err
+    assert "--peft qlora: ZeRO-3" in done.err
     assert all(math.isfinite(row["hours"]) for row in rows)

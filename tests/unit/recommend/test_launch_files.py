@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT, SMALL_LLAMA, own_strategy, plans_of, slm_here
-from transformers import GPT2Config
 
 from slm_toolkit.cli.main import _parser, main
 from slm_toolkit.config.parser import with_underscores
@@ -56,16 +55,6 @@ def test_nodes_of_an_own_file_are_those_of_the_plan(tmp_path: Path) -> None:
     config = yaml.safe_load(written.read_text())
     assert (config["num_machines"], config["num_processes"]) == (1, 8)
     assert "machine_rank" not in config
-
-
-def test_a_model_that_is_not_trained_here_has_nothing_to_launch(tmp_path: Path) -> None:
-    GPT2Config().save_pretrained(tmp_path / "gpt2")
-    asked = ("recommend", "--model", str(tmp_path / "gpt2"), "--gpu", "h100-80gb:1", "--tokens", "1B")
-    done = slm_here(*asked)
-    assert done.code == 0
-    assert "a gpt2 can be estimated, not trained here" in done.out
-    assert "slm train" not in done.out
-    assert slm_here(*asked, "--write", str(tmp_path / "plan")).code == 2
 
 
 def test_a_place_that_can_not_be_written_is_refused_before_all_else(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def test_gpus_without_a_price_come_last_and_are_not_compared_in_dollars() -> Non
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (("--strategy", "ds_zero3", "--peft", "qlora"), "--peft qlora with ZeRO-3"),
+        (("--strategy", "ds_zero3", "--peft", "qlora"), "--peft qlora: ZeRO-3"),
         (("--global_batch_tokens", "1000"), "no batch gives 1,000 tokens per step"),
         (("--gpu", "a40:16@1"), "the network between nodes is unknown (give --network)"),
         (
