@@ -13,7 +13,6 @@ its own input, r numbers per token. Modules before the first adapter save nothin
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
 
 from slm_toolkit.config.run_config import fits_float8
 from slm_toolkit.model.model_spec import ModelSpec
@@ -108,9 +107,7 @@ def layer_memory(
     if checkpointing == "none":
         return LayerMemory(saved.everything, tuple(moments), residual)
     # transformers' bf16 norm copies its input, so the layer's input comes on top of the recomputed tensors
-    extra = 2 * h if kernels.compute == BF16 and not kernels.fused_norm else 0
-    if spec.norms == "after":
-        extra = 0
+    extra = 2 * h * (kernels.compute == BF16 and not kernels.fused_norm and spec.norms != "after")
     if adapters:  # the gradient of down_proj's output is scaled (and cast) already
         scaled = (2 * e if kernels.compute == AUTOCAST else e) * h * ("down_proj" in adapters)
         moments.append(Moment("mlp", end + extra + scaled, 0))
@@ -283,9 +280,8 @@ def _attention(
         return kept + for_matrix
     if adapters and adapters.drops:
         return kept + for_matrix + output + q
-    is_cast = adapters is not None and kernels.compute == AUTOCAST
     # as contiguous as a concatenated query, the output is copied for the output projection
-    return kept + output * (kernels.eager or is_padded or not is_kept or is_cast or is_copied)
+    return kept + output * (kernels.eager or is_padded or not is_kept or is_copied)
 
 
 HEAD_MULTIPLE = 8
@@ -324,13 +320,12 @@ def _moments(
     if saved.has_scores:
         waiting, scores = saved.waiting, a * kernels.seq_len
         if kernels.eager:
-            waiting += e * scores * spec.attention_softcap
             form = 12 * scores + 3 * e * q
         else:
             form = 4 * e * sum(_widths_in_flash(spec, e)) + 4 * a
-        moments.append(Moment("self_attn", above + form + waiting, 4))
+        moments.append(Moment("self_attn", above + form + waiting, 2))
     if saved.has_input_gradient:
-        moments.append(Moment("input_layernorm", norm, 6))
+        moments.append(Moment("input_layernorm", norm, 3))
     return moments
 
 
@@ -346,12 +341,7 @@ def _end_of_forward(spec: ModelSpec, kernels: Kernels, adapters: Adapters, saved
     """
     h, i, e, is_lora = spec.hidden_size, spec.ffn_size, kernels.element, "down_proj" in adapters
     beside = (6 + 4 * adapters.drops) * i if kernels.casts_each_input else e * i * adapters.drops
-    end = saved.before_last_norm + (e * h + beside) * is_lora
-    if kernels.compute == AUTOCAST:
-        end += 4 * h
-    elif adapters.drops or not saved.ffn_inputs:
-        end += e * h
-    return end
+    return saved.before_last_norm + kernels.residual * h + (e * h + beside) * is_lora
 
 
 def _saved_outputs(spec: ModelSpec, element: int, adapters: Adapters | None) -> tuple[float, float]:
@@ -401,17 +391,12 @@ def keeps_inputs(strategy: Strategy) -> bool:
     return strategy.zero_stage == 3 and strategy.deepspeed.zero_optimization.memory_efficient_linear
 
 
-_BACKWARD = (
-    *(("down_proj",), ("up_proj",), ("gate_proj", "gate_up_proj"), ("o_proj",)),
-    *(("k_proj", "v_proj"), ("q_proj", "qkv_proj")),
-)
-"matrices in the order in which backward makes their gradients"
-
-
 @lru_cache(maxsize=4096)
 def gradients_made(spec: ModelSpec, adapters: Adapters | None) -> tuple[int, ...]:
     """Return the number of a layer's parameters that have a gradient at each `Moment.stage`."""
     sizes = {name: inputs * outputs for name, (inputs, outputs) in matrices_of(spec).items()}
     if adapters:
         sizes = adapter_sizes(spec, adapters)
-    return tuple(accumulate((sum(sizes.get(name, 0) for name in names) for names in _BACKWARD), initial=0))
+    everything = sum(sizes.values())
+    before_attention = everything - sum(sizes.get(name, 0) for name in ATTENTION_INPUTS)
+    return 0, sizes.get("down_proj", 0), before_attention, everything

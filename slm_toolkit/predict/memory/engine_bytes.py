@@ -85,8 +85,6 @@ class _Copies:
     of_head: float
     recomputed: tuple[bool, ...]
     "whether each layer is checkpointed: its copies are then not saved for backward"
-    head_waits: bool
-    "True if the head's copy is saved for backward"
 
     def waiting(self, num_layers: int) -> float:
         """Return the bytes of copies that the first `num_layers` layers save for backward."""
@@ -102,7 +100,7 @@ class _Copies:
 
     @property
     def at_loss(self) -> float:
-        return self.at_norm + self.of_head * self.head_waits
+        return self.at_norm + self.of_head
 
     @property
     def in_forward(self) -> float:
@@ -115,20 +113,14 @@ def _copies(setup: Setup) -> _Copies:
     e = 2 * (setup.compute == AUTOCAST)  # 0: no autocast, no copies
     of_layer = spec.matmul_params_per_layer
     trained = weights.trained_layer if weights.is_frozen else of_layer
-    return _Copies(
-        e * (of_layer + trained * weights.is_frozen),
-        e * trained,
-        e * spec.embedding_params,
-        setup.recomputed,
-        head_waits=not (weights.is_frozen and setup.config.fuses_loss),
-    )
+    return _Copies(e * of_layer, e * trained, e * spec.embedding_params, setup.recomputed)
 
 
 def _replicated(setup: Setup, dtypes: Dtypes, has_buckets: bool, *, keeps_gradients: bool = False) -> Step:
     """Return the step of a single process or of DDP: every rank has the whole training state.
 
     DDP adds buckets as large as all gradients. If gradients are kept in a wider dtype, each is added to its
-    sum and freed at once, as in nanotron; DDP makes empty gradients at the end of backward.
+    sum and freed at once, as in nanotron.
     `keeps_gradients`: a step sets gradients to zero instead of freeing them.
     """
     weights, copies, tied = setup.weights, _copies(setup), setup.spec.tied
@@ -153,8 +145,6 @@ def _replicated(setup: Setup, dtypes: Dtypes, has_buckets: bool, *, keeps_gradie
             of_head = 0 if exist_before else D * kept
         parts = (3 if tied else 1) * D * e  # both parts of a tied gradient, and what they add up to
         at_embedding = max((before or (G - D) * kept) + parts, G * kept + D * e)
-    temporary, ended = optimizer_temporary(setup), G * e * (is_summed and has_buckets)
-    has_more = ended > temporary  # gradients, whose blocks are used again
     return Step(
         State(weights.total * dtypes.parameter, G * dtypes.master, G * dtypes.moments, G * e * has_buckets),
         at_forward_loss=At(copies.in_forward, before),
@@ -162,7 +152,7 @@ def _replicated(setup: Setup, dtypes: Dtypes, has_buckets: bool, *, keeps_gradie
         at_norm=At(copies.at_norm, before + of_head),
         at_layer=at_layer,
         at_embedding=At(0, at_embedding),
-        at_optimizer=At(0, G * kept + ended * has_more, temporary=temporary * (not has_more)),
+        at_optimizer=At(0, G * kept, temporary=optimizer_temporary(setup)),
     )
 
 
@@ -307,7 +297,6 @@ def _zero_1_or_2(setup: Setup) -> Step:
     G, g, D = weights.trained, weights.trained_layer, weights.trained_vocabulary
     w, L, bucket = dtypes.parameter, spec.num_layers, zero.reduce_bucket_size
     of_head, widest = 0 if spec.tied else D, weights.widest_trained
-    sends_late = zero.stage == 1 and not zero.overlaps
     share, is_widened, largest = G / setup.gpu_state_ranks, dtypes.kept_gradient > w, D or widest
     partition = G / setup.shard_ranks if is_widened else share
     of_muon = setup.num_hidden / setup.gpu_state_ranks * (setup.config.optim == "muon")
@@ -327,12 +316,12 @@ def _zero_1_or_2(setup: Setup) -> Step:
 
     def at_layer(layer: int, made: float) -> At:
         above = of_head + (L - 1 - layer) * g
-        is_sent = (above + made) // bucket > above // bucket and not sends_late
+        is_sent = (above + made) // bucket > above // bucket
         return at(above + made, waiting, widest * w, copied(bucket) * is_sent)
 
     # the embedding's gradient may have no room in the bucket; then the last bucket is sent
     filled = (G - D) % bucket
-    is_full = filled + D > bucket and not sends_late
+    is_full = filled + D > bucket
     last = D if is_full else filled + D
     ended = at(G, 0, 0, copied(last), last)
     arriving = at(G - D, max(3 * waiting, D * w))
@@ -345,10 +334,7 @@ def _zero_1_or_2(setup: Setup) -> Step:
         at_forward_loss=at(0),
         at_loss=at(0),
         at_norm=at(of_head, waiting),
-        crowded_layers=tuple(
-            min(L - 1, max(0, L - 1 - int((sent - of_head) / g)))
-            for sent in (bucket, (kept_from // bucket + 1) * bucket)  # the first ones sent and kept
-        ),
+        crowded_layers=(min(L - 1, max(0, L - 1 - int((bucket - of_head) / g))),),  # the first one sent
         at_layer=at_layer,
         at_embedding=max(arriving, ended, key=lambda at: at.gradients),
         at_optimizer=At(0, kept, 0, updating),
@@ -426,7 +412,6 @@ def _zero_3(setup: Setup) -> Step:
     sizes = [tensor.num_elements for tensor in layer_tensors(spec)]
     sizes += [rows * columns for rows, columns in weights.adapter_shapes]
     of_layer = [size for size in sizes if size > zero.stage3_param_persistence_threshold]
-    persistent = (sum(sizes) - sum(of_layer)) * L + spec.norm_params
     p, matrix = sum(of_layer), max(of_layer, default=0)
     everything = L * p + E * (not tied) + E * (tied or needs_embedding)  # that backward needs
     ahead = zero.stage3_prefetch_bucket_size
@@ -435,7 +420,7 @@ def _zero_3(setup: Setup) -> Step:
     in_flat = min(everything, ahead + E * (not tied))  # flat buffers: of the bucket that the head ends
 
     def gathered(elements: float) -> float:
-        return (elements + persistent) * w if num_ranks > 1 else 0
+        return elements * w if num_ranks > 1 else 0
 
     def at_layer(layer: int, made: float) -> At:
         below = p * (layer + 1 - made / weights.trained_layer)
@@ -444,9 +429,7 @@ def _zero_3(setup: Setup) -> Step:
         return At(gathered(elements), D * w * tied, 0, weights.widest_trained * w)
 
     # as under ZeRO-1 and 2, but only for one sub-group of the share at a time
-    of_muon = setup.num_hidden / num_ranks * (setup.config.optim == "muon")
-    stepped = min(max(of_muon, share - of_muon), zero.sub_group_size)
-    cast = stepped * max(dtypes.kept_gradient, dtypes.master)
+    cast = min(share, zero.sub_group_size) * max(dtypes.kept_gradient, dtypes.master)
     return Step(
         State(
             *(weights.total / num_ranks * w, share * dtypes.master, share * dtypes.moments),
