@@ -306,15 +306,9 @@ accumulation and copies around collectives; unpacking of 4-bit weights; recomput
 the optimizer; offload; exposed communication, with the wait for the slowest rank; waiting for the host to
 launch kernels; host time between two steps"""
 
-_MUON_KERNELS = 3
-"of a matrix, in `run/engine/muon.py`: two casts and an addition. Newton-Schulz's take longer than a launch"
 # x: time of norm, casts, clipping and copies over that of as many bytes of AdamW's kernel, on an H100
 OPTIMIZER_SLOWDOWN = 1.5
 _UNFUSED_ADAM = 2.8  # x: time of foreach AdamW over fused AdamW, on an H100 (results/h100-80gb)
-_STEP_KERNELS = 30  # per step: sum the loss and the norm, copy and count tokens, ...
-_FSDP_KERNELS = 30  # per layer and pass: host time of FSDP's hooks, in kernel launches; unverified
-# per tensor: kernels by which DeepSpeed looks for infinities and takes the norm; counted in deepspeed 0.19.8
-_ZERO_NORM_KERNELS, _ZERO_3_NORM_KERNELS = 15, 2
 # per module: host time of ZeRO-3's four hooks, which gather and free its parameters, in kernel launches:
 # 0.40 ms of 14 us, timed on a core of an AMD EPYC (deepspeed 0.19.8, 2026-11-25)
 _ZERO_3_KERNELS = 28
@@ -367,9 +361,7 @@ def step_time(
     work = micro_step_work(
         setup, rates, software, loss_kernel or ("fused_linear" if config.fuses_loss else "hf")
     )
-    num_kernels = work.num_kernels + (_hook_kernels(setup) if strategy.shards_parameters else 0)
-    optimizer = _optimizer_seconds(setup, rates)
-    optimizer_launch = max(0.0, _optimizer_kernels(setup) * software.kernel_seconds - optimizer)
+    num_kernels = work.num_kernels + (_hook_kernels(setup) if strategy.is_zero_3 else 0)
     launch = max(0.0, num_kernels * software.kernel_seconds - work.total)
     busy = work.total + launch
     forward = (busy - work.parts["recomputation"]) / 3  # backward computes twice as much, and again
@@ -396,10 +388,10 @@ def step_time(
     return StepTime(
         parts_seconds={
             **parts,
-            "optimizer": optimizer,
+            "optimizer": _optimizer_seconds(setup, rates),
             "offload": offload.middle,
             "communication": exposed,
-            "launch_overhead": micro_steps * launch + optimizer_launch,
+            "launch_overhead": micro_steps * launch,
             "fixed": software.step_seconds,
         },
         tokens=setup.num_gpus * micro_steps * setup.num_tokens,
@@ -509,17 +501,12 @@ def _orthogonalizing_seconds(setup: Setup, rates: Rates) -> float:
 def _staged_bytes(setup: Setup, transfers: tuple[Transfer, ...]) -> float:
     """Return the bytes that a step's copies around collectives read and write in the compute stream.
 
-    Copies in other streams are part of `contention`: all of ZeRO-3's, FSDP1's casts and divisions. Left out:
-    FSDP2's copy of the own shard, and ZeRO++'s conversions.
-    Source: torch 2.13 (_fsdp_collectives.py; for FSDP1 _runtime_utils.py), deepspeed 0.19.8
-    (stage_1_and_2.py, stage3.py, bf16_optimizer.py).
+    Copies in other streams are part of `contention`: all of ZeRO-3's. Left out: FSDP2's copy of the own
+    shard, and ZeRO++'s conversions.
+    Source: torch 2.13 (_fsdp_collectives.py), deepspeed 0.19.8 (stage_1_and_2.py, stage3.py).
     """
-    strategy, trained = setup.strategy, setup.weights.trained
+    strategy, trained, moved = setup.strategy, setup.weights.trained, 0.0
     micro_steps = setup.config.gradient_accumulation_steps
-    if setup.has_fsdp1:
-        # parameters are pieces of one flat tensor, cut by torch.split, whose backward joins their gradients
-        return micro_steps * 2 * setup.dtypes.gradient * trained
-    moved = 0.0
     for transfer in transfers:
         if transfer.name == "reduce_gradients":
             times = 1 if transfer.in_last_micro_step else micro_steps
@@ -534,43 +521,24 @@ def _reduction_bytes(setup: Setup, transfer: Transfer) -> float:
     strategy, gradient, reduced = setup.strategy, setup.dtypes.gradient, setup.dtypes.reduced
     copy, divide = 2 * gradient, 2 * reduced
     cast = gradient + reduced if gradient != reduced else 0
-    if strategy.is_replicated:  # into DDP's bucket and back; nanotron's fp32 sums also cast and divide
-        return 2 * copy + (2 * cast + divide if cast else 0)
+    if strategy.is_replicated:  # into DDP's bucket and back
+        return 2 * copy
     if strategy.is_fsdp:  # into the buffer, in its dtype; NCCL divides
         return gradient + reduced
-    if transfer.collective == "all_reduce":  # BF16_Optimizer flattens, divides and copies back
-        return 3 * divide
     if transfer.overlaps:
         return 0 if strategy.is_zero_3 else copy
-    join = 2 * reduced if strategy.is_zero_3 else 0  # of all gradients in the bucket
-    return copy + cast + join + divide
+    return copy + cast + divide
 
 
 def _hook_kernels(setup: Setup) -> float:
-    """Return the host time of FSDP's or ZeRO-3's hooks in a micro-step, in kernel launches.
+    """Return the host time of ZeRO-3's hooks in a micro-step, in kernel launches.
 
     It does not depend on the number of tokens: a micro-step can't be shorter. DeepSpeed has hooks on every
-    module, FSDP on every layer. Recomputation runs forward's hooks again: two of ZeRO-3's four.
+    module. Recomputation runs forward's hooks again: two of the four.
     """
     spec, again = setup.spec, _LAYERS_AGAIN[setup.config.gradient_checkpointing]
-    if not setup.strategy.is_deepspeed:
-        return 3 * spec.num_layers * _FSDP_KERNELS
     modules = spec.num_layers * (_PLAIN_MODULES + 4 + spec.num_ffn_matrices)
     return modules * _ZERO_3_KERNELS * (1 + again / 2)
-
-
-def _optimizer_kernels(setup: Setup) -> int:
-    """Return the kernels of an optimizer step. PyTorch's AdamW needs one more per gradient, for its cast."""
-    strategy, config = setup.strategy, setup.config
-    num_params = setup.spec.num_layers * (2 + 4 + setup.spec.num_ffn_matrices) + 3
-    per_param = int(config.numerics in ("aligned", "fp16") and not config.has_triton_adamw(strategy))
-    if config.optim == "muon":
-        per_param += _MUON_KERNELS
-    if strategy.is_zero_3:
-        per_param += _ZERO_3_NORM_KERNELS
-    elif strategy.is_deepspeed:  # of the tensors in its partition
-        return _STEP_KERNELS + num_params * (per_param + _ZERO_NORM_KERNELS) // setup.shard_ranks
-    return _STEP_KERNELS + num_params * per_param
 
 
 def accumulation_seconds(setup: Setup, rates: Rates) -> float:
