@@ -51,12 +51,10 @@ def estimates(
     from slm_toolkit.hardware.gpus import gpu_of_name
     from slm_toolkit.predict.changes_that_fit import changes_that_fit
     from slm_toolkit.predict.estimate import estimate, largest_batch
-    from slm_toolkit.predict.setup.setup import Deployment, Setup
+    from slm_toolkit.predict.setup.setup import Deployment, setup_of
 
     several = {
-        name: list(dict.fromkeys(value))[: 1 if FLAGS[name].estimate == "ignores" else None]
-        if isinstance(value, list)
-        else value
+        name: value[:1] if FLAGS[name].estimate == "ignores" and isinstance(value, list) else value
         for name, value in given.items()
     }
     if find_largest_batch:
@@ -69,18 +67,9 @@ def estimates(
         problems += largest_batch_problems(given, strategies, found_gpus)
     if problems:
         raise all_of(problems, verb="estimate")
+    shared = {"has_gpu": True, "gpus_per_node": gpus_per_node, "is_comparison": True, "like": like}
     chosen = [
-        choices(
-            configs,
-            strategies,
-            gpu=gpu,
-            has_gpu=True,
-            num_gpus=count,
-            gpus_per_node=gpus_per_node,
-            is_comparison=True,
-            like=like,
-            deployment=deployment_of(gpu),
-        )
+        choices(configs, strategies, gpu=gpu, num_gpus=count, deployment=deployment_of(gpu), **shared)
         for gpu, count in itertools.product(found_gpus, num_gpus)
     ]
     smallest, why = min(chosen, key=lambda one: one[0].get("per_device_train_batch_size", 0))
@@ -93,30 +82,17 @@ def estimates(
     problems += _problems_of_rows(configs, strategies, found_gpus, specs)
     if problems:
         raise all_of(problems, verb="estimate")
-
-    estimate_of = largest_batch if find_largest_batch else estimate
     setups = [
-        Setup(
-            specs[config.model],
-            strategy,
-            config,
-            num_gpus=1 if strategy.is_single else count,
-            gpus_per_node=gpus_per_node,
-            gpu=gpu,
-            like=like,
-            deployment=deployment_of(gpu),
-        )
+        setup_of(specs[config.model], strategy, config, count, gpus_per_node, gpu, like, deployment_of(gpu))
         for config, gpu, count, strategy in itertools.product(configs, found_gpus, num_gpus, strategies)
     ]
-    rows: list[Estimate] = []
-    num_searched = 0
-    for setup in dict.fromkeys(setups):
-        row = estimate_of(setup.launched)
-        if search_changes and row.fits is False and num_searched < MOST_SEARCHED_ROWS:
-            num_searched += 1
-            row = row.with_values(changes_that_fit=changes_that_fit(setup, row))
-        rows.append(row)
-    return rows
+    estimate_of = largest_batch if find_largest_batch else estimate
+    rows = {setup: estimate_of(setup.launched) for setup in dict.fromkeys(setups)}
+    too_large = [setup for setup, row in rows.items() if search_changes and row.fits is False]
+    for setup in too_large[:MOST_SEARCHED_ROWS]:
+        changes = changes_that_fit(setup, rows[setup])
+        rows[setup] = rows[setup].with_values(changes_that_fit=changes)
+    return list(rows.values())
 
 
 def _problems_of_rows(

@@ -82,14 +82,14 @@ _FINE_TUNING_BATCH_SEQUENCES = 128  # tatsu-lab/stanford_alpaca, README: batch s
 
 
 def workloads_of(given: dict[str, Any], asked: Namespace) -> tuple[list[Workload], list[str]]:
-    """Return a workload for each model, and notes on models that never reach the target loss.
+    """Return a workload for each model, and notes on what the closed forms ignore.
 
     `asked` has tokens, target_loss, epochs and global_batch_tokens; at most one of the first three is given.
 
     A model without weights trains on as many tokens as the law calls compute-optimal if the length is not
-    given. Raises ValueError if no model reaches the target, and for fine-tuning of unknown asked.
+    given. Raises ValueError if a model does not reach the target, and for fine-tuning of unknown length.
     """
-    found, unreached, notes = [], [], []
+    found, notes = [], []
     lengths = given.get("seq_len") or [RunConfig().with_defaults(has_gpu=True).seq_len]
     of_data = {flag: given[flag] for flag in ("dataset", "dataset_format", "tokenizer_name") if flag in given}
     kernels = [{name: value} for name in _KERNELS for value in given.get(name, [])]
@@ -106,19 +106,11 @@ def workloads_of(given: dict[str, Any], asked: Namespace) -> tuple[list[Workload
         # a published preset starts from its weights on the hub, unless a target loss asks for pretraining
         on_hub = spec.hub_id if asked.target_loss is None else None
         starts_from = spec.path if has_weights(spec) else on_hub
-        try:
-            tokens = _num_tokens(name, spec, starts_from, given, asked)
-        except ValueError as error:
-            if asked.target_loss is None:
-                raise
-            unreached.append(f"{name}: {error}")
-            continue
+        tokens = _num_tokens(name, spec, starts_from, given, asked)
         default = _FINE_TUNING_BATCH_SEQUENCES * lengths[0] if starts_from else _PRETRAINING_BATCH_TOKENS
         batch_tokens = asked.global_batch_tokens or default
         found.append(Workload(name, spec, tokens, batch_tokens, starts_from))
-    if not found:
-        raise ValueError("\n".join(unreached))
-    return found, [*notes, *(f"left out: {problem.splitlines()[0]}" for problem in unreached)]
+    return found, notes
 
 
 _KERNELS = ("attn_implementation", "kernels")

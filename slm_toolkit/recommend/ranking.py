@@ -1,4 +1,4 @@
-"""Choose the best plans, and explain why the others rank lower."""
+"""Choose and rank the best plans."""
 
 from operator import attrgetter
 
@@ -22,9 +22,8 @@ def best_plans(
     """
     best: dict[tuple, Plan] = {}
 
-    def fastest_first(plan: Plan) -> tuple[bool, float, float]:
-        """Of plans slowed to one MFU, the one with the fastest estimate comes first."""
-        return plan.estimate.verdict != "fits", round(plan.hours, 6), -plan.slowed_by
+    def fastest_first(plan: Plan) -> tuple[bool, float]:
+        return plan.estimate.verdict != "fits", plan.hours
 
     for plan in sorted(plans, key=fastest_first):
         is_late = deadline_hours is not None and plan.hours > deadline_hours
@@ -83,21 +82,3 @@ def amount(plan: Plan, objective: str) -> float:
     if objective == "time":
         return plan.hours
     return plan.gpu_hours if plan.usd is None else plan.usd
-
-
-def reason_of(plan: Plan, winner: Plan, *, objective: str) -> tuple[float, str]:
-    """Compare a plan with the winner, if both have a price or neither has one.
-
-    Return its dollars, GPU-hours or hours divided by the winner's, and the part of a step that explains most
-    of the difference.
-    """
-
-    def parts_of(each: Plan) -> dict[str, float]:
-        seconds = each.estimate.parts_seconds
-        per_second = amount(each, objective) / sum(seconds.values())
-        return {name: per_second * part for name, part in seconds.items()}
-
-    ratio = amount(plan, objective) / amount(winner, objective)
-    of_winner = parts_of(winner)
-    more = {name: part - of_winner[name] for name, part in parts_of(plan).items()}
-    return ratio, (max if ratio >= 1 else min)(more, key=more.get)

@@ -309,7 +309,7 @@ def _moments(
 ) -> list[Moment]:
     """Return the instants of a layer's backward, without recomputation."""
     h, i, a, q, _, e = _sizes(spec, kernels)
-    norm, above = norm_backward(h, kernels.compute), saved.above
+    norm, above = norm_backward(h, kernels.compute, fused=kernels.fused_norm), saved.above
     # the gradients of the product, of silu(gate) and of up, after the product is freed
     moments = [Moment("mlp", saved.before_last_norm + 3 * e * i - saved.product, 1)]
     if saved.norm_behind:  # backward begins with the norm behind the FFN
@@ -329,9 +329,11 @@ def _moments(
     return moments
 
 
-def norm_backward(width: int, compute: str) -> int:
+def norm_backward(width: int, compute: str, *, fused: bool) -> int:
     """Return the bytes per token of a norm's backward: transformers' has six fp32 tensors at once."""
-    return 24 * width if compute == BF16 else 20 * width + 8
+    if compute != BF16:
+        return 20 * width + 8
+    return 16 * width + 8 if fused else 24 * width
 
 
 def _end_of_forward(spec: ModelSpec, kernels: Kernels, adapters: Adapters, saved: _SavedByLayer) -> float:

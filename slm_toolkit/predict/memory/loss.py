@@ -44,7 +44,7 @@ def _loss_memory(setup: Setup) -> LossMemory:
         kept += e + normalised * (not config.fuses_norm)
         weight_gradient, output = V * h * e, 0
     kept = kept * h + 4
-    norm = norm_backward(h, compute) * T
+    norm = norm_backward(h, compute, fused=config.fuses_norm) * T
     if config.fuses_loss:
         chunk = tokens_of_chunk(T, vocab_size=V, hidden_size=h)
         stores_fp32_probabilities = e == 2 and not (config.compiles or config.uses_triton)

@@ -232,6 +232,21 @@ class Setup:
         return self.deployment.cluster or (cluster_of(self.gpu) if self.gpu else None)
 
 
+def setup_of(
+    spec: ModelSpec,
+    strategy: Strategy,
+    config: RunConfig,
+    num_gpus: int,
+    gpus_per_node: int,
+    gpu: Gpu | None,
+    like: OtherTrainer | None,
+    deployment: Deployment,
+) -> Setup:
+    """Return the setup of a row of a grid: a strategy of one process uses one GPU, whatever `num_gpus` is."""
+    count = 1 if strategy.is_single else num_gpus
+    return Setup(spec, strategy, config, count, gpus_per_node, gpu, like, deployment)
+
+
 def with_flags(setup: Setup, **flags: Any) -> Setup:
     """Return the setup with changed flags; the keywords are fields of RunConfig."""
     return dataclasses.replace(setup, config=dataclasses.replace(setup.config, **flags))
