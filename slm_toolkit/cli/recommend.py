@@ -35,7 +35,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
         "--max_tokens",
         type=_tokens,
         metavar="N",
-        help="tokens to train on, such as 20B or 300M. A model with weights needs this or --epochs",
+        help="tokens to train on, such as 20B or 300M. A model with weights needs this: the tokens of its data, times the epochs",
     ).basic = True
     length.add_argument(
         "--target_loss",
@@ -43,14 +43,6 @@ def fill(parser: argparse.ArgumentParser) -> None:
         metavar="L",
         help="train until a scaling law predicts this loss",
     ).basic = True
-    length.add_argument(
-        "--num_train_epochs",
-        "--epochs",
-        dest="epochs",
-        type=positive_number,
-        metavar="E",
-        help="passes over --dataset, which is tokenized to count its tokens",
-    )
     job.add_argument(
         "--global_batch_tokens",
         type=_tokens,

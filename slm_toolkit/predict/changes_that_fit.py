@@ -29,18 +29,18 @@ def changes_that_fit(setup: Setup, before: Estimate) -> list[Change]:
     no single one is enough, three only if no two are. Empty if three are not enough.
     """
     flags_only = [_kernels, _checkpointing, _smaller_batches]
-    found = _fewest(setup, before, [], [*flags_only, _strategies])[:4]
-    found += _fewest(setup, before, [], flags_only)[:1]
-    found += _fewest(setup, before, [_more_gpus], flags_only)[:1]
+    found = _fewest(setup, before, [*flags_only, _strategies])[:4]
+    found += _fewest(setup, before, flags_only)[:1]
+    found += _fewest(setup, before, [_more_gpus])[:1]
     return list(dict.fromkeys(found))
 
 
-def _fewest(setup: Setup, before: Estimate, always: list[_Kind], kinds: list[_Kind]) -> list[Change]:
-    """Return the changes that combine the fewest of `kinds` with all of `always`, the fastest first."""
-    options = {kind: list(kind(setup)) for kind in (*always, *kinds)}
-    for size in range(1 - len(always), MOST_CHANGES + 1 - len(always)):
+def _fewest(setup: Setup, before: Estimate, kinds: list[_Kind]) -> list[Change]:
+    """Return the changes that combine the fewest of `kinds`, the fastest first."""
+    options = {kind: list(kind(setup)) for kind in kinds}
+    for size in range(1, MOST_CHANGES + 1):
         tried = [
-            _mildest(setup, before, {kind: options[kind] for kind in (*always, *combined)})
+            _mildest(setup, before, {kind: options[kind] for kind in combined})
             for combined in itertools.combinations(kinds, size)
         ]
         if found := [change for change in tried if change is not None]:

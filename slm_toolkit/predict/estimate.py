@@ -11,7 +11,7 @@ from slm_toolkit.base.derived import Derived, Functions, attributes_of, unset
 from slm_toolkit.hardware.network import NODE_NETWORK_SHARE
 from slm_toolkit.model.model_spec import model_flops_utilization
 from slm_toolkit.predict.cost import usd_per_million_tokens
-from slm_toolkit.predict.deepspeed_estimator import ESTIMATOR_VERSION, deepspeed_needs
+from slm_toolkit.predict.deepspeed_estimator import deepspeed_needs
 from slm_toolkit.predict.memory.machine import (
     allocator_slack,
     band_of,
@@ -111,7 +111,6 @@ _FIELDS: Functions = {
     "deepspeed_stands_in": lambda row: (
         row.deepspeed_stage is not None and not row.setup.strategy.is_deepspeed
     ),
-    "deepspeed_version": lambda row: row.deepspeed and ESTIMATOR_VERSION,
     # bytes that each rank sends in a step, by purpose; intra_node and inter_node are sums over purposes
     "traffic_bytes": lambda row: {
         **{transfer.name: transfer.sent_bytes for transfer in row.transfers},
@@ -139,15 +138,12 @@ _FIELDS: Functions = {
     "inter_node_gbps_needed": lambda row: (
         row.time and row.traffic_bytes["inter_node"] and _gbps_needed(row) or None
     ),
-    # source of the network's speed: measured, measured in part, given or data sheet; None if nothing is sent
-    "network_evidence": lambda row: row.time and row.transfers and _network_evidence(row) or None,
     # True if PCIe links the GPUs of a node and was not measured
     "depends_on_pcie": lambda row: row.slow_time is not row.time,
     **attributes_of("price", "usd_per_gpu_hour", price_source="source"),
     "usd_per_million_tokens": lambda row: usd_per_million_tokens(
         row.tokens_per_second, row.usd_per_gpu_hour, row.num_gpus
     ),
-    "tokens_per_usd": lambda row: row.usd_per_million_tokens and 1e6 / row.usd_per_million_tokens,
 }
 
 
@@ -289,12 +285,3 @@ def _gbps_needed(row: Estimate) -> float:
     of_last = bytes_of(late) / row.time.last_micro_step_seconds
     of_all = bytes_of(hideable) / row.time.overlappable_seconds
     return max(of_last, of_all) / NODE_NETWORK_SHARE * 8 / 1e9
-
-
-def _network_evidence(row: Estimate) -> str:
-    cluster = row.setup.cluster
-    measured = [cluster.is_measured(num_nodes=transfer.num_nodes) for transfer in row.transfers]
-    if any(measured):
-        return "measured" if all(measured) else "measured in part"
-    is_given = cluster.given_node_bytes_per_second is not None
-    return "given" if is_given and any(each.num_nodes > 1 for each in row.transfers) else "data sheet"

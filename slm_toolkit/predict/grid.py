@@ -124,9 +124,6 @@ def notes_on_strategies(strategies: list[Strategy], numerics: list[str]) -> list
             found.append(
                 f"{strategy.path}: mixed_precision no: --numerics {in_bf16[0]} is estimated for bf16"
             )
-        policy = strategy.fsdp.auto_wrap_policy if strategy.fsdp is not None else "TRANSFORMER_BASED_WRAP"
-        if policy != "TRANSFORMER_BASED_WRAP":
-            found.append(f"{strategy.path}: fsdp_auto_wrap_policy {policy}: estimated with a unit per layer")
     return found
 
 

@@ -1,5 +1,6 @@
 """Choose and rank the best plans."""
 
+import math
 from operator import attrgetter
 
 from slm_toolkit.recommend.plans import Plan
@@ -34,30 +35,21 @@ def best_plans(
 
 
 def _simplest_of_ties(plans: list[Plan], objective: str) -> list[Plan]:
-    """Return the plans by hours or dollars; of plans within TIE of the first one, the simplest comes first.
+    """Return the plans by hours or dollars; of plans within TIE of the best one, the simplest comes first."""
 
-    Plans within TIE of the best one on the same hardware count as much as that one, so that plans of one
-    hardware don't fall on both sides of a limit.
-    """
-    lowest: dict[tuple, float] = {}
-    rest: list[tuple[tuple[bool, bool], float, Plan]] = []
-    for plan in sorted(plans, key=lambda plan: amount(plan, objective)):
-        late = (plan.estimate.verdict != "fits", objective == "cost" and plan.usd is None)
+    def late(plan: Plan) -> tuple[bool, bool]:
+        return plan.estimate.verdict != "fits", objective == "cost" and plan.usd is None
+
+    least: dict[tuple[bool, bool], float] = {}
+    for plan in plans:
+        least[late(plan)] = min(amount(plan, objective), least.get(late(plan), math.inf))
+
+    def order(plan: Plan) -> tuple:
         value = amount(plan, objective)
-        least = lowest.setdefault((late, _hardware(plan)), value)
-        rest.append((late, least if value <= least * (1 + TIE) else value, plan))
+        counted = max(value, least[late(plan)] * (1 + TIE))
+        return late(plan), counted, plan.strategy.simplicity, plan.estimate.num_gpus, value
 
-    def simplest_first(plan: Plan) -> tuple[int, int, float]:
-        return plan.strategy.simplicity, plan.estimate.num_gpus, amount(plan, objective)
-
-    rest.sort(key=lambda item: item[:2])
-    ranked = []
-    while rest:
-        late, least, _ = rest[0]
-        tied = [plan for *place, plan in rest if place <= [late, least * (1 + TIE)]]
-        ranked += sorted(tied, key=simplest_first)
-        rest = rest[len(tied) :]
-    return ranked
+    return sorted(plans, key=order)
 
 
 def per_hardware(ranked: list[Plan]) -> list[Plan]:

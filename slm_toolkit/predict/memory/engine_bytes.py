@@ -64,10 +64,8 @@ def step_of(setup: Setup) -> Step:
         # accelerate starts a single rank without DDP
         has_buckets = not strategy.is_single and setup.num_gpus > 1
         return _replicated(setup, setup.dtypes, has_buckets, keeps_gradients=setup.keeps_gradients)
-    if setup.has_fsdp1:
-        return _fsdp1(setup)
     if strategy.is_fsdp:
-        return _fsdp2(setup)
+        return _fsdp(setup)
     if strategy.is_zero_3:
         return _zero_3(setup)
     if strategy.zero_stage == 1 and setup.dtypes.kept_gradient > setup.dtypes.gradient:
@@ -156,23 +154,31 @@ def _replicated(setup: Setup, dtypes: Dtypes, has_buckets: bool, *, keeps_gradie
     )
 
 
-def _fsdp2(setup: Setup) -> Step:
-    """Return the step of FSDP2. accelerate's units: each layer, the embedding, the final norm with the head.
+def _fsdp(setup: Setup) -> Step:
+    """Return the step of FSDP. accelerate's units: each layer, the embedding, the final norm with the head.
 
     The all-gather of a unit fills a flat buffer, which is copied into the unit's parameters; the buffer lives
     until the next unit's buffer is filled. The last unit stays gathered for backward, which gathers one unit
     ahead. A single rank gathers nothing: it copies a unit when it needs it, and none ahead. The state may be
     offloaded, and a preset of `--like` may keep embedding, final norm and head in the root's unit, which is
     gathered during the whole step, or set the sharded gradients to zero instead of freeing them.
+
+    FSDP1 keeps its root gathered, too, and joins a unit's gradients before it sends them. Without an
+    auto_wrap_policy it gathers the whole model once, and sends all gradients at the end.
     """
     spec, weights, dtypes, copies = setup.spec, setup.weights, setup.dtypes, _copies(setup)
-    accumulates = setup.config.gradient_accumulation_steps > 1
-    reshards, is_alone = setup.placement.reshard_after_forward, setup.shard_ranks == 1
+    fsdp = setup.strategy.fsdp
+    is_whole = setup.strategy.is_fsdp1 and fsdp.auto_wrap_policy == "NO_WRAP"
+    accumulates = setup.config.gradient_accumulation_steps > 1 or is_whole
+    reshards = setup.placement.reshard_after_forward and not is_whole
+    gathers_ahead = not setup.strategy.is_fsdp1 or fsdp.backward_prefetch == "BACKWARD_PRE"
+    is_alone = setup.shard_ranks == 1 or not gathers_ahead
     P, p, E, share = weights.total, weights.layer, weights.vocabulary, 1 / setup.gpu_state_ranks
     L, w, r = spec.num_layers, dtypes.compute, dtypes.reduced
     G, g, D = weights.trained, weights.trained_layer, weights.trained_vocabulary
     # one unit, which is gathered during the whole step: the head's gradient waits for the embedding's
-    is_one_unit = spec.tied or (setup.like is not None and setup.like.root_holds_vocabulary)
+    like_root = setup.like is not None and setup.like.root_holds_vocabulary
+    is_one_unit = spec.tied or setup.has_fsdp1 or like_root
     num_vocabularies = 2 if is_one_unit and not spec.tied else 1
     tail, trained_tail = num_vocabularies * E + spec.hidden_size, D + weights.trained_norm
     gradients = G * share * dtypes.kept_gradient
@@ -198,59 +204,16 @@ def _fsdp2(setup: Setup) -> Step:
     whole = 0 if reshards else P * w
     flat = next_unit if is_one_unit else tail * (not is_alone)
     in_backward = whole or (tail + next_unit) * w
-    last = (3 if spec.tied else num_vocabularies) * D * w + (before or (G - D) / G * gradients)
+    of_vocabulary = max(3 * spec.tied, num_vocabularies * (1 + setup.has_fsdp1)) * D * w
+    last = of_vocabulary + (before or (G - D) / G * gradients)
     return Step(
         state,
         at_forward_loss=At((whole or tail * w) + flat * w + copies.in_forward, before),
         at_loss=At((whole or tail * w) + copies.at_loss, before),
         at_norm=At(in_backward + copies.at_norm, before + trained_tail * w),
         at_layer=at_layer,
-        at_embedding=At(tail * w, last, communication=g * r),
+        at_embedding=At(tail * w, last, communication=g * r * (not setup.has_fsdp1)),
         at_optimizer=At(0, gradients, temporary=optimizer_temporary(setup)),
-    )
-
-
-def _fsdp1(setup: Setup) -> Step:
-    """Return the step of FSDP1, whose units are each layer and the root; all weights are trained.
-
-    The root holds embedding, final norm and head as one flat parameter, which stays gathered during the whole
-    step; without an auto_wrap_policy it is the whole model. With BACKWARD_PRE, backward gathers one layer
-    ahead. When a unit's gradients are complete, they are joined in one flat gradient, which is reduced and
-    freed; the gradient of the head waits for that of the embedding. Autocast caches no copies of gathered
-    weights, because they are views. torch 2.13, distributed/fsdp/_runtime_utils.py.
-    """
-    spec, strategy, weights, dtypes = setup.spec, setup.strategy, setup.weights, setup.dtypes
-    copies, reshards = _copies(setup), setup.placement.reshard_after_forward
-    prefetches = not strategy.is_fsdp1 or strategy.fsdp.backward_prefetch == "BACKWARD_PRE"
-    wraps_layers = strategy.fsdp.auto_wrap_policy != "NO_WRAP"
-    P, D, L, w = weights.total, weights.trained_vocabulary, spec.num_layers, dtypes.compute
-    p = weights.layer if wraps_layers else 0
-    root, share = P - L * p, 1 / setup.gpu_state_ranks
-    accumulates = setup.config.gradient_accumulation_steps > 1
-    before = P * w if accumulates else 0  # unsharded flat gradients of earlier micro-steps
-    of_units = 0 if accumulates else p * share * dtypes.kept_gradient  # of a reduced one
-
-    def at_layer(layer: int, made: float) -> At:
-        num_units = 1 + (prefetches and layer > 0) if reshards else layer + 1
-        above = L - 1 - layer
-        unreduced = D + made + (0 if wraps_layers else above * weights.layer)
-        is_joined = made >= spec.matmul_params_per_layer
-        gathered = (root + p * num_units) * w + copies.in_backward(layer)
-        return At(gathered, before + unreduced * w + above * of_units, communication=p * w * is_joined)
-
-    after_forward = root * w if reshards else P * w
-    # the loss's backward begins with the gathering of the last layer
-    in_loss = after_forward + p * w * (prefetches and reshards)
-    # the tied head's part of the gradient, the embedding's, and their sum; then all of the root's, joined
-    at_end = max(2 * root, 3 * D * spec.tied) * w
-    return Step(
-        State(P * share * dtypes.parameter, P * share * dtypes.master, P * share * dtypes.moments),
-        at_forward_loss=At(after_forward + copies.at_norm + copies.of_head, before),
-        at_loss=At(in_loss + copies.at_loss, before),
-        at_norm=At(in_loss + copies.at_norm, before + D * w),
-        at_layer=at_layer,
-        at_embedding=At(root * w, before + at_end + L * of_units),
-        at_optimizer=At(0, P * share * dtypes.kept_gradient, temporary=optimizer_temporary(setup)),
     )
 
 

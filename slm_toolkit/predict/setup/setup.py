@@ -349,10 +349,4 @@ def unlike_the_model(spec: ModelSpec, seq_len: int) -> list[str]:
             f"{spec.name}: sliding_window {spec.sliding_window}: sdpa and eager attention compute all "
             f"{seq_len} tokens and mask them; flash_attention_2 and flex_attention compute the window only"
         )
-    if spec.gated_ffn and spec.hidden_act not in ("silu", "swish", "gelu_pytorch_tanh"):
-        sentences.append(f"{spec.name}: hidden_act {spec.hidden_act}: estimated as silu")
-    if spec.attention_dropout:
-        sentences.append(
-            f"{spec.name}: attention_dropout {spec.attention_dropout:g}: estimated without dropout"
-        )
     return sentences

@@ -45,12 +45,6 @@ _ABOVE_IF_DEFAULT = (
     "optim",
     "lora_r",
 )
-_NETWORK_SOURCES = {
-    "measured": "the --network measurement",
-    "measured in part": "the --network measurement and data sheets",
-    "given": "--network and, inside a node, data sheets",
-    "data sheet": "data sheets, not measured",
-}
 _DECIDES_BATCH = (
     *("seq_len", "gradient_checkpointing", "gradient_accumulation_steps", "kernels"),
     "pad_widths",
@@ -257,8 +251,6 @@ def _speed_notes(rows: list[Estimate]) -> Iterator[tuple[object, str]]:
             f"between nodes, {worst.strategy} needs {worst.inter_node_gbps_needed:,.0f} Gbit/s to hide its "
             f"communication; a node of {worst.gpu} has {worst.inter_node_gbps:,.0f}",
         )
-    evidence = _distinct(row.network_evidence for row in rows)
-    yield evidence, f"network speed from {', '.join(_NETWORK_SOURCES[name] for name in evidence)}"
     yield (
         any(row.tokens_per_second is None for row in rows),
         "no tokens/s across nodes with an unknown network: set --network",
