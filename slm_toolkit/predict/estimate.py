@@ -24,7 +24,7 @@ from slm_toolkit.predict.memory.machine import (
 )
 from slm_toolkit.predict.memory.peak import MemoryEstimate, peak
 from slm_toolkit.predict.setup.setup import Setup, unknown_to_estimates, with_flags
-from slm_toolkit.predict.speed.traffic import Transfer, transfers
+from slm_toolkit.predict.speed.traffic import transfers
 from slm_toolkit.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -273,15 +273,7 @@ def _inter_node_gbps(setup: Setup) -> float | None:
 def _gbps_needed(row: Estimate) -> float:
     """Return the gigabits per second that a node needs to hide its communication behind compute.
 
-    Bytes sent once per step must hide behind the last micro-step; all bytes together must hide behind all
-    micro-steps. Communication after the optimizer can't hide, so it needs no bandwidth here.
+    Communication after the optimizer can't hide, so it needs no bandwidth here.
     """
-
-    def bytes_of(sent: list[Transfer]) -> float:
-        return row.gpus_per_node * sum(transfer.inter_node_bytes for transfer in sent)
-
-    hideable = [transfer for transfer in row.transfers if transfer.overlaps]
-    late = [transfer for transfer in hideable if transfer.in_last_micro_step]
-    of_last = bytes_of(late) / row.time.last_micro_step_seconds
-    of_all = bytes_of(hideable) / row.time.overlappable_seconds
-    return max(of_last, of_all) / NODE_NETWORK_SHARE * 8 / 1e9
+    sent = sum(transfer.inter_node_bytes for transfer in row.transfers if transfer.overlaps)
+    return row.gpus_per_node * sent / row.time.overlappable_seconds / NODE_NETWORK_SHARE * 8 / 1e9

@@ -43,10 +43,9 @@ def estimates(
 ) -> list["Estimate"]:
     """Return an Estimate for each different combination.
 
-    `given` maps a field of RunConfig to a value or a list of values. A strategy of one process uses one GPU,
-    whatever `num_gpus` is. `search_changes`: the first rows that do not fit get the smallest changes with
-    which they would. `notes` gets the lines about what was chosen. Raises one ValueError with all problems of
-    the flags.
+    `given` maps a field of RunConfig to a value or a list of values. `search_changes`: the first rows that
+    do not fit get the smallest changes with which they would. `notes` gets the lines about what was chosen.
+    Raises one ValueError with all problems of the flags.
     """
     from slm_toolkit.hardware.gpus import gpu_of_name
     from slm_toolkit.predict.changes_that_fit import changes_that_fit
@@ -67,14 +66,13 @@ def estimates(
         problems += largest_batch_problems(given, strategies, found_gpus)
     if problems:
         raise all_of(problems, verb="estimate")
-    shared = {"has_gpu": True, "gpus_per_node": gpus_per_node, "is_comparison": True, "like": like}
+    shared = {"has_gpu": True, "gpus_per_node": gpus_per_node, "like": like}
     chosen = [
         choices(configs, strategies, gpu=gpu, num_gpus=count, deployment=deployment_of(gpu), **shared)
         for gpu, count in itertools.product(found_gpus, num_gpus)
     ]
     smallest, why = min(chosen, key=lambda one: one[0].get("per_device_train_batch_size", 0))
-    if notes is not None:
-        notes += why
+    (notes if notes is not None else []).extend(why)
     configs = [with_choices(config, smallest) for config in configs]
     specs = {name: model_to_estimate(name) for name in dict.fromkeys(config.model for config in configs)}
     problems = like.problems(strategies) if like else []
@@ -87,11 +85,10 @@ def estimates(
         for config, gpu, count, strategy in itertools.product(configs, found_gpus, num_gpus, strategies)
     ]
     estimate_of = largest_batch if find_largest_batch else estimate
-    rows = {setup: estimate_of(setup.launched) for setup in dict.fromkeys(setups)}
+    rows = {setup: estimate_of(setup.launched) for setup in setups}
     too_large = [setup for setup, row in rows.items() if search_changes and row.fits is False]
     for setup in too_large[:MOST_SEARCHED_ROWS]:
-        changes = changes_that_fit(setup, rows[setup])
-        rows[setup] = rows[setup].with_values(changes_that_fit=changes)
+        rows[setup] = rows[setup].with_values(changes_that_fit=changes_that_fit(setup, rows[setup]))
     return list(rows.values())
 
 

@@ -12,7 +12,7 @@ from slm_toolkit.hardware.prices import Price
 from slm_toolkit.model.families import kernel_problems
 from slm_toolkit.model.from_config import position_problem
 from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.model.names import check_tokenizer, has_weights
+from slm_toolkit.model.names import has_weights
 from slm_toolkit.predict.flag_checks import flag_problems, model_to_estimate, node_problems
 from slm_toolkit.predict.setup.setup import Deployment, unlike_the_model
 from slm_toolkit.recommend.plans import GpuOffer, Workload
@@ -91,12 +91,9 @@ def workloads_of(given: dict[str, Any], asked: Namespace) -> tuple[list[Workload
     """
     found, notes = [], []
     lengths = given.get("seq_len") or [RunConfig().with_defaults(has_gpu=True).seq_len]
-    of_data = {flag: given[flag] for flag in ("dataset", "dataset_format", "tokenizer_name") if flag in given}
     kernels = [{name: value} for name in _KERNELS for value in given.get(name, [])]
     for name in dict.fromkeys(given.get("model", [_DEFAULT_MODEL])):
         spec = model_to_estimate(name)
-        if spec.hub_id is None:  # a published preset's plan names its tokenizer
-            check_tokenizer(RunConfig(**of_data), spec)
         problems = [problem for n in lengths if (problem := position_problem(spec, n)) is not None]
         for flag in kernels:
             problems += kernel_problems(spec, RunConfig(**{"attn_implementation": "eager", **flag}))

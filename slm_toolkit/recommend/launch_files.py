@@ -32,7 +32,8 @@ def launch_command(plan: Plan) -> str:
 def write_launch(plan: Plan, folder: Path) -> list[Path]:
     """Write the YAML, its JSON and a launch script.
 
-    What the user must still choose is a variable of the script. Return the paths. Raise ValueError for a model that can only be estimated, and if a file exists or can't be written.
+    What the user must still choose is a variable of the script. Return the paths. Raise ValueError for a
+    model that can only be estimated, and if a file exists or can't be written.
     """
     check_trainable(plan.spec, plan.config)
     check_folder(folder)

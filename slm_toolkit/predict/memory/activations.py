@@ -318,12 +318,12 @@ def _moments(
         # the cast of down_proj's input: two copies in fp32 and the result, beside two of the gradient
         moments.append(Moment("mlp", saved.before_last_norm + e * i + 9 * i + 2 * h, 0))
     if saved.has_scores:
-        waiting, scores = saved.waiting, a * kernels.seq_len
-        if kernels.eager:
-            form = 12 * scores + 3 * e * q
-        else:
-            form = 4 * e * sum(_widths_in_flash(spec, e)) + 4 * a
-        moments.append(Moment("self_attn", above + form + waiting, 2))
+        of_flash, of_eager = (
+            4 * e * sum(_widths_in_flash(spec, e)) + 4 * a,
+            12 * a * kernels.seq_len + 3 * e * q,
+        )
+        form = of_eager if kernels.eager else of_flash
+        moments.append(Moment("self_attn", above + form + saved.waiting, 2))
     if saved.has_input_gradient:
         moments.append(Moment("input_layernorm", norm, 3))
     return moments

@@ -171,8 +171,9 @@ def _fsdp(setup: Setup) -> Step:
     is_whole = setup.strategy.is_fsdp1 and fsdp.auto_wrap_policy == "NO_WRAP"
     accumulates = setup.config.gradient_accumulation_steps > 1 or is_whole
     reshards = setup.placement.reshard_after_forward and not is_whole
-    gathers_ahead = not setup.strategy.is_fsdp1 or fsdp.backward_prefetch == "BACKWARD_PRE"
-    is_alone = setup.shard_ranks == 1 or not gathers_ahead
+    is_alone = setup.shard_ranks == 1 or (
+        setup.strategy.is_fsdp1 and fsdp.backward_prefetch != "BACKWARD_PRE"
+    )
     P, p, E, share = weights.total, weights.layer, weights.vocabulary, 1 / setup.gpu_state_ranks
     L, w, r = spec.num_layers, dtypes.compute, dtypes.reduced
     G, g, D = weights.trained, weights.trained_layer, weights.trained_vocabulary
@@ -308,7 +309,8 @@ def _gradients_in_buckets(setup: Setup, kept: float, kept_from: float) -> Callab
     """Return a function: the bytes when backward has made some gradients of ZeRO-1 or ZeRO-2.
 
     Gradients are copied into a bucket of `reduce_bucket_size` elements; `overlap_comm` fills one while the
-    other is sent. One larger than a bucket stays where it is under ZeRO-1 until the step ends. ZeRO-1 reduces in the last micro-step only, without overlap_comm when backward has ended.
+    other is sent. One larger than a bucket stays where it is under ZeRO-1 until the step ends. ZeRO-1 reduces
+    in the last micro-step only, without overlap_comm when backward has ended.
     `kept`: bytes of rank 0's partition, reduced; it exists once `kept_from` elements have been sent.
     """
     weights, dtypes, zero = setup.weights, setup.dtypes, zero_settings(setup)

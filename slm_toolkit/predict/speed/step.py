@@ -328,8 +328,6 @@ class StepTime:
     "communication that overlaps with compute and adds no time"
     overlappable_seconds: float
     "compute that can hide communication"
-    last_micro_step_seconds: float
-    "its part in the last micro-step"
     misaligned_seconds: float
     "part of matmul: extra time because widths are not multiples of 8"
     offload: Range = NO_OFFLOAD
@@ -396,7 +394,6 @@ def step_time(
         },
         tokens=setup.num_gpus * micro_steps * setup.num_tokens,
         overlappable_seconds=micro_steps * busy,
-        last_micro_step_seconds=busy,
         misaligned_seconds=micro_steps * work.misaligned,
         offload=offload,
     )
