@@ -125,8 +125,7 @@ _FIELDS: Functions = {
         row.time and _seconds(row.slow_time, row.software.low, row.slow_time.offload.high)
     ),
     # seconds by part, for each of `predict.speed.step.PARTS`; they add up to step_seconds
-    # misaligned_seconds: within matmul, lost because widths are not multiples of 8
-    **attributes_of("time", "parts_seconds", "misaligned_seconds", "tokens_per_second"),
+    **attributes_of("time", "parts_seconds", "tokens_per_second"),
     "tokens_per_second_per_gpu": lambda row: row.time and row.tokens_per_second / row.num_gpus,
     # from 6 N + 12 L H S FLOPs per token; with adapters from 4 N + 6 N_adapters + 12 L H S
     "mfu": lambda row: _mfu(row),

@@ -73,10 +73,7 @@ def nothing_found(
 ) -> RenderableType:
     """Return the text for no plan within the limits: the closest plans, or why there is no plan."""
     if not plans:
-        return Text(
-            "no plan: see what was left out. If nothing was, use more or larger GPUs or a smaller model "
-            "(`slm estimate` shows by how much)"
-        )
+        return Text("no plan: use more or larger GPUs or a smaller model (`slm estimate` shows by how much)")
     limits = [deadline_hours and f"{deadline_hours:g} h", budget_usd and f"${budget_usd:,.2f}"]
     lines = [f"nothing is within {' and '.join(filter(None, limits))}"]
     fastest = min(plans, key=lambda plan: plan.hours)

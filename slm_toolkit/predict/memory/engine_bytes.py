@@ -117,14 +117,12 @@ def _copies(setup: Setup) -> _Copies:
 def _replicated(setup: Setup, dtypes: Dtypes, has_buckets: bool, *, keeps_gradients: bool = False) -> Step:
     """Return the step of a single process or of DDP: every rank has the whole training state.
 
-    DDP adds buckets as large as all gradients. If gradients are kept in a wider dtype, each is added to its
-    sum and freed at once, as in nanotron.
-    `keeps_gradients`: a step sets gradients to zero instead of freeing them.
+    DDP adds buckets as large as all gradients. `keeps_gradients`: a step sets gradients to zero instead of
+    freeing them; nanotron keeps sums in a wider dtype, to which each gradient is added.
     """
     weights, copies, tied = setup.weights, _copies(setup), setup.spec.tied
     L, e, kept = setup.spec.num_layers, dtypes.gradient, dtypes.kept_gradient
     G, g, D = weights.trained, weights.trained_layer, weights.trained_vocabulary
-    is_summed = kept > e
     exist_before = setup.config.gradient_accumulation_steps > 1 or keeps_gradients
     before = G * kept if exist_before else 0
     held = D * e if tied else 0  # the head's part of the gradient waits for the embedding's
@@ -133,23 +131,16 @@ def _replicated(setup: Setup, dtypes: Dtypes, has_buckets: bool, *, keeps_gradie
         gathered = copies.in_backward(layer)
         if exist_before:
             return At(gathered, before + held, temporary=weights.widest_trained * e)
-        head = held if is_summed and tied else D * kept
-        return At(gathered, head + kept * (weights.trained_norm + (L - 1 - layer) * g + made))
+        return At(gathered, kept * (D + weights.trained_norm + (L - 1 - layer) * g + made))
 
-    of_head = D * e  # at the final norm
-    at_embedding = G * e + (2 * tied + exist_before) * D * e
-    if is_summed:
-        if not tied:  # it is in the sum already
-            of_head = 0 if exist_before else D * kept
-        parts = (3 if tied else 1) * D * e  # both parts of a tied gradient, and what they add up to
-        at_embedding = max((before or (G - D) * kept) + parts, G * kept + D * e)
     return Step(
         State(weights.total * dtypes.parameter, G * dtypes.master, G * dtypes.moments, G * e * has_buckets),
         at_forward_loss=At(copies.in_forward, before),
         at_loss=At(copies.at_loss, before),
-        at_norm=At(copies.at_norm, before + of_head),
+        at_norm=At(copies.at_norm, before + D * e),
         at_layer=at_layer,
-        at_embedding=At(0, at_embedding),
+        # both parts of a tied gradient, and what they add up to
+        at_embedding=At(0, (before or G * e) + (2 * tied + exist_before) * D * e),
         at_optimizer=At(0, G * kept, temporary=optimizer_temporary(setup)),
     )
 

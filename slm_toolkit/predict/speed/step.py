@@ -13,7 +13,6 @@ applies a slowdown.
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from slm_toolkit.config.loss_chunks import tokens_of_chunk
@@ -26,7 +25,7 @@ from slm_toolkit.predict.setup.adapters import NF4_BLOCK, Adapters, adapter_shap
 from slm_toolkit.predict.setup.setup import AUTOCAST, FP32, Setup
 from slm_toolkit.predict.speed.attention import attention_seconds
 from slm_toolkit.predict.speed.collectives import transfer_seconds
-from slm_toolkit.predict.speed.matmul import Rates, next_aligned, product_seconds, rates_of
+from slm_toolkit.predict.speed.matmul import Rates, product_seconds, rates_of
 from slm_toolkit.predict.speed.offload import NO_OFFLOAD, Range, offload_seconds, offloaded_fraction
 from slm_toolkit.predict.speed.software import Software
 from slm_toolkit.predict.speed.traffic import Transfer
@@ -157,7 +156,6 @@ class Work:
 
     parts: dict[str, float]
     "keyed by the first of PARTS; they add up to total"
-    misaligned: float
     num_kernels: float
 
     @property
@@ -172,7 +170,6 @@ def micro_step_work(setup: Setup, rates: Rates, software: Software, loss_kernel:
     if setup.compute == FP32:
         rates = _fp32_rates(rates, setup.gpu)
     forward, backward, head = _products(setup, rates, loss_kernel)
-    ideal = sum(_products(setup, rates, loss_kernel, width_of=next_aligned))
     attention = [L * seconds for seconds in _attention(setup, rates, software)]
     traffic = layer_traffic(spec, compiled=compiled, fused_norm=config.fuses_norm)
     per_token, num_kernels = traffic.bytes_per_token, traffic.num_kernels
@@ -208,7 +205,6 @@ def micro_step_work(setup: Setup, rates: Rates, software: Software, loss_kernel:
             "dequantization": 2 * unpacking,  # forward and backward
             "recomputation": again,
         },
-        misaligned=forward + backward + head - ideal,
         num_kernels=(3 + _LAYERS_AGAIN[mode]) * L * num_kernels + _HEAD_KERNELS,
     )
 
@@ -219,12 +215,10 @@ def _slowdown_of(compute: str, compiled: bool) -> float:
     return 2.0 if compute == FP32 else 1.0
 
 
-def _products(
-    setup: Setup, rates: Rates, loss_kernel: str, *, width_of: Callable[[int], int] = int
-) -> tuple[float, float, float]:
+def _products(setup: Setup, rates: Rates, loss_kernel: str) -> tuple[float, float, float]:
     """Return the seconds of all layers' matrix products in forward and in backward, and of the head's.
 
-    LoRA's matrices are thin, so memory traffic dominates their time. `width_of` changes every width.
+    LoRA's matrices are thin, so memory traffic dominates their time.
     """
     spec, adapters, compiled = setup.spec, setup.adapters, setup.config.compiles
     in_float8 = dataclasses.replace(rates, matmul_flops=_FLOAT8_RATE * rates.matmul_flops)
@@ -232,8 +226,7 @@ def _products(
     def seconds(
         rates: Rates, size: tuple[int, int], *, rows: int, padded: bool, is_frozen: bool
     ) -> tuple[float, float]:
-        inputs, outputs = map(width_of, size)
-        found = product_seconds(rates, rows=rows, inputs=inputs, outputs=outputs, padded=padded)
+        found = product_seconds(rates, rows=rows, inputs=size[0], outputs=size[1], padded=padded)
         return found.forward, found.input_gradient if is_frozen else found.backward
 
     given = {"rows": setup.num_tokens, "padded": compiled, "is_frozen": adapters is not None}
@@ -328,8 +321,6 @@ class StepTime:
     "communication that overlaps with compute and adds no time"
     overlappable_seconds: float
     "compute that can hide communication"
-    misaligned_seconds: float
-    "part of matmul: extra time because widths are not multiples of 8"
     offload: Range = NO_OFFLOAD
     "seconds of the part offload, which is its middle"
 
@@ -394,7 +385,6 @@ def step_time(
         },
         tokens=setup.num_gpus * micro_steps * setup.num_tokens,
         overlappable_seconds=micro_steps * busy,
-        misaligned_seconds=micro_steps * work.misaligned,
         offload=offload,
     )
 

@@ -115,9 +115,6 @@ def parts_tables(row: Estimate) -> list[RenderableType]:
     if row.parts_seconds is not None:
         times = {name: 1e3 * seconds for name, seconds in row.parts_seconds.items() if seconds > 0}
         tables.append(_bars("part of a step", "ms", times, form="{:.1f}"))
-        if (lost := 1e3 * row.misaligned_seconds) > 0.5:
-            cost = f"widths that are not multiples of 8 cost {lost:.1f} ms of matmul"
-            tables.append(Text(f"{cost}; `slm doctor` names them", style="dim"))
     return tables
 
 
