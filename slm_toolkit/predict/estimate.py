@@ -24,6 +24,7 @@ from slm_toolkit.predict.memory.machine import (
 )
 from slm_toolkit.predict.memory.peak import MemoryEstimate, peak
 from slm_toolkit.predict.setup.setup import Setup, unknown_to_estimates, with_flags
+from slm_toolkit.predict.speed.offload import FASTEST, SLOWEST
 from slm_toolkit.predict.speed.traffic import transfers
 from slm_toolkit.strategy.strategy import Strategy
 
@@ -119,11 +120,9 @@ _FIELDS: Functions = {
     },
     # None without a GPU, or if the network between the nodes is unknown
     **attributes_of("time", "step_seconds"),
-    "step_low_seconds": lambda row: row.time and _seconds(row.time, row.software.high, row.time.offload.low),
+    "step_low_seconds": lambda row: row.time and _seconds(row.time, row.software.high, FASTEST),
     # includes the slow end of PCIe's range if PCIe links the GPUs of a node and was not measured
-    "step_high_seconds": lambda row: (
-        row.time and _seconds(row.slow_time, row.software.low, row.slow_time.offload.high)
-    ),
+    "step_high_seconds": lambda row: row.time and _seconds(row.slow_time, row.software.low, SLOWEST),
     # seconds by part, for each of `predict.speed.step.PARTS`; they add up to step_seconds
     **attributes_of("time", "parts_seconds", "tokens_per_second"),
     "tokens_per_second_per_gpu": lambda row: row.time and row.tokens_per_second / row.num_gpus,
@@ -246,9 +245,10 @@ def deepspeed_stage(strategy: Strategy) -> int | None:
     return 3 if strategy.is_fsdp and strategy.sharding.reshard_after_forward else None
 
 
-def _seconds(time: "StepTime", share: float, offload_seconds: float) -> float:
-    """Return a step's seconds at a share of the expected speed, with offload's own seconds."""
-    return (time.step_seconds - time.offload.middle) / share + offload_seconds
+def _seconds(time: "StepTime", share: float, of_offload: float) -> float:
+    """Return a step's seconds at a share of the expected speed; `of_offload` multiplies offload's seconds."""
+    offload = time.parts_seconds["offload"]
+    return (time.step_seconds - offload) / share + of_offload * offload
 
 
 def _mfu(row: Estimate) -> float | None:

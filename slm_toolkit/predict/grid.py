@@ -13,7 +13,7 @@ from slm_toolkit.predict.flag_checks import (
     model_to_estimate,
     placement_problems,
 )
-from slm_toolkit.predict.setup.setup import unknown_to_estimates, unlike_the_model
+from slm_toolkit.predict.setup.setup import unknown_to_estimates
 from slm_toolkit.strategy.checked_run import all_of, run_problems
 from slm_toolkit.strategy.strategy import Strategy
 
@@ -122,13 +122,3 @@ def notes_on_strategies(strategies: list[Strategy], numerics: list[str]) -> list
                 f"{strategy.path}: mixed_precision no: --numerics {in_bf16[0]} is estimated for bf16"
             )
     return found
-
-
-def notes_on_models(given: dict[str, Any]) -> list[str]:
-    """Return notes on settings of a model's own configuration that the estimate ignores."""
-    pairs = itertools.product(given.get("model", [None]), given.get("seq_len", [None]))
-    configs = [
-        RunConfig(model=model, seq_len=seq_len).with_defaults(has_gpu=True) for model, seq_len in pairs
-    ]
-    notes = [unlike_the_model(model_to_estimate(config.model), config.seq_len) for config in configs]
-    return list(dict.fromkeys(itertools.chain.from_iterable(notes)))

@@ -76,11 +76,10 @@ def adapters_of(spec: ModelSpec, config: RunConfig) -> Adapters | None:
     names = _target_names(config)
     targets = tuple(name for name in matrices if names is None or name in names)
     if not targets:
-        reason = (
-            f"peft has no default for {spec.model_type}" if names == set() else "the model has none of these"
-        )
         flags = f"--peft {config.peft} --lora_target_modules {config.lora_target_modules}"
-        raise ValueError(f"{flags} with {spec.name}: {reason}\nhint: name some of {', '.join(matrices)}")
+        raise ValueError(
+            f"{flags} with {spec.name}: nothing to adapt\nhint: name some of {', '.join(matrices)}"
+        )
     return Adapters(
         targets,
         config.lora_r,

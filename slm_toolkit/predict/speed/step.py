@@ -26,7 +26,7 @@ from slm_toolkit.predict.setup.setup import AUTOCAST, FP32, Setup
 from slm_toolkit.predict.speed.attention import attention_seconds
 from slm_toolkit.predict.speed.collectives import transfer_seconds
 from slm_toolkit.predict.speed.matmul import Rates, product_seconds, rates_of
-from slm_toolkit.predict.speed.offload import NO_OFFLOAD, Range, offload_seconds, offloaded_fraction
+from slm_toolkit.predict.speed.offload import offload_seconds, offloaded_fraction
 from slm_toolkit.predict.speed.software import Software
 from slm_toolkit.predict.speed.traffic import Transfer
 
@@ -110,7 +110,6 @@ An H100 takes for compiled and triton the time of these bytes at its copy rate (
 
 # LoRA, per output of a matrix: scale 4, add 6; backward: scale 4. Per input: add two gradients 6.
 _LORA_BYTES_OF_OUTPUTS, _LORA_BYTES_OF_INPUTS = 14, 6
-_COMPILED_LORA_BYTES_OF_OUTPUTS = 10  # scale and add are one kernel: read 2 and 2, write 2; backward: scale 4
 _DROPOUT_BYTES = 10  # per input: read 2, write 2, mask 1, and the same in backward
 _DEFENSIVE_CLONE_BYTES = 4  # per output, if the base has 4-bit weights
 _LORA_KERNELS = 4  # in forward, per matrix: two products, scale, add
@@ -123,8 +122,7 @@ _UNPACKING_KERNELS = 3  # per matrix: unpack the scales, add their mean, unpack 
 def adapter_traffic(spec: ModelSpec, adapters: Adapters, *, compiled: bool) -> LayerTraffic:
     """Return the work of one layer's adapters besides their products."""
     matrices = matrices_of(spec)
-    of_outputs = _COMPILED_LORA_BYTES_OF_OUTPUTS if compiled else _LORA_BYTES_OF_OUTPUTS
-    of_outputs += _DEFENSIVE_CLONE_BYTES * adapters.is_quantized
+    of_outputs = _LORA_BYTES_OF_OUTPUTS - 4 * compiled + _DEFENSIVE_CLONE_BYTES * adapters.is_quantized
     of_inputs = _LORA_BYTES_OF_INPUTS + _DROPOUT_BYTES * adapters.drops
     sizes = [matrices[name] for name in adapters.targets]
     kernels = (_LORA_KERNELS + adapters.drops - compiled) * len(sizes)
@@ -321,8 +319,6 @@ class StepTime:
     "communication that overlaps with compute and adds no time"
     overlappable_seconds: float
     "compute that can hide communication"
-    offload: Range = NO_OFFLOAD
-    "seconds of the part offload, which is its middle"
 
     @property
     def step_seconds(self) -> float:
@@ -364,7 +360,7 @@ def step_time(
     if exposed is None:
         return None
     exposed += software.jitter * math.sqrt(2 * math.log(setup.num_gpus)) * micro_steps * busy
-    offload = NO_OFFLOAD
+    offload = 0.0
     if strategy.offloads:
         offload = offload_seconds(
             setup,
@@ -378,14 +374,13 @@ def step_time(
         parts_seconds={
             **parts,
             "optimizer": _optimizer_seconds(setup, rates),
-            "offload": offload.middle,
+            "offload": offload,
             "communication": exposed,
             "launch_overhead": micro_steps * launch,
             "fixed": software.step_seconds,
         },
         tokens=setup.num_gpus * micro_steps * setup.num_tokens,
         overlappable_seconds=micro_steps * busy,
-        offload=offload,
     )
 
 
