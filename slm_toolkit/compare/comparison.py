@@ -144,7 +144,6 @@ def _with_choices(
         has_gpu=machine.num_gpus > 0 or "rehearse" in given,
         num_gpus=num_gpus,
         gpus_per_node=num_gpus // (request.nodes.num_nodes if request.nodes else 1),
-        is_comparison=True,
         runs_here=request.nodes is None,
     )
     _print_notes(notes)

@@ -29,18 +29,18 @@ def changes_that_fit(setup: Setup, before: Estimate) -> list[Change]:
     no single one is enough, three only if no two are. Empty if three are not enough.
     """
     flags_only = [_kernels, _checkpointing, _smaller_batches]
-    found = _fewest(setup, before, [], [*flags_only, _strategies])[:4]
-    found += _fewest(setup, before, [], flags_only)[:1]
-    found += _fewest(setup, before, [_more_gpus], flags_only)[:1]
+    found = _fewest(setup, before, [*flags_only, _strategies])[:4]
+    found += _fewest(setup, before, flags_only)[:1]
+    found += _fewest(setup, before, [_more_gpus])[:1]
     return list(dict.fromkeys(found))
 
 
-def _fewest(setup: Setup, before: Estimate, always: list[_Kind], kinds: list[_Kind]) -> list[Change]:
-    """Return the changes that combine the fewest of `kinds` with all of `always`, the fastest first."""
-    options = {kind: list(kind(setup)) for kind in (*always, *kinds)}
-    for size in range(1 - len(always), MOST_CHANGES + 1 - len(always)):
+def _fewest(setup: Setup, before: Estimate, kinds: list[_Kind]) -> list[Change]:
+    """Return the changes that combine the fewest of `kinds`, the fastest first."""
+    options = {kind: list(kind(setup)) for kind in kinds}
+    for size in range(1, MOST_CHANGES + 1):
         tried = [
-            _mildest(setup, before, {kind: options[kind] for kind in (*always, *combined)})
+            _mildest(setup, before, {kind: options[kind] for kind in combined})
             for combined in itertools.combinations(kinds, size)
         ]
         if found := [change for change in tried if change is not None]:
@@ -83,12 +83,11 @@ def _has_estimate(setup: Setup) -> bool:
         _ = launched.placement
     except ValueError:
         return False
-    problems = [
-        *run_problems(setup.config, launched.strategy, setup.spec, num_ranks=setup.num_gpus),
-        *(setup.like.problems([launched.strategy]) if setup.like else []),
-        *unknown_to_estimates(setup.config, gpu=setup.gpu, spec=setup.spec),
-    ]
-    return not problems
+    return not (
+        run_problems(setup.config, launched.strategy, setup.spec, num_ranks=setup.num_gpus)
+        or (setup.like and setup.like.problems([launched.strategy]))
+        or unknown_to_estimates(setup.config, gpu=setup.gpu, spec=setup.spec)
+    )
 
 
 def _described(before: Setup, after: Setup) -> str:
@@ -169,19 +168,12 @@ _shipped = functools.cache(find_strategy)
 def _on_gpus(strategy: Strategy, num_gpus: int) -> _Option:
     """Return the change to another strategy and number of GPUs.
 
-    More GPUs do fewer micro-steps, else smaller batches, so that a step has as many sequences; if not even
-    one per GPU is left, the step grows.
+    More GPUs do fewer micro-steps, so that a step has as many sequences; with one micro-step, the step grows.
     """
 
     def apply(setup: Setup) -> Setup:
-        batch, steps = setup.config.per_device_train_batch_size, setup.config.gradient_accumulation_steps
-        sequences, left = divmod(batch * steps * setup.num_gpus, num_gpus)
-        if sequences and not left:
-            # some number up to the present one divides the sequences, because the batch times it does
-            fewest = -(-sequences // batch)
-            steps = next(number for number in range(fewest, steps + 1) if sequences % number == 0)
-            batch = sequences // steps
-        flags = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": steps}
-        return dataclasses.replace(with_flags(setup, **flags), strategy=strategy, num_gpus=num_gpus)
+        steps = max(1, setup.config.gradient_accumulation_steps * setup.num_gpus // num_gpus)
+        changed = with_flags(setup, gradient_accumulation_steps=steps)
+        return dataclasses.replace(changed, strategy=strategy, num_gpus=num_gpus)
 
     return apply

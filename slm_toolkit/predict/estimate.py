@@ -11,7 +11,7 @@ from slm_toolkit.base.derived import Derived, Functions, attributes_of, unset
 from slm_toolkit.hardware.network import NODE_NETWORK_SHARE
 from slm_toolkit.model.model_spec import model_flops_utilization
 from slm_toolkit.predict.cost import usd_per_million_tokens
-from slm_toolkit.predict.deepspeed_estimator import ESTIMATOR_VERSION, deepspeed_needs
+from slm_toolkit.predict.deepspeed_estimator import deepspeed_needs
 from slm_toolkit.predict.memory.machine import (
     allocator_slack,
     band_of,
@@ -24,7 +24,8 @@ from slm_toolkit.predict.memory.machine import (
 )
 from slm_toolkit.predict.memory.peak import MemoryEstimate, peak
 from slm_toolkit.predict.setup.setup import Setup, unknown_to_estimates, with_flags
-from slm_toolkit.predict.speed.traffic import Transfer, transfers
+from slm_toolkit.predict.speed.offload import FASTEST, SLOWEST
+from slm_toolkit.predict.speed.traffic import transfers
 from slm_toolkit.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -111,7 +112,6 @@ _FIELDS: Functions = {
     "deepspeed_stands_in": lambda row: (
         row.deepspeed_stage is not None and not row.setup.strategy.is_deepspeed
     ),
-    "deepspeed_version": lambda row: row.deepspeed and ESTIMATOR_VERSION,
     # bytes that each rank sends in a step, by purpose; intra_node and inter_node are sums over purposes
     "traffic_bytes": lambda row: {
         **{transfer.name: transfer.sent_bytes for transfer in row.transfers},
@@ -120,14 +120,11 @@ _FIELDS: Functions = {
     },
     # None without a GPU, or if the network between the nodes is unknown
     **attributes_of("time", "step_seconds"),
-    "step_low_seconds": lambda row: row.time and _seconds(row.time, row.software.high, row.time.offload.low),
+    "step_low_seconds": lambda row: row.time and _seconds(row.time, row.software.high, FASTEST),
     # includes the slow end of PCIe's range if PCIe links the GPUs of a node and was not measured
-    "step_high_seconds": lambda row: (
-        row.time and _seconds(row.slow_time, row.software.low, row.slow_time.offload.high)
-    ),
+    "step_high_seconds": lambda row: row.time and _seconds(row.slow_time, row.software.low, SLOWEST),
     # seconds by part, for each of `predict.speed.step.PARTS`; they add up to step_seconds
-    # misaligned_seconds: within matmul, lost because widths are not multiples of 8
-    **attributes_of("time", "parts_seconds", "misaligned_seconds", "tokens_per_second"),
+    **attributes_of("time", "parts_seconds", "tokens_per_second"),
     "tokens_per_second_per_gpu": lambda row: row.time and row.tokens_per_second / row.num_gpus,
     # from 6 N + 12 L H S FLOPs per token; with adapters from 4 N + 6 N_adapters + 12 L H S
     "mfu": lambda row: _mfu(row),
@@ -139,15 +136,12 @@ _FIELDS: Functions = {
     "inter_node_gbps_needed": lambda row: (
         row.time and row.traffic_bytes["inter_node"] and _gbps_needed(row) or None
     ),
-    # source of the network's speed: measured, measured in part, given or data sheet; None if nothing is sent
-    "network_evidence": lambda row: row.time and row.transfers and _network_evidence(row) or None,
     # True if PCIe links the GPUs of a node and was not measured
     "depends_on_pcie": lambda row: row.slow_time is not row.time,
     **attributes_of("price", "usd_per_gpu_hour", price_source="source"),
     "usd_per_million_tokens": lambda row: usd_per_million_tokens(
         row.tokens_per_second, row.usd_per_gpu_hour, row.num_gpus
     ),
-    "tokens_per_usd": lambda row: row.usd_per_million_tokens and 1e6 / row.usd_per_million_tokens,
 }
 
 
@@ -251,9 +245,10 @@ def deepspeed_stage(strategy: Strategy) -> int | None:
     return 3 if strategy.is_fsdp and strategy.sharding.reshard_after_forward else None
 
 
-def _seconds(time: "StepTime", share: float, offload_seconds: float) -> float:
-    """Return a step's seconds at a share of the expected speed, with offload's own seconds."""
-    return (time.step_seconds - time.offload.middle) / share + offload_seconds
+def _seconds(time: "StepTime", share: float, of_offload: float) -> float:
+    """Return a step's seconds at a share of the expected speed; `of_offload` multiplies offload's seconds."""
+    offload = time.parts_seconds["offload"]
+    return (time.step_seconds - offload) / share + of_offload * offload
 
 
 def _mfu(row: Estimate) -> float | None:
@@ -277,24 +272,7 @@ def _inter_node_gbps(setup: Setup) -> float | None:
 def _gbps_needed(row: Estimate) -> float:
     """Return the gigabits per second that a node needs to hide its communication behind compute.
 
-    Bytes sent once per step must hide behind the last micro-step; all bytes together must hide behind all
-    micro-steps. Communication after the optimizer can't hide, so it needs no bandwidth here.
+    Communication after the optimizer can't hide, so it needs no bandwidth here.
     """
-
-    def bytes_of(sent: list[Transfer]) -> float:
-        return row.gpus_per_node * sum(transfer.inter_node_bytes for transfer in sent)
-
-    hideable = [transfer for transfer in row.transfers if transfer.overlaps]
-    late = [transfer for transfer in hideable if transfer.in_last_micro_step]
-    of_last = bytes_of(late) / row.time.last_micro_step_seconds
-    of_all = bytes_of(hideable) / row.time.overlappable_seconds
-    return max(of_last, of_all) / NODE_NETWORK_SHARE * 8 / 1e9
-
-
-def _network_evidence(row: Estimate) -> str:
-    cluster = row.setup.cluster
-    measured = [cluster.is_measured(num_nodes=transfer.num_nodes) for transfer in row.transfers]
-    if any(measured):
-        return "measured" if all(measured) else "measured in part"
-    is_given = cluster.given_node_bytes_per_second is not None
-    return "given" if is_given and any(each.num_nodes > 1 for each in row.transfers) else "data sheet"
+    sent = sum(transfer.inter_node_bytes for transfer in row.transfers if transfer.overlaps)
+    return row.gpus_per_node * sent / row.time.overlappable_seconds / NODE_NETWORK_SHARE * 8 / 1e9

@@ -26,7 +26,7 @@ from slm_toolkit.model.names import (
     tokenizer_of,
 )
 from slm_toolkit.predict.choices import completed
-from slm_toolkit.predict.deepspeed_estimator import live_deepspeed_needs
+from slm_toolkit.predict.deepspeed_estimator import deepspeed_needs
 from slm_toolkit.record.run_record import (
     RunRecord,
     everything_asked,
@@ -418,7 +418,7 @@ def deepspeed_estimate_of(
 
     `local`: the ranks on each node.
     """
-    needs = live_deepspeed_needs(
+    needs = deepspeed_needs(
         spec.num_params,
         spec.largest_layer_params,
         zero_stage=zero_stage,

@@ -83,8 +83,6 @@ def allocator_slack(setup: Setup, memory: MemoryEstimate, *, allocated: int) -> 
         accumulates = setup.config.gradient_accumulation_steps > 1  # the other gradients are not sharded
         of_streams = unused["gathered_parameters"]
         of_streams += sharded if accumulates else min(sharded, unused["gradients"])
-    if setup.has_fsdp1:  # a freed layer's block waits until its stream has used it: record_stream
-        of_streams += setup.weights.layer * setup.dtypes.compute
     return round(ROUNDING * allocated + NOT_REUSED * mixed + of_streams)
 
 

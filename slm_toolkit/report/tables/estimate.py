@@ -45,12 +45,6 @@ _ABOVE_IF_DEFAULT = (
     "optim",
     "lora_r",
 )
-_NETWORK_SOURCES = {
-    "measured": "the --network measurement",
-    "measured in part": "the --network measurement and data sheets",
-    "given": "--network and, inside a node, data sheets",
-    "data sheet": "data sheets, not measured",
-}
 _DECIDES_BATCH = (
     *("seq_len", "gradient_checkpointing", "gradient_accumulation_steps", "kernels"),
     "pad_widths",
@@ -121,9 +115,6 @@ def parts_tables(row: Estimate) -> list[RenderableType]:
     if row.parts_seconds is not None:
         times = {name: 1e3 * seconds for name, seconds in row.parts_seconds.items() if seconds > 0}
         tables.append(_bars("part of a step", "ms", times, form="{:.1f}"))
-        if (lost := 1e3 * row.misaligned_seconds) > 0.5:
-            cost = f"widths that are not multiples of 8 cost {lost:.1f} ms of matmul"
-            tables.append(Text(f"{cost}; `slm doctor` names them", style="dim"))
     return tables
 
 
@@ -257,8 +248,6 @@ def _speed_notes(rows: list[Estimate]) -> Iterator[tuple[object, str]]:
             f"between nodes, {worst.strategy} needs {worst.inter_node_gbps_needed:,.0f} Gbit/s to hide its "
             f"communication; a node of {worst.gpu} has {worst.inter_node_gbps:,.0f}",
         )
-    evidence = _distinct(row.network_evidence for row in rows)
-    yield evidence, f"network speed from {', '.join(_NETWORK_SOURCES[name] for name in evidence)}"
     yield (
         any(row.tokens_per_second is None for row in rows),
         "no tokens/s across nodes with an unknown network: set --network",
