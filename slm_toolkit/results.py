@@ -215,7 +215,7 @@ class Report(_Result["Row"]):
         """Return the tables and notes of `slm report` as a rich renderable; print it with `crop=False`."""
         from rich.console import Group
 
-        from slm_toolkit.report.tables.sections import failed_references, sections
+        from slm_toolkit.report.tables.comparison import failed_references, sections
 
         unchecked = failed_references(self.records.pairs)
         return Group(*sections(self.rows, width=width, unchecked=unchecked))

@@ -11,18 +11,12 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from slm_toolkit.base.errors import user_errors
-from slm_toolkit.cli.output import (
-    add_output_flags,
-    asked_rows,
-    check_exports,
-    print_records,
-    read_baseline,
-)
-from slm_toolkit.compare.comparison import Done, Prepared, Request, launch_all, prepare, with_searches
+from slm_toolkit.cli.output import add_output_flags, asked_rows, print_records, read_baseline
+from slm_toolkit.compare.comparison import Done, Prepared, launch_all, prepare, with_searches
+from slm_toolkit.compare.grid import Script
 from slm_toolkit.compare.largest_batch import LARGEST_ON_CPU
-from slm_toolkit.compare.scripts import PAIRS, Script
-from slm_toolkit.config.flag_pairs import Pair, check_pairs, flags_given, pair_problems
-from slm_toolkit.config.flags import ONE_RUN_ONLY, add_flags, given_flags
+from slm_toolkit.config.flag_pairs import Pair, check_pairs, flags_given
+from slm_toolkit.config.flags import ONE_RUN_ONLY, add_flags
 from slm_toolkit.config.parser import count, positive_number, whole_number
 from slm_toolkit.hardware.machine import use_huge_pages
 from slm_toolkit.results import Records, Report
@@ -56,7 +50,7 @@ def add_grid_flags(parser: argparse.ArgumentParser) -> None:
         "end, after `--`; `--batch 4,8` there makes a grid, `--layers=q,v` does not",
     ).basic = True
     parser.add_argument(
-        "--num_processes", type=int, help="ranks (default: one per GPU; two without a GPU)"
+        "--num_processes", type=count, help="ranks (default: one per GPU; two without a GPU)"
     ).basic = True
     parser.add_argument(
         "--timeout",
@@ -144,34 +138,27 @@ _SLURM_PAIRS = (
     Pair("largest_batch", "slurm_only_write", ": each trial depends on the one before"),
     Pair("gpus_per_run", _SLURM, ": --gpus_per_node sets the GPUs of a run"),
     Pair("dry_run", _SLURM, ": --slurm_only_write shows what would be submitted"),
+    Pair("num_nodes", "rehearse", ": a rehearsal is one process"),
 )
-_MEASURES_NOTHING = (Pair("export", "dry_run", ", which measures nothing"),)
 
 
 def nodes_asked(args: argparse.Namespace) -> "SlurmNodes | None":
     """Return the Slurm nodes; None for runs on this machine. Raises ValueError for flags that contradict."""
+    check_pairs(flags_given(args), _SLURM_PAIRS)
     if args.launcher == "local":
-        check_pairs(flags_given(args), _SLURM_PAIRS)
         return None
     from slm_toolkit.compare.slurm import SLURM_TEMPLATE, slurm_nodes
 
     num_nodes, gpus_per_node = args.num_nodes or 1, args.gpus_per_node or 0
-    num_processes = args.num_processes or num_nodes * gpus_per_node or 2
-    problems = []
-    if num_processes % num_nodes:
-        problems.append(
-            f"{num_processes} processes on {num_nodes} nodes: make --num_processes a multiple of the nodes"
+    if (args.num_processes or num_nodes) % num_nodes:
+        raise ValueError(
+            f"--num_processes {args.num_processes} on {num_nodes} nodes\nhint: give a multiple of the nodes"
         )
-    if args.rehearse and num_nodes > 1:
-        problems.append("--rehearse with --num_nodes: a rehearsal is one process")
-    problems += pair_problems(flags_given(args), _SLURM_PAIRS)
-    if problems:
-        raise ValueError("\n".join(problems) + "\nhint: `slm compare --help all` explains each flag")
     return slurm_nodes(
         num_nodes=num_nodes,
         gpus_per_node=gpus_per_node,
         options=args.slurm_options or "",
-        template=SLURM_TEMPLATE if args.slurm_template is None else args.slurm_template,
+        template=args.slurm_template or SLURM_TEMPLATE,
     )
 
 
@@ -209,20 +196,15 @@ def _compare(args: argparse.Namespace) -> int:
             signal.signal(number, signal.default_int_handler)
     console = Console(stderr=True)
     with user_errors():
-        nodes = nodes_asked(args)
-        if args.memory and not (args.profile == "memory" or args.rehearse):
-            raise ValueError("--memory needs traced allocations\nhint: add --profile memory")
-        check_exports(args.export)
-        check_pairs(flags_given(args), _MEASURES_NOTHING)
         baseline = read_baseline(args.baseline)
-        request, prepared, jobs = _prepared(args, nodes, console)
+        prepared, jobs = _prepared(args, console)
         if args.slurm_only_write:
             todo = [run for run in prepared.runs if args.force or jobs.kept_record(run) is None]
-            return print_scripts(todo, nodes, console, timeout_seconds=args.timeout)
+            return print_scripts(todo, jobs.nodes, console, timeout_seconds=args.timeout)
     if args.dry_run:
         return _print_commands(prepared.runs, args)
     with user_errors():
-        done = launch_all(prepared, request, jobs=jobs, console=console)
+        done = launch_all(prepared, args, jobs=jobs, console=console)
     if done.interrupted and not done.records:
         return 130
     code = print_records(_report_of(done, args), args, baseline=baseline)
@@ -236,8 +218,8 @@ def compared(args: argparse.Namespace) -> Report:
     """
     is_live = False if Console().is_jupyter else None  # a notebook would keep each state of a live bar
     console = Console(stderr=True, force_jupyter=False, force_terminal=is_live)
-    request, prepared, jobs = _prepared(args, nodes_asked(args), console)
-    done = launch_all(prepared, request, jobs=jobs, console=console)
+    prepared, jobs = _prepared(args, console)
+    done = launch_all(prepared, args, jobs=jobs, console=console)
     if done.interrupted:
         raise KeyboardInterrupt
     return _report_of(done, args)
@@ -249,36 +231,20 @@ def _report_of(done: Done, args: argparse.Namespace) -> Report:
     return Report(rows, Records(done.records), problems)
 
 
-def _prepared(
-    args: argparse.Namespace, nodes: "SlurmNodes | None", console: Console
-) -> tuple[Request, Prepared, "SlurmJobs | None"]:
+def _prepared(args: argparse.Namespace, console: Console) -> tuple[Prepared, "SlurmJobs | None"]:
+    nodes = nodes_asked(args)
     if nodes is None or not nodes.gpus_per_node:
         use_huge_pages()  # as the ranks do: a record has their allocator
-    flags = ("strategy", "num_processes", "timeout", "repeats", "largest_batch", "gpus_per_run", "force")
-    request = Request(
-        given=given_flags(args),
-        names=flags_given(args),
-        script=_script(args),
-        nodes=nodes,
-        **{name: getattr(args, name) for name in (*flags, "dry_run")},
-    )
-    prepared, jobs = prepare(request, console=console), None
-    if nodes is not None:
-        from slm_toolkit.compare.slurm import SlurmJobs
+    if args.arguments and args.script is None:
+        unknown = " ".join(args.arguments)
+        raise ValueError(f"unknown: -- {unknown}\nhint: your own script's arguments need --script FILE")
+    script = None if args.script is None else Script.of(args.script, args.arguments)
+    prepared = prepare(args, script=script, nodes=nodes, console=console)
+    if nodes is None:
+        return prepared, None
+    from slm_toolkit.compare.slurm import SlurmJobs
 
-        jobs = SlurmJobs(nodes, console, timeout_seconds=args.timeout)
-    return request, prepared, jobs
-
-
-def _script(args: argparse.Namespace) -> Script | None:
-    """Return the script of --script; None without it. Raises ValueError for what it excludes."""
-    if args.script is None:
-        if args.arguments:
-            unknown = " ".join(args.arguments)
-            raise ValueError(f"unknown: -- {unknown}\nhint: your own script's arguments need --script FILE")
-        return None
-    check_pairs(flags_given(args), PAIRS)
-    return Script.of(args.script, args.arguments)
+    return prepared, SlurmJobs(nodes, console, timeout_seconds=args.timeout)
 
 
 def _print_commands(runs: list["PlannedRun"], args: argparse.Namespace) -> int:

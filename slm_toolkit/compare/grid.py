@@ -1,9 +1,10 @@
-"""Plan a grid of runs: all combinations of model, batch size, ... and strategy."""
+"""Plan a grid of runs: all combinations of flags, or of a script's arguments, and strategy."""
 
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -35,13 +36,17 @@ PAIRS = (
     Pair("repeats", "largest_batch", ", which runs each batch once"),
     Pair("rehearse", "largest_batch", " and no GPU, because a CPU never runs out of memory", on_cpu=True),
     Pair("dry_run", "largest_batch", ", where each run depends on the one before"),
-    Pair("max_steps", "parity", ", which sets the number of steps"),
-    Pair("num_train_epochs", "parity", ", which sets the number of steps"),
-    Pair("max_tokens", "parity", ", which sets the number of steps"),
+    *(
+        Pair(name, "parity", ", which sets the number of steps")
+        for name in ("max_steps", "num_train_epochs", "max_tokens")
+    ),
     Pair("num_processes", "rehearse", ", which starts one process and sets the number of ranks"),
     Pair("parity", "rehearse", ", whose losses mean nothing"),
     Pair("repeats", "rehearse", ", whose results are always the same without a GPU", on_cpu=True),
     Pair("profile", "rehearse", ", which without a GPU has no times, and traces memory anyway", on_cpu=True),
+    Pair("parity", "script", ": losses of equal runs are compared anyway"),
+    Pair("largest_batch", "script", ", whose batch only its own arguments set"),
+    Pair("export", "dry_run", ", which measures nothing"),
 )
 "flags of `slm compare` that need or exclude each other"
 
@@ -77,12 +82,8 @@ class PlannedRun:
         return everything_asked(self.config, self.strategy, self.num_ranks)
 
     @property
-    def versions(self) -> dict[str, str]:
-        return _versions()
-
-    @property
     def identity(self) -> str:
-        return identity_of(self.asked, self.versions, self.gpu)
+        return identity_of(self.asked, versions(), self.gpu)
 
     @property
     def run_name(self) -> str:
@@ -105,7 +106,7 @@ class PlannedRun:
         return dataclasses.replace(self, config=config)
 
 
-_versions = cache(installed_versions)
+versions = cache(installed_versions)
 
 
 def plan_runs(
@@ -172,8 +173,6 @@ def with_repeats(runs: list[PlannedRun], repeats: int) -> list[PlannedRun]:
 def process_problems(strategies: Iterable[Strategy], processes: int, machine: Machine) -> list[str]:
     """Return a sentence for each reason why this machine can't run so many processes of the strategies."""
     problems = []
-    if processes < 1:
-        problems.append(f"--num_processes is {processes}: at least 1")
     if 0 < machine.num_gpus < processes:
         problems.append(f"--num_processes is {processes}: this machine has {machine.num_gpus} GPUs")
     if machine.num_gpus == 0:
@@ -227,3 +226,68 @@ def _planned(config: RunConfig, strategy: Strategy, num_ranks: int, machine: Mac
     if config.rehearse is not None:
         run = dataclasses.replace(run, config=dataclasses.replace(config, rehearse=num_ranks))
     return run.named(run_name_of(spec, strategy, run.identity))
+
+
+# Runs of a user's own training script.
+
+_PROGRAM = "slm_toolkit.run_script"
+"module that runs a script in each rank, and records it"
+
+
+@dataclass(frozen=True)
+class Script:
+    """A user's training script, and its arguments. A list of values, `--batch 4,8`, makes a grid."""
+
+    path: str
+    arguments: tuple[str, ...]
+
+    @classmethod
+    def of(cls, path: str, arguments: Sequence[str]) -> "Script":
+        """Raise ValueError if there is no such file."""
+        if not Path(path).is_file():
+            raise ValueError(f"no such script: {path}\nhint: slm compare --script train.py -- ARGUMENTS")
+        return cls(os.path.abspath(path), tuple(arguments))
+
+    @property
+    def grid(self) -> list[tuple[str, ...]]:
+        """Return the arguments of each combination. The form `--flag=a,b` is one value."""
+        choices = [
+            word.split(",") if before.startswith("--") and _LIST.fullmatch(word) else [word]
+            for before, word in itertools.pairwise(("", *self.arguments))
+        ]
+        return list(itertools.product(*choices))
+
+
+_LIST = re.compile(r"[^-,][^,]*(,[^,]+)+")
+
+
+def plan_scripts(
+    script: Script,
+    strategies: Sequence[Strategy],
+    *,
+    num_processes: int | None,
+    machine: Machine,
+    output_dir: str,
+    repeats: int = 1,
+) -> list[PlannedRun]:
+    """Plan a run of each combination under each strategy. Raise ValueError with all problems."""
+    processes = num_processes or machine.num_gpus or 2
+    if problems := process_problems(strategies, processes, machine):
+        raise ValueError("\n".join(dict.fromkeys(problems)) + "\nhint: see --num_processes and --strategy")
+    runs = []
+    for arguments, strategy in itertools.product(script.grid, strategies):
+        count = 1 if strategy.is_single else processes
+        per_node = max(1, count // strategy.num_machines)
+        varying = (mine for mine, first in zip(arguments, script.arguments, strict=True) if mine != first)
+        run = PlannedRun(
+            config=RunConfig(output_dir=output_dir),
+            spec=None,
+            strategy=fit_groups(strategy, num_ranks=count, ranks_per_node=per_node),
+            num_ranks=count,
+            gpu=machine.gpu,
+            words=("-m", _PROGRAM, script.path, *arguments),
+            details=" ".join(varying),
+        )
+        stem = re.sub(r"[^\w.+=,@-]", "_", Path(script.path).stem)
+        runs.append(run.named(f"{stem}-{strategy.name}-{run.identity}"))
+    return with_repeats(runs, repeats)

@@ -19,7 +19,7 @@ from slm_toolkit.base.errors import (
 )
 from slm_toolkit.base.safe_files import read_end
 from slm_toolkit.base.secrets import without_secrets
-from slm_toolkit.compare.grid import PlannedRun
+from slm_toolkit.compare.grid import PlannedRun, versions
 from slm_toolkit.launch.processes import signal_name
 from slm_toolkit.record.files import read_record
 from slm_toolkit.record.run_record import RECORD_FILE, RunRecord, model_facts
@@ -183,7 +183,7 @@ def planned_record(run: PlannedRun, **observed: Any) -> RunRecord:
         strategy=run.name,
         asked=run.asked,
         model={"name": Path(run.asked["script"][0]).name} if run.spec is None else model_facts(run.spec),
-        versions=run.versions,
+        versions=versions(),
         **observed,
     )
 

@@ -12,7 +12,7 @@ from slm_toolkit.report.charts.figures import Panel, loss_panel, speed_panel, ti
 from slm_toolkit.report.labels import labelled
 from slm_toolkit.report.rows import Row
 from slm_toolkit.report.tables.columns import columns_of
-from slm_toolkit.report.tables.comparison import commands_of, heading, notes, parity_notes, provenance
+from slm_toolkit.report.tables.comparison import heading, notes, parity_notes, provenance
 from slm_toolkit.report.verdict import verdict
 
 _PAGE = Path(__file__).parent / "page"
@@ -30,7 +30,7 @@ def html_page(rows: list[Row], *, left_out: list[str]) -> str:
     data = json.dumps(figures, allow_nan=False, separators=(",", ":"))
     note_lines = [note.plain for note in (*parity_notes(by_label), *notes(rows, columns_of(rows)))]
     note_lines += left_out + damaged
-    commands = html.escape(commands_of(by_label))
+    commands = "\n".join(f"# {label}\n{row.command}" for label, row in by_label.items() if row.command)
     parts = {
         "heading": heading(rows).plain,
         "provenance": provenance(rows),
@@ -42,7 +42,7 @@ def html_page(rows: list[Row], *, left_out: list[str]) -> str:
         "links": "".join(f'<a href="#{panel.name}">{html.escape(panel.title)}</a>' for panel in drawn),
         "verdict": _items(verdict(rows)),
         "table": _table(by_label),
-        "commands": commands and f"<details><summary>commands</summary><pre>{commands}</pre></details>",
+        "commands": f"<details><summary>commands</summary><pre>{html.escape(commands)}</pre></details>",
         "notes": _items(note_lines),
         "panels": "".join(map(_section, drawn)),
         "figures": data.replace("<", "\\u003c"),  # so that a record's text can't end the element

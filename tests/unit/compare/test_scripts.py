@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from slm_toolkit.compare.display import Display
-from slm_toolkit.compare.scripts import Script, plan_scripts
+from slm_toolkit.compare.grid import Script, plan_scripts
 from slm_toolkit.hardware.gpus import Machine
 from slm_toolkit.record.run_record import settings_of
 from slm_toolkit.strategy.strategy import find_strategy
