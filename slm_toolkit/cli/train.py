@@ -4,10 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-import yaml
-
 from slm_toolkit.base.errors import user_errors
-from slm_toolkit.base.safe_files import make_folder, write_new
 from slm_toolkit.config.flags import MODULE, add_flags, config_from_args, flags_of
 from slm_toolkit.config.parser import count
 from slm_toolkit.config.run_config import RunConfig
@@ -21,6 +18,7 @@ from slm_toolkit.strategy.strategy import (
     is_shipped,
     notes_on,
     shipped_strategies,
+    write_resolved,
 )
 
 _CPU_PROCESSES = 2  # a hybrid shard uses four: two copies of two
@@ -132,8 +130,4 @@ def yaml_to_launch(strategy: Strategy, output_dir: Path, num_processes: int) -> 
     """Return the strategy's own file; for a DeepSpeed JSON, write a YAML under `output_dir` that names it."""
     if not strategy.is_bare_json:
         return Path(strategy.path)
-    folder = output_dir / f"launch-{strategy.name}"
-    make_folder(folder)
-    config = {**strategy.accelerate_config, "num_processes": num_processes}
-    write_new(folder / f"{strategy.name}.yaml", yaml.safe_dump(config, sort_keys=False))
-    return folder / f"{strategy.name}.yaml"
+    return write_resolved(strategy, output_dir / f"launch-{strategy.name}", num_processes)

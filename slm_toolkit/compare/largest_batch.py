@@ -1,6 +1,7 @@
 """Finds the largest per-device batch that fits, by short trial runs in separate processes."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ from slm_toolkit.config.run_config import REHEARSED_RANKS_PER_NODE
 from slm_toolkit.hardware.gpus import find_gpu
 from slm_toolkit.predict.estimate import largest_batch
 from slm_toolkit.predict.flag_checks import fixed_batch_problems
-from slm_toolkit.predict.setup.setup import Setup, placement_of, unknown_to_estimates
+from slm_toolkit.predict.setup.setup import Setup, unknown_to_estimates
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.strategy.strategy import Strategy
 
@@ -57,27 +58,6 @@ def search(runs: Callable[[int], str], *, start: int, most: int) -> BatchSearch:
     return BatchSearch(ok, oom if oom <= most else None)
 
 
-def setup_of(run: PlannedRun) -> Setup | None:
-    """Return the setup of a planned run; None if no closed form covers its GPU, flags or strategy."""
-    gpu = find_gpu(run.gpu)
-    if gpu is None or unknown_to_estimates(run.config, gpu=gpu, spec=run.spec):
-        return None
-    try:
-        placement_of(run.strategy)
-    except ValueError:  # ZeRO-0, tensor parallelism, ...
-        return None
-    return Setup(
-        run.spec,
-        run.strategy,
-        run.config,
-        num_gpus=run.num_ranks,
-        gpus_per_node=REHEARSED_RANKS_PER_NODE
-        if run.config.rehearse
-        else max(1, run.num_ranks // run.strategy.num_machines),
-        gpu=gpu,
-    ).launched
-
-
 def find_largest_batch(
     run: PlannedRun, execute: Callable[[PlannedRun], RunRecord], *, most: int
 ) -> tuple[BatchSearch, PlannedRun, RunRecord]:
@@ -99,9 +79,18 @@ def find_largest_batch(
 
 
 def estimated_batch(run: PlannedRun) -> int | None:
-    """Return the estimate of the largest batch on this machine's GPU; None without an estimate."""
-    setup = setup_of(run)
-    return largest_batch(setup).per_device_train_batch_size if setup else None
+    """Return the estimate for this machine's GPU; None if no closed form covers the run."""
+    gpu = find_gpu(run.gpu)
+    if gpu is None or unknown_to_estimates(run.config, gpu=gpu, spec=run.spec):
+        return None
+    per_node = max(1, run.num_ranks // run.strategy.num_machines)
+    if run.config.rehearse:
+        per_node = REHEARSED_RANKS_PER_NODE
+    sizes = {"num_gpus": run.num_ranks, "gpus_per_node": per_node, "gpu": gpu}
+    with suppress(ValueError):  # ZeRO-0, tensor parallelism, ...
+        setup = Setup(run.spec, run.strategy, run.config, **sizes)
+        return largest_batch(setup.launched).per_device_train_batch_size
+    return None
 
 
 def flags_of_trials(given: dict[str, Any], strategies: list[Strategy]) -> dict[str, Any]:

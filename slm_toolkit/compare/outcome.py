@@ -40,23 +40,15 @@ _KILLED = 128 + 9
 def reason_in_log(log: Path) -> str:
     """Return the reason in a log: the last `error:` line, else the last exception, else the last line.
 
-    A line that ends with a colon is continued by the lines below, an exception of the parser by its place.
+    A line that ends with a colon is continued by the lines below.
     """
     output, _ = _parts(read_log(log))
     lines = [re.sub(r"^\[rank\d+\]: ", "", line.rstrip()) for line in output.splitlines() if line.strip()]
     for pattern in (r"(?:\S+\.py: )?error: (.*)", r"([\w.]*(?:Error|Exception)\b: .*)"):
-        found = [
-            (match[1], at)
-            for at, line in enumerate(lines)
-            if (match := re.match(pattern, line.strip())) and "ChildFailedError" not in line
-        ]
-        if found:
-            reason, at = found[-1]
-            reason = first_of([reason, *lines[at + 1 :]])
-            if place := _PLACE.search("\n".join(lines[max(0, at - 3) : at])):
-                reason += f" ({place[1]}, line {place[2]}: {place[3].strip()})"
-            return shown(reason)
-    return f"see {log}" if not lines else f"last line of {log}: {lines[-1].strip()[:200]}"
+        for at, line in reversed([*enumerate(lines)]):
+            if "ChildFailedError" not in line and (match := re.match(pattern, line.strip())):
+                return shown(first_of([match[1], *lines[at + 1 :]]))
+    return f"last line of {log}: {lines[-1].strip()[:200]}" if lines else f"see {log}"
 
 
 def telling_lines(log: Path, number: int, *, reason: str | None) -> list[str]:
@@ -80,8 +72,6 @@ _LAUNCHERS_ERROR = re.compile(
     r"(?:\S+\.ChildFailedError|subprocess\.CalledProcessError): ",
     re.MULTILINE,
 )
-_PLACE = re.compile(r'File "(.+)", line (\d+)\n(.*)')
-"place and text in which Python's parser found an error"
 
 
 def read_log(log: Path) -> str:

@@ -7,8 +7,7 @@ import re
 from pathlib import Path
 
 from slm_toolkit import __version__
-from slm_toolkit.record.memory_timeline import TIMELINE_FILE, Segment, read_segments
-from slm_toolkit.report.charts.figures import Panel, loss_panel, speed_panel, timeline_panel
+from slm_toolkit.report.charts.figures import loss_figure, speed_figure
 from slm_toolkit.report.labels import labelled
 from slm_toolkit.report.rows import Row
 from slm_toolkit.report.tables.columns import columns_of
@@ -23,28 +22,32 @@ PLOTLY_FILE = _PAGE / "plotly-basic.min.js"
 def html_page(rows: list[Row], *, left_out: list[str]) -> str:
     """Return the whole page; `left_out` has sentences about records that could not be read."""
     by_label = labelled(rows)
-    timelines, damaged = _timelines(by_label)
-    panels = (speed_panel(by_label), loss_panel(by_label), timeline_panel(timelines))
-    drawn = [panel for panel in panels if panel is not None]
-    figures = {figure.name: dataclasses.asdict(figure) for panel in drawn for figure in panel.figures}
+    drawn = [*filter(None, (speed_figure(by_label), loss_figure(by_label)))]
+    figures = {figure.name: dataclasses.asdict(figure) for figure in drawn}
     data = json.dumps(figures, allow_nan=False, separators=(",", ":"))
     note_lines = [note.plain for note in (*parity_notes(by_label), *notes(rows, columns_of(rows)))]
-    note_lines += left_out + damaged
     commands = "\n".join(f"# {label}\n{row.command}" for label, row in by_label.items() if row.command)
     parts = {
+        "commands": commands,
         "heading": heading(rows).plain,
         "provenance": provenance(rows),
         "made_by": f"slm_toolkit {__version__}",
         "num_rows": str(len(rows)),
     }
+    links = (f'<a href="#{figure.name}">{figure.title}</a>' for figure in drawn)
+    sections = (
+        f'<section id="{figure.name}"><h2>{figure.title}</h2>'
+        f'<div class="chart" id="chart-{figure.name}" data-figure="{figure.name}"></div>'
+        f'<p class="rest" hidden></p><p class="notes">{figure.note}</p></section>'
+        for figure in drawn
+    )
     filled = {name: html.escape(text) for name, text in parts.items()} | {
         "style": _file("report.css"),
-        "links": "".join(f'<a href="#{panel.name}">{html.escape(panel.title)}</a>' for panel in drawn),
+        "links": "".join(links),
         "verdict": _items(verdict(rows)),
         "table": _table(by_label),
-        "commands": f"<details><summary>commands</summary><pre>{html.escape(commands)}</pre></details>",
-        "notes": _items(note_lines),
-        "panels": "".join(map(_section, drawn)),
+        "notes": _items(note_lines + left_out),
+        "panels": "".join(sections),
         "figures": data.replace("<", "\\u003c"),  # so that a record's text can't end the element
         "plotly": _plotly_script(),
         "script": _file("report.js"),
@@ -77,35 +80,6 @@ def _table(rows: dict[str, Row]) -> str:
         data = f'data-label="{html.escape(label)}" data-model="{html.escape(row.model)}"'
         lines.append(f'<tr class="{html.escape(state)}" {data}>{cells}</tr>')
     return "\n".join([*lines, "</tbody>"])
-
-
-def _section(panel: Panel) -> str:
-    choice = ""
-    if len(panel.figures) > 1:
-        options = "".join(
-            f'<option value="{figure.name}">{html.escape(figure.title)}</option>' for figure in panel.figures
-        )
-        choice = f'<label>show <select data-of="{panel.name}">{options}</select></label>'
-    return (
-        f'<section id="{panel.name}"><h2>{html.escape(panel.title)}</h2>{choice}'
-        f'<div class="chart" id="chart-{panel.name}" data-figure="{panel.figures[0].name}"></div>'
-        '<p class="rest" hidden></p>'
-        f'<p class="notes">{html.escape(panel.note)}</p></section>'
-    )
-
-
-def _timelines(rows: dict[str, Row]) -> tuple[dict[str, list[Segment]], list[str]]:
-    """Return the segments of each row with a timeline next to its record, and a line for each bad one."""
-    found, damaged = {}, []
-    for label, row in rows.items():
-        path = Path(row.record).with_name(TIMELINE_FILE)
-        try:
-            segments = read_segments(path) if row.memory_at_peak and path.is_file() else []
-        except ValueError as error:
-            damaged.append(f"left out: {error}")
-            continue
-        found |= {label: segments} if segments else {}
-    return found, damaged
 
 
 def _items(lines: list[str]) -> str:

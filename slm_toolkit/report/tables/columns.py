@@ -1,8 +1,5 @@
 """The columns of the comparison table: titles, cells as text, and the order in which columns are dropped."""
 
-from collections.abc import Callable
-
-from slm_toolkit.record.run_record import FP32_REFERENCE
 from slm_toolkit.report.labels import value_of, varying
 from slm_toolkit.report.rows import Row
 from slm_toolkit.report.tables.fitted import (
@@ -46,24 +43,18 @@ def _interval(row: Row) -> str:
     return f"±{above:.1%}" if abs(above + below) < 0.001 else f"{below:+.1%} {above:+.1%}"
 
 
-def _against_fp32(name: str) -> Callable[[Row], float | None]:
-    return lambda row: getattr(row, name) if row.parity_reference == FP32_REFERENCE else None
-
-
 _HEADINGS = (
     Heading("status", "state", style=lambda row: _STATUS_STYLE[row.status]),
     Heading(
         "largest\nbatch",
         lambda row: setting(row.largest_batch) + " or more" * row.is_open_ended,
-        note="largest batch: sequences per process that ran; one more ran out of memory; or more: no larger "
-        "batch was tried",
+        note="largest batch: sequences per process that ran; one more ran out of memory",
     ),
     Heading(
         "rank",
         lambda row: setting(row.rank) + "=" * bool(row.shares_rank),
         drop_order=12,
-        note="rank: by tokens/s per process, among rows of one model, sequence length and machine; =: not "
-        "clearly different",
+        note="rank: by tokens/s per process, on one kind of machine; =: not clearly different",
     ),
     Heading("tokens/s", "tokens_per_second", rate),
     Heading("interval", _interval, drop_order=8),
@@ -78,10 +69,9 @@ _HEADINGS = (
         "peak GiB\nallocated on\nrank 0",
         lambda row: row.peak_allocated_bytes if row.is_rehearsed else None,
         gib,
-        note="rehearsed: one process played rank 0 and sent nothing; memory of tensors only, without the "
-        "overhead of CUDA, NCCL and the allocator",
+        note="rehearsed: memory of tensors only, without the overhead of CUDA, NCCL and the allocator",
     ),
-    Heading("estimated\nGiB", "estimated_peak_bytes", gib, 1, note="estimated: by closed forms"),
+    Heading("estimated\nGiB", "estimated_peak_bytes", gib, 1),
     Heading(
         "peak at",
         lambda row: row.memory_at_peak and "{phase} {module}".format(**row.memory_at_peak).strip(),
@@ -99,8 +89,6 @@ _HEADINGS = (
     # 1 J per token is 1,000 kJ per million tokens
     Heading("kJ per 1M\ntokens", "joules_per_token", number("{:,.1f}", 1e3), 10),
     Heading("padding", lambda row: row.padding or None, percent, 7),
-    Heading("max\n|Δloss|", _against_fp32("parity_max_loss_difference"), number("{:.1e}"), 11),
-    Heading("grad-norm\nratio", _against_fp32("parity_grad_norm_ratio"), number("{:.5f}"), 7),
     Heading("final\nloss", "final_loss", loss, 6),
 )
 "the columns: to add one, add an entry"
