@@ -16,13 +16,6 @@ _EXAMPLES = """\
   slm recipes lora                       print one
   slm recipes lora > lora.sh             write it as a file
 """
-_EPILOG = """\
-more examples:
-  TRY=1 bash <(slm recipes lora)         two steps of it, on any computer
-  MODEL=slm-500m-hw bash <(slm recipes cheapest_100m)
-"""
-
-
 _HEAD = re.compile(
     r"""#!/usr/bin/env bash
 # (?P<question>.+\?)
@@ -51,7 +44,7 @@ class Recipe:
 
 def fill(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `slm recipes`."""
-    parser.description, parser.examples, parser.epilog = _DESCRIPTION, _EXAMPLES, _EPILOG
+    parser.description, parser.examples = _DESCRIPTION, _EXAMPLES
     parser.add_argument("name", nargs="?", help="recipe to print (default: list all)")
     parser.set_defaults(verb=_recipes)
 

@@ -199,14 +199,17 @@ def launch_all(prepared: Prepared, args: Namespace, *, jobs: "SlurmJobs | None",
         display.end(run, record, kept=kept)
         return record
 
-    def work(run: PlannedRun, slot: Slot) -> tuple[PlannedRun, RunRecord, BatchSearch | None]:
+    searches: dict[str, BatchSearch] = {}
+
+    def work(run: PlannedRun, slot: Slot) -> tuple[Path, RunRecord]:
         if not args.largest_batch:
-            return run, execute_or_keep(run, slot), None
+            return run.folder / RECORD_FILE, execute_or_keep(run, slot)
         most = LARGEST_BATCH_TRIED if prepared.machine.num_gpus else LARGEST_ON_CPU
         found, shown, record = find_largest_batch(run, partial(execute_or_keep, slot=slot), most=most)
-        return shown, record, found
+        searches[str(shown.folder / RECORD_FILE)] = found
+        return shown.folder / RECORD_FILE, record
 
-    done: dict[int, tuple[PlannedRun, RunRecord, BatchSearch | None]] = {}
+    done: dict[int, tuple[Path, RunRecord]] = {}
     interrupted = False
     with locked(folder) as num_left_over:
         if num_left_over:
@@ -220,14 +223,9 @@ def launch_all(prepared: Prepared, args: Namespace, *, jobs: "SlurmJobs | None",
             launcher.cancel()
             again = "the same command, without --force," if args.force else "the same command"
             console.print(f"stopped after {len(done)} of {len(runs)} runs; {again} continues from here")
-    shown = [done[index] for index in sorted(done)]
     if not interrupted:
         console.print(f"records and logs: {folder}", highlight=False, soft_wrap=True)
-    return Done(
-        records=[(run.folder / RECORD_FILE, record) for run, record, _ in shown],
-        searches={str(run.folder / RECORD_FILE): found for run, _, found in shown if found is not None},
-        interrupted=interrupted,
-    )
+    return Done([done[index] for index in sorted(done)], searches, interrupted)
 
 
 def with_searches(rows: list[Row], searches: dict[str, BatchSearch]) -> list[Row]:

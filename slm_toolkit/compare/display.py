@@ -22,7 +22,7 @@ from rich.progress import (
 from slm_toolkit.base.errors import shown
 from slm_toolkit.base.safe_files import read_end
 from slm_toolkit.compare.grid import PlannedRun
-from slm_toolkit.compare.outcome import LOG_FILE, telling_lines
+from slm_toolkit.compare.outcome import LOG_FILE
 from slm_toolkit.config.run_config import FLAGS
 from slm_toolkit.record.run_record import PARITY_REFERENCE, RunRecord
 
@@ -69,7 +69,6 @@ class Standstill:
         return self._text if number else None
 
 
-_QUOTED_LINES = 5
 _STYLE = {"ok": "green", "oom": "yellow"}
 
 
@@ -160,12 +159,8 @@ class Display:
             count = f"trial {self.num_ended}" if self.searching else f"{self.num_ended}/{len(self.runs)}"
             style = _STYLE.get(record.status, "red")
             line = f"{count}  {self._label(run)}  [{style}]{record.status}[/]  {escape(time_text)}"
-            self._print(f"{line}  {escape(shown(record.reason or ''))}".rstrip())
-            log = run.folder / LOG_FILE
-            quoted = telling_lines(log, _QUOTED_LINES, reason=record.reason)
-            if record.status in ("failed", "timeout") and quoted:
-                text = "\n".join(f"    {line[:200]}" for line in (f"{log}:", *quoted))
-                self._print(f"[dim]{escape(text)}[/]")
+            log = f"  log: {run.folder / LOG_FILE}" * (record.status in ("failed", "timeout"))
+            self._print(f"{line}  {escape(shown(record.reason or '') + log)}".rstrip())
 
     def _print(self, text: str) -> None:
         self.console.print(text, highlight=False, soft_wrap=True)

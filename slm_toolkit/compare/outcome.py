@@ -51,22 +51,12 @@ def reason_in_log(log: Path) -> str:
     return f"last line of {log}: {lines[-1].strip()[:200]}" if lines else f"see {log}"
 
 
-def telling_lines(log: Path, number: int, *, reason: str | None) -> list[str]:
-    """Return a log's last `number` lines up to the line with `reason`, or before the launcher's summary."""
-    lines = [line.rstrip() for line in _parts(read_log(log))[0].splitlines() if line.strip()]
-    launcher = next((i for i, line in enumerate(lines) if _LAUNCHER.match(line)), len(lines))
-    lines = lines[:launcher] or lines
-    with_reason = [i for i, line in enumerate(lines) if reason and reason in line]
-    return lines[: with_reason[-1] + 1 if with_reason else None][-number:]
-
-
 def _parts(log_text: str) -> tuple[str, str]:
     """Split a log into what the ranks printed, and the launcher's traceback, which names the failed ranks."""
     *_, launchers_error = [len(log_text), *(match.start() for match in _LAUNCHERS_ERROR.finditer(log_text))]
     return log_text[:launchers_error], log_text[launchers_error:]
 
 
-_LAUNCHER = re.compile(r"[EW]\d{4} [\d:.]+ \d+ .*torch/distributed/elastic/")
 _LAUNCHERS_ERROR = re.compile(
     r'^Traceback .*\n(?:  .*\n){0,8}?  File "[^"]*accelerate/commands/launch\.py".*\n(?:  .*\n)*'
     r"(?:\S+\.ChildFailedError|subprocess\.CalledProcessError): ",

@@ -17,7 +17,6 @@ _MOST_KEYS = 16
 "most entries of a legend; with more there is no legend, and hovering shows the names"
 MOST_POINTS = 300
 "points of a curve at most; of a longer curve, every second, third, ... step is drawn"
-_MOST_BANDS = 6
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 _PLACE_PIXELS = 44
 "height of a bar with its title"
@@ -140,8 +139,6 @@ def loss_figure(rows: dict[str, Row]) -> Figure | None:
                 "line": {
                     "color": of_strategy,
                     "dash": _DASHES[strategies[:index].count(row.strategy) % len(_DASHES)],
-                    # equal curves hide each other, so the first of a few curves are wide bands below the rest
-                    "width": 1.8 + (1.4 * (len(trained) - 1 - index) if len(trained) <= _MOST_BANDS else 0),
                 },
                 "hovertemplate": "%{fullData.name}<br>step %{x}: %{y}<extra></extra>",
             }

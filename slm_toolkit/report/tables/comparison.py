@@ -78,17 +78,13 @@ def heading(rows: list[Row]) -> Text:
 def _ranks(rows: list[Row], columns: Collection[str]) -> list[str]:
     """Return a phrase with the number of ranks and their device; empty if rows differ in it."""
     size, gpu = common(rows, "world_size"), next((row.gpu for row in rows if row.gpu), None)
-    is_same_size = "world_size" not in columns and size is not None
-    if any(row.is_rehearsed for row in rows):
-        if "evidence" in columns:
-            return [f"{size} ranks"] * is_same_size
-        ranks = f"of {size}" if is_same_size else "of the ranks below"
-        return [f"rank 0 {ranks}, " + (f"alone on one {gpu}" if gpu else "traced without a GPU")]
-    ranks = f"{size} x {gpu}" if gpu else f"{size} CPU process{'es' if size != 1 else ''}"
-    if "gpu" in columns:
-        ranks = f"{size} rank{'s' if size != 1 else ''}"
+    if "world_size" in columns or size is None:
+        return []
+    unit = f"x {gpu}" if gpu else f"CPU process{'es' * (size != 1)}"
+    if "gpu" in columns or any(row.is_rehearsed for row in rows):
+        unit = f"rank{'s' * (size != 1)}"
     num_machines = 1 if "num_machines" in columns else common(rows, "num_machines") or 1
-    return [f"{ranks} on {num_machines} machines" if num_machines > 1 else ranks] * is_same_size
+    return [f"{size} {unit}" + f" on {num_machines} machines" * (num_machines > 1)]
 
 
 _VERSIONS = ("NVIDIA driver", "slm_toolkit", "torch", "accelerate", "deepspeed", "transformers")
@@ -143,14 +139,11 @@ def parity_notes(rows: dict[str, Row]) -> list[Text]:
         if row.parity_holds is False
     ]
     notes = [Text(line, style="red") for line in dict.fromkeys(broken)]
-    held: dict[str, dict[str, Row]] = {}
-    for label, row in rows.items():
-        if row.parity_holds:
-            held.setdefault(row.parity_reference, {})[label] = row
-    for of_reference in held.values():
-        label, worst = max(of_reference.items(), key=lambda item: item[1].parity_max_loss_difference)
-        others = f"; this is {label}, the largest difference of {len(of_reference)} runs"
-        notes.append(Text(f"parity holds {worst.parity}" + others * (len(of_reference) > 1)))
+    held = {label: row for label, row in rows.items() if row.parity_holds}
+    if held:
+        label, worst = max(held.items(), key=lambda item: item[1].parity_max_loss_difference)
+        others = f"; this is {label}, the largest difference of {len(held)} runs" * (len(held) > 1)
+        notes.append(Text(f"parity holds {worst.parity}{others}"))
     is_known = any("not comparable" in warning for row in rows.values() for warning in row.warnings)
     if not notes and not is_known and sum(not row.is_rehearsed for row in rows.values()) > 1:
         notes.append(Text("losses were not compared: no two strategies had the same flags and batches"))

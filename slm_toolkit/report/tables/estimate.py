@@ -144,13 +144,6 @@ def _notes(rows: list[Estimate], columns: list[Column], dropped: list[str]) -> l
     for gpu, usd, source in dict.fromkeys(prices):
         known = usd is not None and f"${usd:.2f} per GPU-hour, {source}"
         notes.append(f"{gpu}: {known or 'no known price: set one with --prices'}")
-    between = [row for row in rows if row.inter_node_gbps_needed and row.inter_node_gbps]
-    worst = max(between, key=lambda row: row.inter_node_gbps_needed, default=None)
-    if worst and worst.inter_node_gbps_needed > worst.inter_node_gbps:
-        notes.append(
-            f"between nodes, {worst.strategy} needs {worst.inter_node_gbps_needed:,.0f} Gbit/s to hide its "
-            f"communication; a node of {worst.gpu} has {worst.inter_node_gbps:,.0f}"
-        )
     if any(row.gpu and row.tokens_per_second is None for row in rows):
         notes.append("no tokens/s across nodes with an unknown network: set --network")
     notes += [left_out_note(dropped)] * bool(dropped)
