@@ -12,7 +12,7 @@ from rich.console import Console
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.cli.output import add_output_flags, asked_rows, print_records, read_baseline
-from slm_toolkit.compare.comparison import Done, Prepared, launch_all, prepare, with_searches
+from slm_toolkit.compare.comparison import Prepared, launch_all, prepare, with_searches
 from slm_toolkit.compare.grid import Script
 from slm_toolkit.compare.largest_batch import LARGEST_ON_CPU
 from slm_toolkit.config.flag_pairs import Pair, check_pairs, flags_given
@@ -89,7 +89,8 @@ def add_grid_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry_run",
         action="store_true",
-        help="launch nothing: print the commands of the runs to do, one per line (a list with --json)",
+        help="launch nothing: print the commands of the runs to do, one per line (a list with --json). For "
+        "Slurm, write the scripts and print how to submit them",
     )
     parser.add_argument(
         "--force", action="store_true", help="run everything again, and replace earlier records"
@@ -124,20 +125,13 @@ def add_slurm_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="template of the job's script, instead of slm_toolkit/compare/slurm.sh",
     )
-    group.add_argument(
-        "--slurm_only_write",
-        action="store_true",
-        help="write the scripts and print how to submit them; submit nothing",
-    )
 
 
 _SLURM = "launcher slurm"
-_OF_SLURM = ("num_nodes", "gpus_per_node", "slurm_options", "slurm_template", "slurm_only_write")
+_OF_SLURM = ("num_nodes", "gpus_per_node", "slurm_options", "slurm_template")
 _SLURM_PAIRS = (
     *(Pair(name, _SLURM, is_needed=True) for name in _OF_SLURM),
-    Pair("largest_batch", "slurm_only_write", ": each trial depends on the one before"),
     Pair("gpus_per_run", _SLURM, ": --gpus_per_node sets the GPUs of a run"),
-    Pair("dry_run", _SLURM, ": --slurm_only_write shows what would be submitted"),
     Pair("num_nodes", "rehearse", ": a rehearsal is one process"),
 )
 
@@ -162,21 +156,6 @@ def nodes_asked(args: argparse.Namespace) -> "SlurmNodes | None":
     )
 
 
-def print_scripts(
-    runs: list["PlannedRun"], nodes: "SlurmNodes", console: Console, *, timeout_seconds: float
-) -> int:
-    """Write the script of each run and print how to submit it. `slm compare` finds the jobs again."""
-    from slm_toolkit.compare.slurm import write_script
-
-    for run in runs:
-        script = write_script(run, nodes, timeout_seconds=timeout_seconds)
-        print(f"sbatch {shlex.quote(str(script))}")
-    console.print(
-        "the same command without --slurm_only_write waits for these jobs and collects their records"
-    )
-    return 0
-
-
 def fill(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `slm compare`."""
     parser.description, parser.examples = _DESCRIPTION, _EXAMPLES
@@ -198,17 +177,10 @@ def _compare(args: argparse.Namespace) -> int:
     with user_errors():
         baseline = read_baseline(args.baseline)
         prepared, jobs = _prepared(args, console)
-        if args.slurm_only_write:
-            todo = [run for run in prepared.runs if args.force or jobs.kept_record(run) is None]
-            return print_scripts(todo, jobs.nodes, console, timeout_seconds=args.timeout)
-    if args.dry_run:
-        return _print_commands(prepared.runs, args)
-    with user_errors():
-        done = launch_all(prepared, args, jobs=jobs, console=console)
-    if done.interrupted and not done.records:
-        return 130
-    code = print_records(_report_of(done, args), args, baseline=baseline)
-    return 130 if done.interrupted else code
+        if args.dry_run:
+            return _print_commands(prepared.runs, args, jobs)
+        report = _launched(prepared, jobs, args, console)
+    return print_records(report, args, baseline=baseline)
 
 
 def compared(args: argparse.Namespace) -> Report:
@@ -218,17 +190,16 @@ def compared(args: argparse.Namespace) -> Report:
     """
     is_live = False if Console().is_jupyter else None  # a notebook would keep each state of a live bar
     console = Console(stderr=True, force_jupyter=False, force_terminal=is_live)
-    prepared, jobs = _prepared(args, console)
-    done = launch_all(prepared, args, jobs=jobs, console=console)
-    if done.interrupted:
-        raise KeyboardInterrupt
-    return _report_of(done, args)
+    return _launched(*_prepared(args, console), args, console)
 
 
-def _report_of(done: Done, args: argparse.Namespace) -> Report:
+def _launched(
+    prepared: Prepared, jobs: "SlurmJobs | None", args: argparse.Namespace, console: Console
+) -> Report:
+    records, searches = launch_all(prepared, args, jobs=jobs, console=console)
     problems: list[str] = []
-    rows = with_searches(asked_rows(done.records, args, problems=problems), done.searches)
-    return Report(rows, Records(done.records), problems)
+    rows = with_searches(asked_rows(records, args, problems=problems), searches)
+    return Report(rows, Records(records), problems)
 
 
 def _prepared(args: argparse.Namespace, console: Console) -> tuple[Prepared, "SlurmJobs | None"]:
@@ -247,14 +218,23 @@ def _prepared(args: argparse.Namespace, console: Console) -> tuple[Prepared, "Sl
     return prepared, SlurmJobs(nodes, console, timeout_seconds=args.timeout)
 
 
-def _print_commands(runs: list["PlannedRun"], args: argparse.Namespace) -> int:
-    """Print the commands of the runs to do. They name the strategies' own files, since none is written."""
-    from slm_toolkit.compare.local import kept_record, launch_command
+def _print_commands(runs: list["PlannedRun"], args: argparse.Namespace, jobs: "SlurmJobs | None") -> int:
+    """Print the commands of the runs to do; for Slurm, write their scripts.
+
+    Local commands name the strategies' own files, since none is written.
+    """
+    from slm_toolkit.compare import local
     from slm_toolkit.compare.outcome import as_typed
 
-    to_do = [run for run in runs if args.force or kept_record(run) is None]
+    to_do = [run for run in runs if args.force or (jobs or local).kept_record(run) is None]
     if len(to_do) < len(runs):
         print(f"{len(runs) - len(to_do)} of {len(runs)} runs are done and kept (--force)", file=sys.stderr)
-    commands = [as_typed(launch_command(run, Path(run.strategy.path))) for run in to_do]
+    if jobs is None:
+        commands = [as_typed(local.launch_command(run, Path(run.strategy.path))) for run in to_do]
+    else:
+        from slm_toolkit.compare.slurm import write_script
+
+        scripts = [write_script(run, jobs.nodes, timeout_seconds=args.timeout) for run in to_do]
+        commands = [f"sbatch {shlex.quote(str(script))}" for script in scripts]
     print(json.dumps(commands, indent=2) if args.json else "".join(f"{line}\n" for line in commands), end="")
     return 0

@@ -164,26 +164,21 @@ def _print_notes(notes: Iterable[str]) -> None:
         print(note, file=sys.stderr)
 
 
-@dataclass(frozen=True)
-class Done:
-    """The results of a comparison, in the order of its planned runs."""
-
-    records: list[tuple[Path, RunRecord]]
-    searches: dict[str, BatchSearch]
-    "with find_largest_batch: the search of each run, keyed by the path of its record"
-    interrupted: bool
-    "whether Ctrl-C stopped the comparison"
-
-
-def launch_all(prepared: Prepared, args: Namespace, *, jobs: "SlurmJobs | None", console: Console) -> Done:
+def launch_all(
+    prepared: Prepared, args: Namespace, *, jobs: "SlurmJobs | None", console: Console
+) -> tuple[list[tuple[Path, RunRecord]], dict[str, BatchSearch]]:
     """Launch the runs that have no record yet. Show progress on the console, and lock the folder of the runs.
 
-    Raises ValueError for a folder that can't be used, and for what a run can't replace.
+    Returns the records in the order of the plan, and the searches of --largest_batch by path of the record.
+    Raises ValueError for a folder that can't be used, and for what a run can't replace; KeyboardInterrupt
+    after Ctrl-C, when all runs have ended.
     """
     runs, launcher = prepared.runs, jobs or local
     folder, stop = Path(runs[0].config.output_dir), threading.Event()
     num_slots = len(prepared.slots) if jobs is None else None  # the time in a queue is unknown
     display = Display(runs, console, searching=args.largest_batch, num_slots=num_slots)
+    searches: dict[str, BatchSearch] = {}
+    done: dict[int, tuple[Path, RunRecord]] = {}
 
     def execute_or_keep(run: PlannedRun, slot: Slot) -> RunRecord:
         if args.force:
@@ -199,8 +194,6 @@ def launch_all(prepared: Prepared, args: Namespace, *, jobs: "SlurmJobs | None",
         display.end(run, record, kept=kept)
         return record
 
-    searches: dict[str, BatchSearch] = {}
-
     def work(run: PlannedRun, slot: Slot) -> tuple[Path, RunRecord]:
         if not args.largest_batch:
             return run.folder / RECORD_FILE, execute_or_keep(run, slot)
@@ -209,8 +202,6 @@ def launch_all(prepared: Prepared, args: Namespace, *, jobs: "SlurmJobs | None",
         searches[str(shown.folder / RECORD_FILE)] = found
         return shown.folder / RECORD_FILE, record
 
-    done: dict[int, tuple[Path, RunRecord]] = {}
-    interrupted = False
     with locked(folder) as num_left_over:
         if num_left_over:
             console.print(f"stopped {num_left_over} processes that a killed comparison left in {folder}")
@@ -219,13 +210,12 @@ def launch_all(prepared: Prepared, args: Namespace, *, jobs: "SlurmJobs | None",
             with display, closing(run_in_slots(runs, work, prepared.slots, stop)) as results:
                 done.update(results)
         except KeyboardInterrupt:
-            interrupted = True
             launcher.cancel()
             again = "the same command, without --force," if args.force else "the same command"
             console.print(f"stopped after {len(done)} of {len(runs)} runs; {again} continues from here")
-    if not interrupted:
-        console.print(f"records and logs: {folder}", highlight=False, soft_wrap=True)
-    return Done([done[index] for index in sorted(done)], searches, interrupted)
+            raise
+    console.print(f"records and logs: {folder}", highlight=False, soft_wrap=True)
+    return [done[index] for index in sorted(done)], searches
 
 
 def with_searches(rows: list[Row], searches: dict[str, BatchSearch]) -> list[Row]:

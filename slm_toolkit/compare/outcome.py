@@ -91,10 +91,7 @@ def disk_full(folder: Path, log_text: str) -> str | None:
     free_bytes = shutil.disk_usage(folder).free
     if not SAYS_DISK_FULL.search(log_text) and free_bytes >= _LITTLE_BYTES:
         return None
-    message = next((line.strip() for line in log_text.splitlines() if SAYS_DISK_FULL.search(line)), None)
-    return f"no room on the disk of {folder} ({free_bytes / 2**20:,.1f} MiB free now)" + (
-        f": {message[:200]}" if message else ""
-    )
+    return f"no room on the disk of {folder} ({free_bytes / 2**20:,.1f} MiB free now)"
 
 
 @dataclass(frozen=True)

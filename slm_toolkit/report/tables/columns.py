@@ -11,7 +11,6 @@ from slm_toolkit.report.tables.fitted import (
     gib,
     loss,
     number,
-    percent,
     rate,
     setting,
 )
@@ -78,17 +77,9 @@ _HEADINGS = (
         drop_order=4,
     ),
     Heading("state\nGiB/rank", "state_bytes", gib, 3),
-    Heading(
-        "DeepSpeed's\nestimate GiB",
-        "deepspeed_bytes",
-        gib,
-        2,
-        note="DeepSpeed's estimate: by its own function; model states only, no activations",
-    ),
     Heading("$ per 1M\ntokens", "usd_per_million_tokens", dollars, 9),
     # 1 J per token is 1,000 kJ per million tokens
     Heading("kJ per 1M\ntokens", "joules_per_token", number("{:,.1f}", 1e3), 10),
-    Heading("padding", lambda row: row.padding or None, percent, 7),
     Heading("final\nloss", "final_loss", loss, 6),
 )
 "the columns: to add one, add an entry"
