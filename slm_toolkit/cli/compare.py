@@ -12,9 +12,8 @@ from rich.console import Console
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.cli.output import add_output_flags, asked_rows, print_records, read_baseline
-from slm_toolkit.compare.comparison import Prepared, launch_all, prepare, with_searches
-from slm_toolkit.compare.grid import Script
-from slm_toolkit.compare.largest_batch import LARGEST_ON_CPU
+from slm_toolkit.compare.comparison import launch_all, prepare
+from slm_toolkit.compare.grid import LARGEST_ON_CPU, Script
 from slm_toolkit.config.flag_pairs import Pair, check_pairs, flags_given
 from slm_toolkit.config.flags import ONE_RUN_ONLY, add_flags
 from slm_toolkit.config.parser import count, positive_number, whole_number
@@ -24,6 +23,7 @@ from slm_toolkit.strategy.groups import help_of_strategies
 
 if TYPE_CHECKING:
     from slm_toolkit.compare.grid import PlannedRun
+    from slm_toolkit.compare.local import Slot
     from slm_toolkit.compare.slurm import SlurmJobs, SlurmNodes
 
 _DESCRIPTION = """\
@@ -144,10 +144,9 @@ def nodes_asked(args: argparse.Namespace) -> "SlurmNodes | None":
     from slm_toolkit.compare.slurm import SLURM_TEMPLATE, slurm_nodes
 
     num_nodes, gpus_per_node = args.num_nodes or 1, args.gpus_per_node or 0
-    if (args.num_processes or num_nodes) % num_nodes:
-        raise ValueError(
-            f"--num_processes {args.num_processes} on {num_nodes} nodes\nhint: give a multiple of the nodes"
-        )
+    num_processes = args.num_processes or num_nodes * gpus_per_node or 2
+    if num_processes % num_nodes:
+        raise ValueError(f"{num_processes} processes on {num_nodes} nodes\nhint: --num_processes, a multiple")
     return slurm_nodes(
         num_nodes=num_nodes,
         gpus_per_node=gpus_per_node,
@@ -176,10 +175,10 @@ def _compare(args: argparse.Namespace) -> int:
     console = Console(stderr=True)
     with user_errors():
         baseline = read_baseline(args.baseline)
-        prepared, jobs = _prepared(args, console)
+        runs, slots, jobs = _prepared(args, console)
         if args.dry_run:
-            return _print_commands(prepared.runs, args, jobs)
-        report = _launched(prepared, jobs, args, console)
+            return _print_commands(runs, args, jobs)
+        report = _launched(runs, slots, jobs, args, console)
     return print_records(report, args, baseline=baseline)
 
 
@@ -194,15 +193,22 @@ def compared(args: argparse.Namespace) -> Report:
 
 
 def _launched(
-    prepared: Prepared, jobs: "SlurmJobs | None", args: argparse.Namespace, console: Console
+    runs: list["PlannedRun"],
+    slots: list["Slot"],
+    jobs: "SlurmJobs | None",
+    args: argparse.Namespace,
+    console: Console,
 ) -> Report:
-    records, searches = launch_all(prepared, args, jobs=jobs, console=console)
+    records, searches = launch_all(runs, slots, args, jobs=jobs, console=console)
     problems: list[str] = []
-    rows = with_searches(asked_rows(records, args, problems=problems), searches)
+    rows = asked_rows(records, args, problems=problems)
+    rows = [row.with_values(**searches.get(row.record, {})) for row in rows]
     return Report(rows, Records(records), problems)
 
 
-def _prepared(args: argparse.Namespace, console: Console) -> tuple[Prepared, "SlurmJobs | None"]:
+def _prepared(
+    args: argparse.Namespace, console: Console
+) -> tuple[list["PlannedRun"], list["Slot"], "SlurmJobs | None"]:
     nodes = nodes_asked(args)
     if nodes is None or not nodes.gpus_per_node:
         use_huge_pages()  # as the ranks do: a record has their allocator
@@ -210,12 +216,12 @@ def _prepared(args: argparse.Namespace, console: Console) -> tuple[Prepared, "Sl
         unknown = " ".join(args.arguments)
         raise ValueError(f"unknown: -- {unknown}\nhint: your own script's arguments need --script FILE")
     script = None if args.script is None else Script.of(args.script, args.arguments)
-    prepared = prepare(args, script=script, nodes=nodes, console=console)
+    runs, slots = prepare(args, script=script, nodes=nodes, console=console)
     if nodes is None:
-        return prepared, None
+        return runs, slots, None
     from slm_toolkit.compare.slurm import SlurmJobs
 
-    return prepared, SlurmJobs(nodes, console, timeout_seconds=args.timeout)
+    return runs, slots, SlurmJobs(nodes, console, timeout_seconds=args.timeout)
 
 
 def _print_commands(runs: list["PlannedRun"], args: argparse.Namespace, jobs: "SlurmJobs | None") -> int:

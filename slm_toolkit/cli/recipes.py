@@ -72,8 +72,6 @@ def _recipes(args: argparse.Namespace) -> int:
         for recipe in recipes:
             print(f"{recipe.name:18}{recipe.question}")
             print(f"{'':18}{recipe.hardware}; {recipe.time}; {recipe.cost}")
-        print("time and cost as estimated on", max(recipe.as_of for recipe in recipes))
-        print("print one: slm recipes NAME; run it: bash <(slm recipes NAME)")
         return 0
     texts = {recipe.name: recipe.text for recipe in recipes}
     with user_errors():

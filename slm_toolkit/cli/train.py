@@ -29,13 +29,10 @@ _EXAMPLES = """\
   slm train --strategy fsdp_full_shard --model slm-1m --seq_len 64 --max_steps 20
   slm train --model slm-1m --max_steps 40 --save_steps 20 --run_name first --resume_from_checkpoint auto
 """
-_EPILOG = f"""\
+_EPILOG = """\
 on several machines, each with its own rank:
   slm train --strategy ds_zero2 --model slm-1b --num_machines 2 --num_processes 16 \\
       --main_process_ip 10.0.0.1 --machine_rank 0
-`slm train` is the same as
-  slm launch --config_file YAML_OF_THE_STRATEGY --num_processes N -m {MODULE} FLAGS
-It prints its `accelerate launch` on stderr.
 Exit codes: 0 trained, 2 bad input, 130 Ctrl-C, 143 SIGTERM, else the code of the rank that ended first.
 """
 

@@ -5,7 +5,6 @@ import threading
 from argparse import Namespace
 from collections.abc import Iterable
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +13,15 @@ from rich.console import Console
 
 from slm_toolkit.compare import local
 from slm_toolkit.compare.display import Display
-from slm_toolkit.compare.grid import PAIRS, PlannedRun, Script, plan_runs, plan_scripts
-from slm_toolkit.compare.largest_batch import LARGEST_ON_CPU, BatchSearch, find_largest_batch, flags_of_trials
+from slm_toolkit.compare.grid import (
+    PAIRS,
+    PlannedRun,
+    Script,
+    find_largest_batch,
+    flags_of_trials,
+    plan_runs,
+    plan_scripts,
+)
 from slm_toolkit.compare.local import Slot, run_in_slots, slots_of
 from slm_toolkit.compare.supervisor import locked
 from slm_toolkit.config.flag_pairs import check_pairs, flags_given
@@ -25,9 +31,7 @@ from slm_toolkit.hardware.gpus import Machine, find_gpu, this_machine
 from slm_toolkit.launch.command_line import check_surroundings, check_training, check_versions
 from slm_toolkit.model.names import check_tokenizer
 from slm_toolkit.predict.choices import choices, given_with
-from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED
 from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
-from slm_toolkit.report.rows import Row
 from slm_toolkit.strategy.groups import strategies_asked
 from slm_toolkit.strategy.strategy import Strategy, check_one_machine, find_strategy, precision_note
 
@@ -35,20 +39,12 @@ if TYPE_CHECKING:
     from slm_toolkit.compare.slurm import SlurmJobs, SlurmNodes
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A comparison whose runs are planned and checked."""
-
-    runs: list[PlannedRun]
-    slots: list[Slot]
-    "one slot for each run that can run at the same time"
-    machine: Machine
-
-
 def prepare(
     args: Namespace, *, script: Script | None, nodes: "SlurmNodes | None", console: Console
-) -> Prepared:
+) -> tuple[list[PlannedRun], list[Slot]]:
     """Plan all runs and check them before anything starts. Notes go to stderr.
+
+    Also returns a slot for each run that can run at the same time.
 
     `args`: the flags of `slm compare`. `script`: the user's own training script; None: ours. `nodes`: the
     nodes of Slurm; None: all runs are on this machine. Raises ValueError with all wrong settings.
@@ -90,7 +86,7 @@ def prepare(
         check_one_machine(strategies)
     if script is None:
         _check_runs(runs, console, is_dry=args.dry_run)
-    return Prepared(runs, slots, machine)
+    return runs, slots
 
 
 def _check_runs(runs: list[PlannedRun], console: Console, *, is_dry: bool) -> None:
@@ -165,19 +161,23 @@ def _print_notes(notes: Iterable[str]) -> None:
 
 
 def launch_all(
-    prepared: Prepared, args: Namespace, *, jobs: "SlurmJobs | None", console: Console
-) -> tuple[list[tuple[Path, RunRecord]], dict[str, BatchSearch]]:
+    runs: list[PlannedRun],
+    slots: list[Slot],
+    args: Namespace,
+    *,
+    jobs: "SlurmJobs | None",
+    console: Console,
+) -> tuple[list[tuple[Path, RunRecord]], dict[str, dict[str, int | None]]]:
     """Launch the runs that have no record yet. Show progress on the console, and lock the folder of the runs.
 
-    Returns the records in the order of the plan, and the searches of --largest_batch by path of the record.
+    Returns the records in the order of the plan, and what --largest_batch found by path of the record.
     Raises ValueError for a folder that can't be used, and for what a run can't replace; KeyboardInterrupt
     after Ctrl-C, when all runs have ended.
     """
-    runs, launcher = prepared.runs, jobs or local
-    folder, stop = Path(runs[0].config.output_dir), threading.Event()
-    num_slots = len(prepared.slots) if jobs is None else None  # the time in a queue is unknown
+    launcher, folder, stop = jobs or local, Path(runs[0].config.output_dir), threading.Event()
+    num_slots = len(slots) if jobs is None else None  # the time in a queue is unknown
     display = Display(runs, console, searching=args.largest_batch, num_slots=num_slots)
-    searches: dict[str, BatchSearch] = {}
+    searches: dict[str, dict[str, int | None]] = {}
     done: dict[int, tuple[Path, RunRecord]] = {}
 
     def execute_or_keep(run: PlannedRun, slot: Slot) -> RunRecord:
@@ -197,9 +197,8 @@ def launch_all(
     def work(run: PlannedRun, slot: Slot) -> tuple[Path, RunRecord]:
         if not args.largest_batch:
             return run.folder / RECORD_FILE, execute_or_keep(run, slot)
-        most = LARGEST_BATCH_TRIED if prepared.machine.num_gpus else LARGEST_ON_CPU
-        found, shown, record = find_largest_batch(run, partial(execute_or_keep, slot=slot), most=most)
-        searches[str(shown.folder / RECORD_FILE)] = found
+        found, shown, record = find_largest_batch(run, partial(execute_or_keep, slot=slot))
+        searches[str(shown.folder / RECORD_FILE)] = vars(found)
         return shown.folder / RECORD_FILE, record
 
     with locked(folder) as num_left_over:
@@ -207,7 +206,7 @@ def launch_all(
             console.print(f"stopped {num_left_over} processes that a killed comparison left in {folder}")
         try:
             launcher.begin([] if args.largest_batch else runs, force=args.force)
-            with display, closing(run_in_slots(runs, work, prepared.slots, stop)) as results:
+            with display, closing(run_in_slots(runs, work, slots, stop)) as results:
                 done.update(results)
         except KeyboardInterrupt:
             launcher.cancel()
@@ -216,13 +215,3 @@ def launch_all(
             raise
     console.print(f"records and logs: {folder}", highlight=False, soft_wrap=True)
     return [done[index] for index in sorted(done)], searches
-
-
-def with_searches(rows: list[Row], searches: dict[str, BatchSearch]) -> list[Row]:
-    """Return the rows, each with the largest batch that its search found."""
-    return [
-        row.with_values(largest_batch=search.largest_ok, smallest_oom_batch=search.smallest_oom)
-        if (search := searches.get(row.record))
-        else row
-        for row in rows
-    ]

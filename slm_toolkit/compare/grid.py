@@ -4,7 +4,8 @@ import dataclasses
 import itertools
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -13,13 +14,16 @@ from typing import Any
 from slm_toolkit.config.flag_pairs import Pair
 from slm_toolkit.config.flags import every_config
 from slm_toolkit.config.run_config import REHEARSED_RANKS_PER_NODE, RunConfig
-from slm_toolkit.hardware.gpus import Machine
+from slm_toolkit.hardware.gpus import Machine, find_gpu
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import check_hub_names, find_model
-from slm_toolkit.predict.flag_checks import SEARCH_HAS_NO_BATCH
+from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED, largest_batch
+from slm_toolkit.predict.flag_checks import SEARCH_HAS_NO_BATCH, fixed_batch_problems
+from slm_toolkit.predict.setup.setup import Setup, unknown_to_estimates
 from slm_toolkit.record.numerics import PLAIN
 from slm_toolkit.record.run_record import (
     PARITY_REFERENCE,
+    RunRecord,
     everything_asked,
     identity_of,
     installed_versions,
@@ -90,7 +94,7 @@ class PlannedRun:
 
     @property
     def folder(self) -> Path:
-        return Path(os.path.realpath(self.config.output_dir), self.run_name)
+        return Path(self.config.output_dir, self.run_name)
 
     @property
     def name(self) -> str:
@@ -290,3 +294,96 @@ def plan_scripts(
         stem = re.sub(r"[^\w.+=,@-]", "_", Path(script.path).stem)
         runs.append(run.named(f"{stem}-{strategy.name}-{run.identity}"))
     return with_repeats(runs, repeats)
+
+
+# The largest per-device batch that fits, by short trial runs in separate processes.
+
+LARGEST_ON_CPU = 16
+"a CPU rarely runs out of memory, so the search ends there"
+TRIAL_STEPS = 3
+"the first step creates the optimizer's state; the second is like all later steps"
+_FIRST_STRIDE = 1 / 16  # fraction of the start batch: the estimate's error is rarely larger
+
+
+@dataclass(frozen=True)
+class BatchSearch:
+    """The result of trials."""
+
+    largest_batch: int | None
+    "0: batch 1 does not fit either; None: unknown, because a trial failed for another reason"
+    smallest_oom_batch: int | None
+    "None: no allowed batch ran out of memory"
+
+
+def search(runs: Callable[[int], str], *, start: int, most: int) -> BatchSearch:
+    """Find the largest batch up to `most` for which `runs` returns "ok"; larger batches return "oom".
+
+    Goes from `start` in strides that double until there is an "ok" and an "oom", then bisects. No batch is
+    tried twice. Any other result ends the search.
+    """
+    ok, oom = 0, most + 1
+    batch = min(max(1, start), most)
+    stride = max(1, int(batch * _FIRST_STRIDE))
+    while ok + 1 < oom:
+        status = runs(batch)
+        if status == "ok":
+            ok = batch
+        elif status == "oom":
+            oom = batch
+        else:
+            return BatchSearch(None, oom if oom <= most else None)
+        if oom > most:  # no batch was too large yet
+            batch = min(ok + stride, most)
+        elif ok == 0:
+            batch = max(oom - stride, 1)
+        else:
+            batch = (ok + oom) // 2
+        stride *= 2
+    return BatchSearch(ok, oom if oom <= most else None)
+
+
+def find_largest_batch(
+    run: PlannedRun, execute: Callable[[PlannedRun], RunRecord]
+) -> tuple[BatchSearch, PlannedRun, RunRecord]:
+    """Search for one planned run's largest batch; `execute` runs a trial.
+
+    Starts at the estimate for the GPU, or at 1. Also returns the trial to show: the largest batch that ran;
+    if none ran, batch 1; if a trial failed for another reason, that trial.
+    """
+    trials: dict[int, tuple[PlannedRun, RunRecord]] = {}
+    most = LARGEST_BATCH_TRIED if run.gpu else LARGEST_ON_CPU
+
+    def runs(batch: int) -> str:
+        trial = with_batch(run, batch)
+        trials[batch] = trial, execute(trial)
+        return trials[batch][1].status
+
+    result = search(runs, start=estimated_batch(run) or 1, most=most)
+    batch = list(trials)[-1] if result.largest_batch is None else max(1, result.largest_batch)
+    return result, *trials[batch]
+
+
+def estimated_batch(run: PlannedRun) -> int | None:
+    """Return the estimate for this machine's GPU; None if no closed form covers the run."""
+    gpu = find_gpu(run.gpu)
+    if gpu is None or unknown_to_estimates(run.config, gpu=gpu, spec=run.spec):
+        return None
+    per_node = max(1, run.num_ranks // run.strategy.num_machines)
+    if run.config.rehearse:
+        per_node = REHEARSED_RANKS_PER_NODE
+    sizes = {"num_gpus": run.num_ranks, "gpus_per_node": per_node, "gpu": gpu}
+    with suppress(ValueError):  # ZeRO-0, tensor parallelism, ...
+        return largest_batch(
+            Setup(run.spec, run.strategy, run.config, **sizes).launched
+        ).per_device_train_batch_size
+    return None
+
+
+def flags_of_trials(given: dict[str, Any], strategies: list[Strategy]) -> dict[str, Any]:
+    """Return the flags of a search's trial runs. Raises one ValueError with all problems."""
+    if problems := fixed_batch_problems(strategies):
+        raise ValueError("\n".join(problems) + '\nhint: write "auto" there')
+    trial = {"per_device_train_batch_size": 1}
+    if not {"num_train_epochs", "max_tokens"} & given.keys():
+        trial["max_steps"] = given.get("max_steps", TRIAL_STEPS)
+    return {**given, **trial}

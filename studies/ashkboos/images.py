@@ -6,8 +6,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from slm_toolkit.report.charts.figures import Figure, escaped
-from slm_toolkit.report.charts.files import PLOTLY_FILE
+from slm_toolkit.report.charts.html_page import PLOTLY_FILE, Figure, escaped
 
 BROWSERS = (
     *("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"),

@@ -6,7 +6,7 @@ from tables import Best
 
 from slm_toolkit import __version__
 from slm_toolkit.model.names import find_model
-from slm_toolkit.report.charts.figures import Figure
+from slm_toolkit.report.charts.html_page import Figure
 
 
 def pictures(bests: list[Best]) -> list[Figure]:

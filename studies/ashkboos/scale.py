@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from slm_toolkit.model.model_spec import ModelSpec, fitted_hidden_size, fitted_num_layers
-from slm_toolkit.report.charts.figures import (
+from slm_toolkit.report.charts.html_page import (
     Figure,
     bars_layout,
     colour,

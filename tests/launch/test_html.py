@@ -12,7 +12,7 @@ from made_records import made, needs_browser, write_records, write_scaled_record
 
 from slm_toolkit.record.files import find_records, write_record
 from slm_toolkit.record.memory_timeline import PARTS
-from slm_toolkit.report.charts.files import html_page
+from slm_toolkit.report.charts.html_page import html_page
 from slm_toolkit.report.rows import Row
 
 pytestmark = pytest.mark.quick

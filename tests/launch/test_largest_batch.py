@@ -7,8 +7,14 @@ from pathlib import Path
 import pytest
 from conftest import H100, ROOT, Finished, made_record, run, slm
 
-from slm_toolkit.compare.grid import PlannedRun, plan_runs
-from slm_toolkit.compare.largest_batch import BatchSearch, estimated_batch, find_largest_batch, search
+from slm_toolkit.compare.grid import (
+    BatchSearch,
+    PlannedRun,
+    estimated_batch,
+    find_largest_batch,
+    plan_runs,
+    search,
+)
 from slm_toolkit.hardware.gpus import Machine
 from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED
 from slm_toolkit.predict.grid import estimates

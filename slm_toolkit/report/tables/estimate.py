@@ -1,4 +1,4 @@
-"""Show estimates as a table; for a single estimate, also bars with the parts of its peak and of its step."""
+"""Show estimates as a table; for a single estimate, also the parts of its peak and of its step."""
 
 from collections.abc import Callable, Iterable
 
@@ -26,7 +26,6 @@ from slm_toolkit.report.tables.fitted import (
     table_of,
 )
 
-_BAR_WIDTH = 40
 _VERDICT_STYLE = {"fits": "green", "may fit": "yellow", "unlikely to fit": "yellow", "does not fit": "red"}
 FLAGS_SHOWN = tuple(name for name in Estimate.FIELDS if name in FLAGS and FLAGS[name].heading)
 _TITLES = {"model": "model", "gpu": "GPU", "num_gpus": "GPUs"}
@@ -81,22 +80,17 @@ def _change(change: Change) -> str:
 
 def parts_tables(row: Estimate) -> list[RenderableType]:
     """Show the parts of one estimate's memory and of its step."""
-    tables = [_bars("part", "GiB", row.parts, number("{:.3f}", 2**-30))]
+    tables = [_parts_table("part", "GiB", row.parts, number("{:.3f}", 2**-30))]
     if row.parts_seconds is not None:
-        tables.append(_bars("part of a step", "ms", row.parts_seconds, milliseconds))
+        tables.append(_parts_table("part of a step", "ms", row.parts_seconds, milliseconds))
     return tables
 
 
-def _bars(title: str, unit: str, values: dict[str, float], text: Callable[[float], str]) -> RenderableType:
-    """Show values, and bars of a length relative to the largest."""
-    values = {name: value for name, value in values.items() if value > 0}
-    longest = max(values.values())
-    columns = [
-        Column(title, [name.replace("_", " ") for name in values]),
-        Column(unit, list(map(text, values.values()))),
-        Column("", ["█" * max(1, round(_BAR_WIDTH * value / longest)) for value in values.values()]),
-    ]
-    return table_of(columns)
+def _parts_table(
+    title: str, unit: str, values: dict[str, float], text: Callable[[float], str]
+) -> RenderableType:
+    values = {name.replace("_", " "): text(value) for name, value in values.items() if value > 0}
+    return table_of([Column(title, [*values]), Column(unit, [*values.values()])])
 
 
 def _columns(rows: list[Estimate], *, largest_batch: bool) -> list[Column]:
@@ -188,14 +182,12 @@ _COLUMNS = (
     Heading("activations", _parts("activations"), gib, 5),
     Heading("logits\nand loss", _parts("logits_and_loss"), gib, 4),
     Heading("gathered", _parts("gathered_parameters"), gib, 2),
-    Heading("other", _parts("communication", "temporary", "workspace"), gib, 1),
     Heading(
         "fits",
         _fits,
         style=lambda row: _VERDICT_STYLE.get(row.verdict, ""),
         note="fits: the probability; nearly full: PyTorch's allocator retries, which is slow",
     ),
-    Heading("headroom\nGiB", "headroom_bytes", gib, 3),
     Heading("host GiB\nper node", "host_bytes_per_node", gib, 7),
     Heading(
         "DeepSpeed's\nestimate GiB",

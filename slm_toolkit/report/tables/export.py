@@ -10,8 +10,7 @@ import msgspec
 
 from slm_toolkit.report.labels import labelled
 from slm_toolkit.report.rows import Row
-from slm_toolkit.report.tables.columns import columns_of
-from slm_toolkit.report.tables.comparison import heading, notes, parity_notes, provenance
+from slm_toolkit.report.tables.comparison import columns_of, heading, notes, parity_notes, provenance
 from slm_toolkit.report.verdict import verdict
 
 

@@ -7,7 +7,7 @@ from conftest import made_record
 from made_records import made
 
 from slm_toolkit.record.memory_timeline import Segment
-from slm_toolkit.report.charts.figures import MOST_POINTS, loss_panel, speed_panel, timeline_panel
+from slm_toolkit.report.charts.html_page import MOST_POINTS, loss_panel, speed_panel, timeline_panel
 from slm_toolkit.report.rows import Row
 
 

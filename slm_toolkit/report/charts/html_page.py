@@ -1,11 +1,90 @@
-"""The charts of a page: tokens per second, and losses."""
+"""Rows and charts as one HTML page. It contains plotly.js, data, style and script, and fetches nothing."""
 
 import html
+import json
 import math
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from slm_toolkit import __version__
+from slm_toolkit.report.labels import labelled
 from slm_toolkit.report.rows import Row
+from slm_toolkit.report.tables.comparison import columns_of, heading, notes, parity_notes, provenance
+from slm_toolkit.report.verdict import verdict
+
+_PAGE = Path(__file__).parent / "page"
+PLOTLY_FILE = _PAGE / "plotly-basic.min.js"
+"from https://cdn.plot.ly; its licence is in the same folder"
+
+
+def html_page(rows: list[Row], *, left_out: list[str]) -> str:
+    """Return the whole page; `left_out` has sentences about records that could not be read."""
+    by_label = labelled(rows)
+    drawn = [*filter(None, (speed_figure(by_label), loss_figure(by_label)))]
+    figures = {figure.name: vars(figure) for figure in drawn}
+    data = json.dumps(figures, allow_nan=False, separators=(",", ":"))
+    note_lines = [note.plain for note in (*parity_notes(by_label), *notes(rows, columns_of(rows)))]
+    commands = "\n".join(f"# {label}\n{row.command}" for label, row in by_label.items() if row.command)
+    parts = {
+        "commands": commands,
+        "heading": heading(rows).plain,
+        "provenance": provenance(rows),
+        "made_by": f"slm_toolkit {__version__}",
+        "num_rows": str(len(rows)),
+    }
+    links = (f'<a href="#{figure.name}">{figure.title}</a>' for figure in drawn)
+    sections = (
+        f'<section id="{figure.name}"><h2>{figure.title}</h2>'
+        f'<div class="chart" id="chart-{figure.name}" data-figure="{figure.name}"></div>'
+        f'<p class="rest" hidden></p><p class="notes">{figure.note}</p></section>'
+        for figure in drawn
+    )
+    filled = {name: html.escape(text) for name, text in parts.items()} | {
+        "style": _file("report.css"),
+        "links": "".join(links),
+        "verdict": _items(verdict(rows)),
+        "table": _table(by_label),
+        "notes": _items(note_lines + left_out),
+        "panels": "".join(sections),
+        "figures": data.replace("<", "\\u003c"),  # so that a record's text can't end the element
+        "plotly": _plotly_script(),
+        "script": _file("report.js"),
+    }
+    return re.sub(r"{{(\w+)}}", lambda match: filled[match[1]], _file("report.html"))
+
+
+def _plotly_script() -> str:
+    """Return plotly.js's basic bundle with its licence (MIT): 1.2 MB of the page."""
+    licence = _file("plotly-LICENSE").replace("*/", "")
+    return f"/*\n{licence}*/\n" + PLOTLY_FILE.read_text(encoding="utf-8").replace("</script", "<\\/script")
+
+
+def _file(name: str) -> str:
+    return (_PAGE / name).read_text(encoding="utf-8")
+
+
+def _table(rows: dict[str, Row]) -> str:
+    """Return the table's head and body; a row's label ties it to its marks in the charts."""
+    # the page has a heading for each model instead of its column
+    columns = [column for column in columns_of(list(rows.values())) if column.title != "model"]
+    titles = "".join(
+        f'<th scope="col" aria-sort="none"><button>{html.escape(column.title)}</button></th>'
+        for column in columns
+    )
+    lines = [f"<thead><tr>{titles}</tr></thead><tbody>"]
+    for (label, row), *texts in zip(rows.items(), *(column.cells for column in columns), strict=True):
+        state = "unequal" if row.parity_holds is False else "best" if row.rank == 1 else row.status
+        cells = "".join(f"<td>{html.escape(text)}</td>" for text in texts)
+        data = f'data-label="{html.escape(label)}" data-model="{html.escape(row.model)}"'
+        lines.append(f'<tr class="{html.escape(state)}" {data}>{cells}</tr>')
+    return "\n".join([*lines, "</tbody>"])
+
+
+def _items(lines: list[str]) -> str:
+    return "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+
 
 # A Figure is plain data for plotly.js, so that making it is fast and needs no plotly package.
 
@@ -17,7 +96,6 @@ _MOST_KEYS = 16
 "most entries of a legend; with more there is no legend, and hovering shows the names"
 MOST_POINTS = 300
 "points of a curve at most; of a longer curve, every second, third, ... step is drawn"
-_DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 _PLACE_PIXELS = 44
 "height of a bar with its title"
 
@@ -81,7 +159,7 @@ def speed_figure(rows: dict[str, Row]) -> Figure | None:
         "x": rates,
         "y": list(timed),
         "customdata": list(timed),
-        "marker": {"color": _colours(timed)},
+        "marker": {"color": [colour([*rows].index(label)) for label in timed]},
         "hovertext": [
             f"{escaped(label)}<br>{rate:,.0f} tokens/s" for label, rate in zip(timed, rates, strict=True)
         ],
@@ -126,9 +204,8 @@ def loss_figure(rows: dict[str, Row]) -> Figure | None:
     if not trained:
         return None
     layout = curves_layout(x_title="step", y_title="loss, mean over ranks", num_keys=len(trained))
-    strategies = [row.strategy for row in trained.values()]
     curves = []
-    for index, ((label, row), of_strategy) in enumerate(zip(trained.items(), _colours(trained), strict=True)):
+    for label, row in trained.items():
         every = math.ceil(len(row.losses) / MOST_POINTS)
         steps = list(range(len(row.losses)))[::-every][::-1]  # the last step is always drawn
         curves.append(
@@ -136,17 +213,8 @@ def loss_figure(rows: dict[str, Row]) -> Figure | None:
                 **{"type": "scatter", "mode": "lines", "name": escaped(label), "meta": label},
                 "x": [row.first_step + step + 1 for step in steps],
                 "y": [rounded(row.losses[step]) for step in steps],
-                "line": {
-                    "color": of_strategy,
-                    "dash": _DASHES[strategies[:index].count(row.strategy) % len(_DASHES)],
-                },
+                "line": {"color": colour([*rows].index(label))},
                 "hovertemplate": "%{fullData.name}<br>step %{x}: %{y}<extra></extra>",
             }
         )
     return Figure("losses", "Loss", curves, layout)
-
-
-def _colours(rows: dict[str, Row]) -> list[str]:
-    """Return the colour of each row's strategy."""
-    strategies = list(dict.fromkeys(row.strategy for row in rows.values()))
-    return [colour(strategies.index(row.strategy)) for row in rows.values()]
