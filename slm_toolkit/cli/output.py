@@ -32,9 +32,6 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     ).basic = True
     add_price_flag(parser)
     parser.add_argument(
-        "--strict", action="store_true", help="don't rank rows that were computed with other numerics"
-    )
-    parser.add_argument(
         "--baseline",
         type=Path,
         metavar="DIR",
@@ -120,6 +117,6 @@ def asked_rows(
     """
     from slm_toolkit.report.rows import rows_of, sorted_rows
 
-    rows = rows_of(records, prices=args.prices, strict=args.strict, problems=problems)
+    rows = rows_of(records, prices=args.prices, problems=problems)
     is_data = args.json or any(path.suffix == ".csv" for path in args.export)
     return rows if is_data else sorted_rows(rows)

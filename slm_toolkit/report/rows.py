@@ -384,7 +384,7 @@ def _judged_row(
 # Which rows of a report may be compared, and their ranks by tokens per second; ties share a rank.
 
 
-def ranked(rows: list[Row], *, strict: bool) -> list[Row]:
+def ranked(rows: list[Row], *, strict: bool = False) -> list[Row]:
     """Return the rows in the same order, with ranks and differences of their numerics.
 
     Rows of one model, sequence length and machine are ranked together. The reference for differences is a DDP

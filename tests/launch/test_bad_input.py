@@ -34,7 +34,7 @@ FILES = {
         (["--per_device_train_batch_size", "four"], "invalid int value: 'four'"),
         (["--dataset", "nowhere.txt"], "no such file: nowhere.txt"),
         (["--dataset", "blank.txt"], "blank.txt contains no text"),
-        (["--num_processes", "0"], "--num_processes is 0"),
+        (["--num_processes", "0"], "argument --num_processes: 0 is below 1"),
         (
             ["--prices", "-1"],
             "argument --prices: -1 is not a price per GPU-hour: 0.000001 to 1000000",

@@ -8,17 +8,9 @@ import pytest
 from conftest import ALIGNED, Comparison, compare, made_record, slm
 
 from slm_toolkit.record.files import find_records, read_record, write_record
-from slm_toolkit.record.numerics import LOW_PRECISION
-from slm_toolkit.record.parity import compare_with
-from slm_toolkit.record.step_breakdown import Anatomy, read_trace
 from slm_toolkit.report.stats import throughput
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy
 
-KEYS = (
-    *("strategy", "status", "engine", "zero_stage", "world_size", "losses", "tokens_per_second"),
-    *("tokens_per_second_per_gpu", "mfu", "peak_allocated_bytes", "peak_rss_bytes", "state_bytes_per_rank"),
-    *("deepspeed_bytes", "usd_per_million_tokens", "record"),
-)
 SHARDED = [
     (name, part)
     for name in STUDIED_STRATEGIES
@@ -29,21 +21,16 @@ NUMERICS = pytest.mark.parametrize("numerics", [pytest.param("aligned", marks=py
 
 
 @pytest.mark.quick
-def test_all_six_rows_are_there_and_ok_with_every_key(aligned: Comparison) -> None:
+def test_what_ran_is_what_the_yaml_asks_for(aligned: Comparison) -> None:
     assert aligned.finished.code == 0, aligned.finished.err
     assert list(aligned.rows) == list(STUDIED_STRATEGIES)
-    for row in aligned.rows.values():
-        assert row["status"] == "ok"
-        assert not [key for key in KEYS if key not in row]
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("name", STUDIED_STRATEGIES)
-def test_what_ran_is_what_the_yaml_asks_for(aligned: Comparison, name: str) -> None:
-    row, strategy = aligned.rows[name], find_strategy(name)
-    assert row["world_size"] == 2
-    assert (row["engine"], row["zero_stage"]) == (strategy.engine, strategy.zero_stage)
-    assert row["reshard_after_forward"] == strategy.reshard_after_forward
+    for name, row in aligned.rows.items():
+        strategy = find_strategy(name)
+        found = [
+            row[key] for key in ("status", "world_size", "engine", "zero_stage", "reshard_after_forward")
+        ]
+        asked = ["ok", 2, strategy.engine, strategy.zero_stage, strategy.reshard_after_forward]
+        assert found == asked
 
 
 @pytest.mark.parametrize(("name", "part"), SHARDED)
@@ -91,20 +78,6 @@ def test_deepspeeds_estimate_stands_beside_zero_2_and_3_only(aligned: Comparison
     assert found == {"ds_zero2": 11 * 951_424, "ds_zero3": 4 * 49_152 + 9 * 951_424}
 
 
-@NUMERICS
-def test_losses_agree_with_ddps_at_each_of_the_first_20_steps(
-    numerics: str, request: pytest.FixtureRequest
-) -> None:
-    comparison = request.getfixturevalue(numerics)
-    records = {record.strategy: record for _, record in find_records([comparison.folder])[0]}
-    reference = records.pop("ddp")
-    assert records.pop("single").is_parity_reference
-    for name, record in records.items():
-        parity = compare_with(reference, record, limits=LOW_PRECISION[numerics])
-        assert parity.num_steps == 20
-        assert parity.loss_difference <= {"aligned": 0.006, "fp32": 1e-5}[numerics], f"{name}: {parity}"
-
-
 @pytest.mark.quick
 def test_a_second_comparison_keeps_the_records_and_prints_the_same(aligned: Comparison) -> None:
     again = slm("compare", "--json", "--model", "slm-1m", *ALIGNED, "--output_dir", str(aligned.folder))
@@ -134,36 +107,6 @@ def test_each_record_keeps_the_files_that_were_launched_and_the_log(aligned: Com
         assert find_strategy(str(folder / "launch" / f"{row['strategy']}.yaml")).engine == row["engine"]
         assert (folder / "log.txt").is_file()
         assert not (folder / "progress.json").exists()
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("name", STUDIED_STRATEGIES)
-def test_a_profile_says_where_a_step_went_and_leaves_a_trace_of_each_rank(
-    aligned: Comparison, name: str
-) -> None:
-    anatomy = Anatomy(**aligned.rows[name]["anatomy"])
-    assert (anatomy.num_steps, anatomy.device) == (3, "cpu")
-    parts = (anatomy.matmul_seconds, anatomy.attention_seconds, anatomy.optimizer_seconds)
-    assert min(parts) > 0
-    assert anatomy.communication_exposed_seconds > 0
-    assert anatomy.idle_seconds < anatomy.step_seconds
-    folder = Path(aligned.rows[name]["record"]).parent
-    for rank in (0, 1):
-        assert any(
-            event["name"] == "phase:backward" for event in read_trace(folder / f"trace-rank{rank}.json.gz")
-        )
-    assert len(aligned.rows[name]["losses"]) == 20  # the profiled steps are none of the run's
-
-
-@pytest.mark.quick
-def test_phases_are_timed_where_the_engine_lets_them_be(aligned: Comparison) -> None:
-    for name, row in aligned.rows.items():
-        known = {"data"} if name.startswith("ds_") else {"data", "forward", "backward", "optimizer"}
-        phases = row["phase_seconds"]
-        step = phases.pop("step")
-        assert set(phases) == known
-        assert sum(phases.values()) < step
-    assert "where a step's time goes" in slm("report", str(aligned.folder)).out
 
 
 def test_repeats_are_launches_of_their_own_and_one_row(tmp_path: Path) -> None:
@@ -216,12 +159,7 @@ def test_compare_with_a_baseline_is_a_table_a_verdict_and_an_exit_code(
     assert f"worse than {before}: ds_zero3" in table.out.replace("\n", "")
     rows = json.loads(slm(*words, "--json").out)
     verdicts = {row["strategy"]: row["baseline"]["speed"] for row in rows}
+    write_record(made_record(), tmp_path / "other")
+    other = slm("report", str(after), "--baseline", str(tmp_path / "other"))
+    assert (other.code, "has none of these runs" in other.out) == (1, True)
     assert verdicts == {name: "slower" if name == "ds_zero3" else "tie" for name in aligned.rows}
-
-
-@pytest.mark.quick
-def test_a_baseline_without_any_of_the_runs_is_no_success(aligned: Comparison, tmp_path: Path) -> None:
-    write_record(made_record(), tmp_path)
-    done = slm("report", str(aligned.folder), "--baseline", str(tmp_path))
-    assert done.code == 1
-    assert "has none of these runs" in done.out

@@ -102,8 +102,6 @@ def test_a_model_folder_with_a_pickle_runs_nothing_of_it(tmp_path: Path) -> None
 
 @pytest.mark.quick
 def test_code_beside_a_model_is_not_run(tmp_path: Path) -> None:
-    from slm_toolkit.predict.memory.peak import peak
-    from slm_toolkit.predict.setup.setup import Setup
     from slm_toolkit.run.data.documents import load_tokenizer
     from slm_toolkit.run.model.model import build_model
 
@@ -121,7 +119,6 @@ def test_code_beside_a_model_is_not_run(tmp_path: Path) -> None:
         find_model(str(folder)),
         RunConfig(model=str(folder), seq_len=8).with_defaults(has_gpu=False),
     )
-    peak(Setup(spec, find_strategy("ddp"), config, num_gpus=2))
     build_model(spec, config)
     with pytest.raises(ValueError, match="can't load tokenizer"):
         load_tokenizer(config, spec)

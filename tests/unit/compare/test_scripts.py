@@ -49,6 +49,8 @@ def test_each_strategy_gets_each_combination(tmp_path: Path) -> None:
     ]
     assert [run.run_name for run in runs[4:]] == [f"{run.run_name}-r2" for run in runs[:4]]
     assert len({run.identity for run in runs}) == 4
+    with pytest.raises(ValueError, match="no such script: nowhere.py\nhint: "):
+        Script.of("nowhere.py", [])
     (tmp_path / "train.py").write_text("# another script")
     changed = plan_scripts(script, strategies, machine=Machine(0, None), **options)
     assert not {run.identity for run in changed} & {run.identity for run in runs}
@@ -66,8 +68,3 @@ def test_the_display_shows_steps_whose_number_is_unknown(tmp_path: Path) -> None
         display.progress(run, state)
     task = display.bars.tasks[1]
     assert (task.completed, task.total) == (3, None)
-
-
-def test_a_script_that_is_not_there_is_named() -> None:
-    with pytest.raises(ValueError, match="no such script: nowhere.py\nhint: "):
-        Script.of("nowhere.py", [])
