@@ -131,8 +131,3 @@ def test_report_says_what_is_wrong(content: str | None, says: str, tmp_path: Pat
     assert (done.code, done.out) == (2, "")
     assert says in done.err
     assert "hint: " in done.err
-
-
-def test_no_verb_and_an_unknown_verb_point_to_help() -> None:
-    assert slm().code == slm("paint").code == 2
-    assert "hint: slm --help" in slm("paint").err

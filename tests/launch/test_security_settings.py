@@ -11,7 +11,6 @@ import yaml
 from conftest import ROOT, own_strategy, run, slm
 
 from slm_toolkit.strategy.passed_on import JSON_SETTINGS, refused_of_json, refused_of_yaml
-from slm_toolkit.strategy.strategy import check_passed_on, find_strategy
 
 FLAGS = ("--model", "slm-1m", "--seq_len", "32", "--max_steps", "2", "--output_dir", "runs")
 SMALL = {
@@ -150,22 +149,6 @@ def test_compare_on_one_machine_starts_no_other(tmp_path: Path) -> None:
     done = slm("compare", "--strategy", "mine.yaml", "--dry_run", *FLAGS, cwd=tmp_path)
     assert done.code == 2
     assert "mine.yaml: num_machines is 2, but a comparison without Slurm uses one machine" in done.err
-
-
-def test_doctor_names_such_settings_first_and_writes_files_without_them(tmp_path: Path) -> None:
-    text = "num_processes: 1\nmixed_precision: bf16\nmpirun_config: {mpirun_hostfile: hosts}\n"
-    own_strategy(tmp_path, text, {**evil_json(tmp_path), "hooks": "evilmod.X"})
-    done = slm("doctor", "--strategy", "mine.yaml", "--json", "--fix", "fixed", cwd=tmp_path)
-    found = json.loads(done.out)
-    assert [(each["severity"], each["topic"]) for each in found[:5]] == [("wrong", "security")] * 5
-    assert {each["key"] for each in found[:5]} == {
-        *("mpirun_config.mpirun_hostfile", "flops_profiler.output_file", "csv_monitor.enabled", "hooks"),
-        "torch_autocast.lower_precision_safe_modules",
-    }
-    assert "set-twice" in {each["name"] for each in found[5:]}
-    check_passed_on(find_strategy(str(tmp_path / "fixed" / "mine.yaml")))
-    profiler = json.loads((tmp_path / "fixed" / "mine.json").read_text())["flops_profiler"]
-    assert profiler == {"enabled": True, "profile_step": 1}  # prints its table
 
 
 # what must still be passed on
