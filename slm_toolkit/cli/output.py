@@ -19,10 +19,8 @@ _ENDINGS = (".csv", ".md", ".html")
 def _file_to_write(text: str) -> Path:
     """Return the path of --export, which is checked before anything runs."""
     path = Path(text)
-    if path.suffix not in _ENDINGS:
-        raise argparse.ArgumentTypeError(f"{path}: the file must end in {', '.join(_ENDINGS)}")
-    if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{path} is no file in an existing folder")
+    if path.suffix not in _ENDINGS or path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is no {' or '.join(_ENDINGS)} file in an existing folder")
     return path
 
 

@@ -206,7 +206,7 @@ def launch_all(
             console.print(f"stopped {num_left_over} processes that a killed comparison left in {folder}")
         try:
             launcher.begin([] if args.largest_batch else runs, force=args.force)
-            with display, closing(run_in_slots(runs, work, slots, stop)) as results:
+            with display.bars, closing(run_in_slots(runs, work, slots, stop)) as results:
                 done.update(results)
         except KeyboardInterrupt:
             launcher.cancel()

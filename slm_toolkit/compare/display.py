@@ -28,10 +28,8 @@ from slm_toolkit.record.run_record import PARITY_REFERENCE, RunRecord
 
 
 def as_words(seconds: float) -> str:
-    """Format a time: 45 s, 12 min, 3.5 h."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
+    """Format a time: 45 s, 12 min."""
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 _MOST_BYTES = 64 * 1024
@@ -107,13 +105,6 @@ class Display:
             disable=not console.is_terminal,
         )
         self.overall = self.bars.add_task("all runs", total=None if searching else len(runs), status="")
-
-    def __enter__(self) -> "Display":
-        self.bars.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.bars.stop()
 
     def begin(self, run: PlannedRun) -> None:
         status = "starting: loading Python packages"

@@ -1,7 +1,7 @@
 """State what a comparison shows: the fastest row, the cheapest, the smallest, and what dropped out."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from slm_toolkit.record.steady_rate import STEPS_PER_BLOCK
 from slm_toolkit.report.labels import labelled
@@ -32,7 +32,7 @@ def verdict(rows: list[Row]) -> list[str]:
     if len(groups) == 1:
         return _sentences(rows)
     lines = [
-        f"{_subject(key, groups)}: {' '.join(sentences)}"
+        f"{', '.join(filter(None, key))}: {' '.join(sentences)}"
         for key, group in groups.items()
         if (sentences := _sentences(group))
     ]
@@ -47,12 +47,6 @@ def _competition(row: Row) -> tuple[str, ...]:
     length = "" if row.seq_len is None else f"{row.seq_len} tokens"
     size = f"{row.num_params:,} parameters" if row.script and row.num_params else ""
     return row.model, size, length, row.gpu or row.cpu, ranks
-
-
-def _subject(key: tuple[str, ...], groups: Iterable[tuple[str, ...]]) -> str:
-    """Return the parts of a group's key that other groups don't share."""
-    columns = zip(*groups, strict=True)
-    return ", ".join(part for part, column in zip(key, columns, strict=True) if part and len(set(column)) > 1)
 
 
 def _sentences(group: list[Row]) -> list[str]:

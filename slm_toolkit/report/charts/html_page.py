@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slm_toolkit import __version__
 from slm_toolkit.report.labels import labelled
 from slm_toolkit.report.rows import Row
 from slm_toolkit.report.tables.comparison import columns_of, heading, notes, parity_notes, provenance
@@ -31,8 +30,6 @@ def html_page(rows: list[Row], *, left_out: list[str]) -> str:
         "commands": commands,
         "heading": heading(rows).plain,
         "provenance": provenance(rows),
-        "made_by": f"slm_toolkit {__version__}",
-        "num_rows": str(len(rows)),
     }
     links = (f'<a href="#{figure.name}">{figure.title}</a>' for figure in drawn)
     sections = (
@@ -138,8 +135,6 @@ def curves_layout(*, x_title: str, y_title: str, num_keys: int) -> dict[str, Any
         "showlegend": 1 < num_keys <= _MOST_KEYS,
         "legend": {
             **{"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom"},
-            "traceorder": "normal",
-            "maxheight": 0.9,  # of the figure's height; by default, a legend scrolls beyond half of it
         },
         "hovermode": "closest",
         "xaxis": {"title": {"text": x_title}},

@@ -227,8 +227,6 @@ _HEADINGS = (
     ),
     Heading("state\nGiB/rank", "state_bytes", gib, 3),
     Heading("$ per 1M\ntokens", "usd_per_million_tokens", dollars, 9),
-    # 1 J per token is 1,000 kJ per million tokens
-    Heading("kJ per 1M\ntokens", "joules_per_token", number("{:,.1f}", 1e3), 10),
     Heading("final\nloss", "final_loss", loss, 6),
 )
 "the columns: to add one, add an entry"

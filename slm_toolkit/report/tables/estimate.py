@@ -80,17 +80,19 @@ def _change(change: Change) -> str:
 
 def parts_tables(row: Estimate) -> list[RenderableType]:
     """Show the parts of one estimate's memory and of its step."""
-    tables = [_parts_table("part", "GiB", row.parts, number("{:.3f}", 2**-30))]
-    if row.parts_seconds is not None:
-        tables.append(_parts_table("part of a step", "ms", row.parts_seconds, milliseconds))
-    return tables
-
-
-def _parts_table(
-    title: str, unit: str, values: dict[str, float], text: Callable[[float], str]
-) -> RenderableType:
-    values = {name.replace("_", " "): text(value) for name, value in values.items() if value > 0}
-    return table_of([Column(title, [*values]), Column(unit, [*values.values()])])
+    return [
+        table_of(
+            [
+                Column(title, [name.replace("_", " ") for name, value in parts.items() if value > 0]),
+                Column(unit, [text(value) for value in parts.values() if value > 0]),
+            ]
+        )
+        for title, unit, parts, text in (
+            ("part", "GiB", row.parts, number("{:.3f}", 2**-30)),
+            ("part of a step", "ms", row.parts_seconds, milliseconds),
+        )
+        if parts
+    ]
 
 
 def _columns(rows: list[Estimate], *, largest_batch: bool) -> list[Column]:

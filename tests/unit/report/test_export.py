@@ -92,9 +92,9 @@ def test_the_baseline_is_a_column_as_in_json(runs: Path, capsys: pytest.CaptureF
     ("words", "said"),
     [
         (("--csv", "rows.csv"), "--csv was removed: --export FILE.csv"),
-        (("--export", "rows.txt"), "rows.txt: the file must end in .csv, .md, .html"),
-        (("--export", "not/there/rows.csv"), "is no file in an existing folder"),
-        (("--export", "FOLDER.html"), "is no file in an existing folder"),
+        (("--export", "rows.txt"), "rows.txt is no .csv or .md or .html file"),
+        (("--export", "not/there/rows.csv"), "file in an existing folder"),
+        (("--export", "FOLDER.html"), "file in an existing folder"),
     ],
 )
 def test_what_cannot_be_written_is_bad_input(
