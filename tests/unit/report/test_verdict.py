@@ -104,8 +104,8 @@ def busy(name: str, cores: float) -> RunRecord:
             [record("a"), record("b"), record("a", **CPU), record("b", **CPU)],
             [
                 "slm-100m, 1024 tokens, NVIDIA H100 80GB HBM3: No row is clearly fastest: both tie (16,384 "
-                "tokens/s). A billion tokens cost $61.04 with these. All need the same memory (3.00 GiB at the "
-                "peak)."
+                "tokens/s). A billion tokens cost $61.04 with these. All need the same memory (3.00 GiB at "
+                "the peak)."
             ],
         ),
     ],
