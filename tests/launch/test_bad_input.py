@@ -1,11 +1,10 @@
 """A user's mistake is one clear line with a hint, exit code 2, and nothing left behind."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import run, slm
+from conftest import slm
 
 DS = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: mine.json\n"
 FILES = {
@@ -93,24 +92,6 @@ def test_train_says_what_is_wrong(
     assert says in printed.err
     assert is_one_line_with_a_hint(printed.err)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--attn_implementation", "flash_attention_2"], "--attn_implementation flash_attention_2"),
-        (["--dataset", "blank.txt"], "blank.txt contains no text"),
-    ],
-)
-def test_train_says_what_is_wrong_once_accelerate_has_started(
-    arguments: list[str], says: str, tmp_path: Path
-) -> None:
-    (tmp_path / "blank.txt").write_text("\n \n")
-    done = run(sys.executable, "-m", "slm_toolkit.train", "--model", "slm-1m", *arguments, cwd=tmp_path)
-    assert (done.code, done.out) == (2, ""), done.err
-    assert says in done.err
-    assert is_one_line_with_a_hint(done.err)
-    assert [path.name for path in tmp_path.iterdir()] == ["blank.txt"]
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,7 @@ def test_on_a_terminal_bars_hold_stage_step_and_time_left() -> None:
         ({"stage": "reading [data]"}, "starting: reading \\[data]"),  # escaped: rich shows the bracket
         (step, "loss 5.500  warming up"),
         ({**step, "tokens_per_second": 1234.0}, "loss 5.500  1,234 tokens/s"),
+        ({**step, "num_steps": None, "loss": None}, ""),  # of a user's own script
     ):
         display.progress(second, state)
         assert running.fields["status"] == shown

@@ -43,9 +43,6 @@ def evil_json(folder: Path) -> dict:
     "command",
     [
         pytest.param(
-            (ACCELERATE, "launch", "--config_file", "mine.yaml", "-m", "slm_toolkit.train"), id="yaml"
-        ),
-        pytest.param(
             (
                 *(ACCELERATE, "launch", "--num_processes", "1", "--use_deepspeed"),
                 *("--deepspeed_config_file", "mine.json", "-m", "slm_toolkit.train"),
@@ -53,7 +50,6 @@ def evil_json(folder: Path) -> dict:
             id="json",
         ),
         pytest.param(("slm", "compare", "--strategy", "mine.json", "--num_processes", "1"), id="compare"),
-        pytest.param(("slm", "train", "--strategy", "mine.yaml"), id="train"),
         pytest.param(("slm", "launch", "--config_file", "mine.yaml", "-m", "slm_toolkit.train"), id="launch"),
     ],
 )

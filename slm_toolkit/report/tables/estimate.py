@@ -64,10 +64,16 @@ def _changes(rows: list[Estimate]) -> list[Text]:
     names_by_ways: dict[str, list[str]] = {}
     for row in rows:
         if row.changes_that_fit is not None:
-            ways = "; or ".join(map(_change, row.changes_that_fit)) or f"no {MOST_CHANGES} changes are enough"
+            ways = "; or ".join(map(_change, row.changes_that_fit))
             settings = [f"{_TITLES[name]} {setting(getattr(row, name))}" for name in differing]
             names_by_ways.setdefault(ways, []).append(" ".join([row.strategy, *settings]))
-    return [Text(f"what would fit instead of {', '.join(names)}: {w}") for w, names in names_by_ways.items()]
+    lines = []
+    for ways, names in names_by_ways.items():
+        would = f"; this would: {ways}" if ways else f", and no {MOST_CHANGES} changes are enough"
+        lines.append(f"{', '.join(names)} do{'es' * (len(names) == 1)} not fit{would}")
+    num_left = sum(row.fits is False and row.changes_that_fit is None for row in rows)
+    lines += [f"{num_left} more rows don't fit"] * bool(num_left)
+    return [Text(line) for line in lines]
 
 
 def _change(change: Change) -> str:
