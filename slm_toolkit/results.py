@@ -203,7 +203,7 @@ class Report(_Result["Row"]):
 
     def to_html(self, path: str | Path | None = None) -> str:
         """Return one HTML page with the table and the charts, which fetches nothing; write it to `path`."""
-        from slm_toolkit.report.charts.files import html_page
+        from slm_toolkit.report.charts.html_page import html_page
 
         text = html_page(self.rows, left_out=[f"left out: {line}" for line in self.problems])
         if path is not None:
@@ -215,7 +215,7 @@ class Report(_Result["Row"]):
         """Return the tables and notes of `slm report` as a rich renderable; print it with `crop=False`."""
         from rich.console import Group
 
-        from slm_toolkit.report.tables.sections import failed_references, sections
+        from slm_toolkit.report.tables.comparison import failed_references, sections
 
         unchecked = failed_references(self.records.pairs)
         return Group(*sections(self.rows, width=width, unchecked=unchecked))

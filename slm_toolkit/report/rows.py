@@ -4,6 +4,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from functools import cache
+from math import inf
 from pathlib import Path
 from statistics import geometric_mean
 
@@ -383,7 +384,7 @@ def _judged_row(
 # Which rows of a report may be compared, and their ranks by tokens per second; ties share a rank.
 
 
-def ranked(rows: list[Row], *, strict: bool) -> list[Row]:
+def ranked(rows: list[Row], *, strict: bool = False) -> list[Row]:
     """Return the rows in the same order, with ranks and differences of their numerics.
 
     Rows of one model, sequence length and machine are ranked together. The reference for differences is a DDP
@@ -499,22 +500,18 @@ def _mark_difference(row: Row, reference: Row, *, strict: bool) -> None:
 # The order of a report.
 
 
-def sorted_rows(rows: list[Row], by: str) -> list[Row]:
-    """Return the rows of each model, sequence length and machine with the best first; "strategy": unchanged.
+def sorted_rows(rows: list[Row]) -> list[Row]:
+    """Return the rows of each model, sequence length and machine with the fastest first.
 
-    Ties of ranks are sorted by rate. Rows with an unknown value come last, in their old order.
+    Ties of ranks are sorted by rate. Rows without a rank come last, in their old order.
     """
     place = {group: index for index, group in enumerate(dict.fromkeys(map(_machine, rows)))}
-    value = _SORT_VALUES[by]
-    return sorted(rows, key=lambda row: (place[_machine(row)], value(row) == (), value(row)))
 
+    def key(row: Row) -> tuple[float, ...]:
+        order = (inf,) if row.rank is None else (row.rank, -row.tokens_per_second_per_gpu)
+        return place[_machine(row)], *order
 
-_SORT_VALUES: dict[str, Callable[[Row], tuple]] = {  # an empty tuple: unknown
-    "rank": lambda row: () if row.rank is None else (row.rank, -row.tokens_per_second_per_gpu),
-    "strategy": lambda row: (),
-    "memory": lambda row: () if row.compared_bytes is None else (row.compared_bytes,),
-    "cost": lambda row: () if row.usd_per_million_tokens is None else (row.usd_per_million_tokens,),
-}
+    return sorted(rows, key=key)
 
 
 def report_order(found: tuple[Path, RunRecord]) -> tuple:

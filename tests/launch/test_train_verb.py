@@ -100,7 +100,7 @@ def test_a_deepspeed_json_is_launched_by_a_yaml_that_names_it(tmp_path: Path) ->
     assert path == tmp_path / "runs" / "launch-mine" / "mine.yaml"
     launched = read_strategy(path)
     assert (launched.name, launched.zero_stage, launched.num_processes) == ("mine", 2, 2)
-    assert launched.accelerate_config["deepspeed_config"]["deepspeed_config_file"] == str(file)
+    assert launched.deepspeed_config == find_strategy(str(file)).deepspeed_config
 
 
 def test_help_shows_every_flag_without_torch(without_torch: dict[str, str]) -> None:

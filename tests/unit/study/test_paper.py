@@ -318,8 +318,7 @@ def test_report_says_where_the_study_is() -> None:
 
 @pytest.mark.full
 def test_the_best_configurations_are_drawn_as_predicted(best: list[Best]) -> None:
-    scale, fit = pictures(best)
-    bubbles, bars = scale.figures
+    bubbles, bars, *fit = pictures(best)
     drawn = [one for one in best if one.strategy is not None]
     (marks,) = bubbles.data
     assert (marks["name"], marks["marker"]["symbol"]) == ("predicted", "circle-open")
@@ -328,4 +327,4 @@ def test_the_best_configurations_are_drawn_as_predicted(best: list[Best]) -> Non
     (bar,) = bars.data
     assert bar["marker"]["pattern"]["shape"] == "/"
     assert bar["x"] == pytest.approx([one.tokens_per_second_per_gpu for one in drawn], rel=1e-4)
-    assert [figure.name for figure in fit.figures] == ["fit-hidden-size", "fit-layers"]
+    assert [figure.name for figure in fit] == ["fit-hidden-size", "fit-layers"]
