@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from slm_toolkit.base.derived import Derived
-from slm_toolkit.record.numerics import ALIKE, PARITY_STEPS, precision_of
+from slm_toolkit.record.numerics import ALIKE, PARITY_STEPS, growth, precision_of
 from slm_toolkit.record.run_record import finite
 from slm_toolkit.report.rows import Row, num_different_flags
 from slm_toolkit.report.stats import overlap
@@ -70,7 +70,7 @@ def _loss_difference(change: "Change") -> float | None:
 def _losses(change: "Change") -> str:
     if (difference := _loss_difference(change)) is None:
         return "unknown"
-    tolerance = ALIKE[precision_of(change.now.asked)].at(PARITY_STEPS).loss
+    tolerance = ALIKE[precision_of(change.now.asked)].loss * growth(PARITY_STEPS)
     return "differ" if difference > tolerance else "same"
 
 
