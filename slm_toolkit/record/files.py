@@ -1,14 +1,11 @@
 """Write records to disk completely or not at all, read every version of them, and print their JSON schema."""
 
-import ast
 import dataclasses
-import inspect
 import json
 import os
 import socket
 from contextlib import suppress
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +16,6 @@ from slm_toolkit.base.safe_files import write_new
 from slm_toolkit.base.typed_files import PositiveInt, converted, field_problem, typed_dict_of
 from slm_toolkit.base.user_files import check_values, exists, is_dir, read_bytes
 from slm_toolkit.config.run_config import FLAGS, RunConfig, in_todays_names
-from slm_toolkit.record import run_record
 from slm_toolkit.record.run_record import RECORD_FILE, SCHEMA_VERSION, SHAPES, RunRecord
 from slm_toolkit.record.saved_files import delete, sync
 from slm_toolkit.strategy.settings import DeepSpeedSettings
@@ -176,30 +172,4 @@ _DECODER = msgspec.json.Decoder(RunRecord)
 
 def schema() -> dict[str, Any]:
     """Return the record's JSON Schema, draft 2020-12. It allows unknown names: later versions add some."""
-    _, components = msgspec.json.schema_components([RunRecord], ref_template="#/$defs/{name}")
-    for name, component in components.items():
-        descriptions = _attribute_docstrings(getattr(run_record, name, None))
-        for field, content in component["properties"].items():
-            if field in descriptions:
-                content["description"] = descriptions[field]
-    record = components.pop(RunRecord.__name__)
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **record,
-        "title": f"record.json of slm_toolkit, version {SCHEMA_VERSION}",
-        "$defs": components,
-    }
-
-
-def _attribute_docstrings(kind: type | None) -> dict[str, str]:
-    """Return the string below each field of a class, as one line, by the field's name."""
-    if kind is None:
-        return {}
-    (tree,) = ast.parse(inspect.getsource(kind)).body
-    return {
-        field.target.id: " ".join(below.value.value.split())
-        for field, below in pairwise(tree.body)
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(below, ast.Expr)
-        and isinstance(below.value, ast.Constant)
-    }
+    return msgspec.json.schema(RunRecord)

@@ -81,11 +81,11 @@ def _optimizer_settings(record: RunRecord, numerics: Numerics) -> Iterator[tuple
         for group in groups:
             for name, value in asked.items():
                 yield f"{name} at the {when} step", group.get(name), value
-        decays = {group["weight_decay"] for group in groups}
+        decays = {group["weight_decay"] for group in groups if _is_number(group.get("weight_decay"))}
         for decay in decays - {0.0} or decays:
             yield f"weight decay at the {when} step", decay, config.weight_decay
         if config.weight_decay and config.peft == "none":
-            yield f"weight decay of norms at the {when} step", min(decays), 0.0
+            yield f"weight decay of norms at the {when} step", min(decays, default=None), 0.0
 
 
 def _model_settings(record: RunRecord, numerics: Numerics) -> Iterator[tuple[str, Any, Any]]:
@@ -101,17 +101,22 @@ def _model_settings(record: RunRecord, numerics: Numerics) -> Iterator[tuple[str
     yield "eps of the norms", numerics.norm_eps, _NORM_EPS
     for frequencies in numerics.rope if isinstance(numerics.rope, list) else ():
         last = spec.rope_theta ** -((spec.head_dim - 2) / spec.head_dim)
-        yield "last of RoPE's frequencies", frequencies["last"], last
-        yield "RoPE frequencies", frequencies["dtype"], "float32"
+        yield "last of RoPE's frequencies", frequencies.get("last"), last
+        yield "RoPE frequencies", frequencies.get("dtype"), "float32"
     for call in numerics.attention_call if isinstance(numerics.attention_call, list) else ():
-        yield "attention scale", call["scale"], spec.head_dim**-0.5
-        yield "attention dropout", call["dropout"], 0.0
-        if call["mask"] == "none":
+        yield "attention scale", call.get("scale"), spec.head_dim**-0.5
+        yield "attention dropout", call.get("dropout"), 0.0
+        if call.get("mask") == "none":
             yield "attention mask", "none", "causal"
 
 
 def _is_close(value: Any, asked: Any) -> bool:
-    return value == asked if isinstance(asked, str) else abs(value - asked) <= _CLOSE * abs(asked)
+    numbers = _is_number(value) and _is_number(asked)
+    return abs(value - asked) <= _CLOSE * abs(asked) if numbers else value == asked
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
 
 
 def cause_of(record: RunRecord, reference: RunRecord) -> str | None:
@@ -525,9 +530,7 @@ def _task_of(record: RunRecord) -> bytes:
     """
     asked, config = record.asked["config"], record.config
     settings = {name: value for name, value in asked.items() if name not in _SAME_TASK}
-    settings["max_grad_norm"] = (
-        settings["max_grad_norm"] or 0.0
-    )  # stock numerics: the script sets no clipping
+    settings["max_grad_norm"] = settings["max_grad_norm"] or 0.0  # stock numerics set no clipping
     settings["optim"] = rule_of(asked.get("optim", "adamw"))
     per_rank = config.per_device_train_batch_size * config.gradient_accumulation_steps
     task = [settings, per_rank * record.asked["num_processes"], record.asked["files"]]

@@ -61,13 +61,17 @@ def heading(rows: list[Row]) -> Text:
 def _ranks(rows: list[Row], columns: Collection[str]) -> list[str]:
     """Return a phrase with the number of ranks and their device; empty if rows differ in it."""
     size, gpu = common(rows, "world_size"), next((row.gpu for row in rows if row.gpu), None)
-    if "world_size" in columns or size is None:
-        return []
-    unit = f"x {gpu}" if gpu else f"CPU process{'es' * (size != 1)}"
-    if "gpu" in columns or any(row.is_rehearsed for row in rows):
-        unit = f"rank{'s' * (size != 1)}"
+    is_same_size = "world_size" not in columns and size is not None
+    if any(row.is_rehearsed for row in rows):
+        if "evidence" in columns:
+            return [f"{size} ranks"] * is_same_size
+        ranks = f"of {size}" if is_same_size else "of the ranks below"
+        return [f"rank 0 {ranks}, " + (f"alone on one {gpu}" if gpu else "traced without a GPU")]
+    ranks = f"{size} x {gpu}" if gpu else f"{size} CPU process{'es' if size != 1 else ''}"
+    if "gpu" in columns:
+        ranks = f"{size} rank{'s' if size != 1 else ''}"
     num_machines = 1 if "num_machines" in columns else common(rows, "num_machines") or 1
-    return [f"{size} {unit}" + f" on {num_machines} machines" * (num_machines > 1)]
+    return [f"{ranks} on {num_machines} machines" if num_machines > 1 else ranks] * is_same_size
 
 
 _VERSIONS = ("NVIDIA driver", "slm_toolkit", "torch", "accelerate", "deepspeed", "transformers")
