@@ -114,8 +114,8 @@ class _Version(msgspec.Struct):
 
 
 def _problem(record: RunRecord) -> str | None:
-    """Return the first problem that RunRecord's types can't express: wrong flags, or unequal lengths."""
-    asked, steps = record.asked, record.step_seconds
+    """Return the first problem that RunRecord's types can't express: wrong flags."""
+    asked = record.asked
     try:
         converted(asked["config"], _asked_flags(all_required=not record.is_of_script), prefix="asked.config")
         for name in ("accelerate_config", "deepspeed_config"):
@@ -129,16 +129,6 @@ def _problem(record: RunRecord) -> str | None:
     zero = (asked.get("deepspeed_config") or {}).get("zero_optimization") or {}
     if zero.get("stage", 0) not in (0, 1, 2, 3):
         return f"invalid field: asked.deepspeed_config: zero_optimization.stage is {zero['stage']!r}"
-    if record.status == "ok" and record.world_size is None:
-        return "invalid field: world_size (null, though the status is ok)"
-    if len(set(map(len, steps))) > 1:
-        return "invalid field: step_seconds (ranks have different numbers of steps)"
-    phases = record.phase_seconds
-    if phases and (
-        len(phases) != len(steps)
-        or any(len(series) != len(steps[0]) for of_rank in phases for series in of_rank.values())
-    ):
-        return "invalid field: phase_seconds (not as many ranks and steps as step_seconds)"
     return None
 
 
