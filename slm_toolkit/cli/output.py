@@ -45,9 +45,6 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
         "order should not depend on noise)",
     )
     parser.add_argument(
-        "--strict", action="store_true", help="don't rank rows that were computed with other numerics"
-    )
-    parser.add_argument(
         "--memory",
         action="store_true",
         help="print where the memory peak is and what owns it. Needs runs with --profile memory or "
@@ -155,7 +152,6 @@ def asked_rows(
     rows = rows_of(
         records,
         prices=args.prices,
-        strict=args.strict,
         problems=problems,
     )
     return sorted_rows(rows, sort_of(args))

@@ -114,7 +114,7 @@ class _Version(msgspec.Struct):
 
 
 def _problem(record: RunRecord) -> str | None:
-    """Return the first problem that RunRecord's types can't express: wrong flags."""
+    """Return the first problem that RunRecord's types can't express: wrong flags, no world size."""
     asked = record.asked
     try:
         converted(asked["config"], _asked_flags(all_required=not record.is_of_script), prefix="asked.config")
@@ -129,6 +129,8 @@ def _problem(record: RunRecord) -> str | None:
     zero = (asked.get("deepspeed_config") or {}).get("zero_optimization") or {}
     if zero.get("stage", 0) not in (0, 1, 2, 3):
         return f"invalid field: asked.deepspeed_config: zero_optimization.stage is {zero['stage']!r}"
+    if record.status == "ok" and record.world_size is None:
+        return "invalid field: world_size (null, though the status is ok)"
     return None
 
 

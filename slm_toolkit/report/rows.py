@@ -1,13 +1,10 @@
 """Turn records into ranked rows: a row has every figure of one run, computed once; None: unknown."""
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from functools import cache
 from pathlib import Path
 from statistics import geometric_mean
-
-import msgspec
+from typing import Any
 
 from slm_toolkit.base.derived import Derived, Functions, attributes_of, unset
 from slm_toolkit.hardware.gpus import find_gpu
@@ -40,12 +37,12 @@ def _flags(*names: str) -> Functions:
 
 def _most(*names: str) -> Functions:
     """Return functions of the largest value of all ranks and launches."""
-
-    def of(row: "Row", name: str) -> int | None:
-        values = (value for record in row.measured for value in getattr(record, name) or ())
-        return max(values, default=None)
-
-    return {name: lambda row, name=name: of(row, name) for name in names}
+    return {
+        name: lambda row, name=name: max(
+            (value for record in row.measured for value in getattr(record, name) or ()), default=None
+        )
+        for name in names
+    }
 
 
 _FIGURES: Functions = {
@@ -158,8 +155,8 @@ _FIGURES: Functions = {
     **unset("rank"),
     # whether another row has the same rank: a tie
     **unset("shares_rank"),
-    # why this row has no rank: another dtype of compute or master weights than `numerics_reference` (with
-    # --strict, any difference), or another number of ranks than was asked for
+    # why this row has no rank: another dtype of compute or master weights than `numerics_reference`, or
+    # another number of ranks than was asked for
     "unlike": lambda row: _unasked_ranks(row.main),
     # events that slowed the run down or may have disturbed its measurement
     "warnings": lambda row: [*_warnings(row), *row.warnings_of_others],
@@ -271,11 +268,6 @@ class Row(Derived):
         return "unequal" if self.parity_holds is False else self.status
 
 
-def num_different_flags(row: Row, other: Row) -> int:
-    """Count the flags of `row` that have another value in `other`."""
-    return sum(other.asked.get(name) != value for name, value in row.asked.items())
-
-
 def _warnings(row: Row) -> list[str]:
     if row.is_rehearsed:
         return []
@@ -343,7 +335,6 @@ def rows_of(
     records: list[tuple[Path, RunRecord]],
     *,
     prices: OwnPrices | None = None,
-    strict: bool = False,
     problems: list[str] | None = None,
 ) -> list[Row]:
     """Make one row for each run, for any number of launches, with parity, marks and ranks.
@@ -365,7 +356,7 @@ def rows_of(
             if problems is None:
                 raise
             problems.append(f"{records[indices[0]][0]} can't be shown: {type(error).__name__}: {error}")
-    return ranked(rows, strict=strict)
+    return ranked(rows)
 
 
 def _judged_row(
@@ -383,20 +374,18 @@ def _judged_row(
 # Which rows of a report may be compared, and their ranks by tokens per second; ties share a rank.
 
 
-def ranked(rows: list[Row], *, strict: bool) -> list[Row]:
+def ranked(rows: list[Row]) -> list[Row]:
     """Return the rows in the same order, with ranks and differences of their numerics.
 
     Rows of one model, sequence length and machine are ranked together. The reference for differences is a DDP
     row of the same `--numerics`, else a row of one process, else the first such row. A rehearsal has no rank.
-    With `strict`, rows with different or unknown numerics have no rank either, and each `--numerics` is
-    ranked separately.
     """
     rows = [row.with_values(rank=None, shares_rank=None) for row in rows]
-    _mark_differences(rows, strict=strict)
+    _mark_differences(rows)
     groups: dict[tuple, list[Row]] = defaultdict(list)
     for row in rows:
-        if _competes(row, strict=strict):
-            groups[_machine(row), row.numerics if strict else None].append(row)
+        if _competes(row):
+            groups[_machine(row)].append(row)
     for group in groups.values():
         if len(group) > 1:
             _rank(group)
@@ -436,19 +425,18 @@ def clearly_faster(row: Row, other: Row, *, weight: float = 1.0) -> bool:
     return row.interval[0] * weight > other.interval[1]
 
 
-def _competes(row: Row, *, strict: bool) -> bool:
-    fair = row.unlike is None and (row.numerics_probed is not None or not strict)
+def _competes(row: Row) -> bool:
     in_rounds = len(row.tokens_per_second_by_round) >= MIN_ROUNDS
     is_judged = row.interval is not None and (in_rounds or not row.is_uncertain)
     timed = is_judged and row.world_size is not None and not row.is_rehearsed
-    return row.is_good and timed and fair
+    return row.is_good and timed and row.unlike is None
 
 
 def _machine(row: Row) -> tuple:
     return row.script or row.model, row.num_params, row.seq_len, row.gpu or row.cpu
 
 
-def _mark_differences(rows: list[Row], *, strict: bool) -> None:
+def _mark_differences(rows: list[Row]) -> None:
     """Mark how the numerics of rows differ from their references."""
     groups: dict[tuple, list[Row]] = defaultdict(list)
     for row in rows:
@@ -458,24 +446,12 @@ def _mark_differences(rows: list[Row], *, strict: bool) -> None:
         ok = [row for row in group if row.status == "ok"]
         by_engine = ([row for row in ok if row.engine == engine] for engine in ("ddp", "single"))
         if candidates := next(filter(None, by_engine), ok):
-            most_similar = _most_similar_of(candidates)
+            by_flags = {tuple(row.asked.items()): row for row in reversed(candidates)}
             for row in group:
-                _mark_difference(row, most_similar(row), strict=strict)
+                _mark_difference(row, by_flags.get(tuple(row.asked.items()), candidates[0]))
 
 
-def _most_similar_of(candidates: list[Row]) -> Callable[[Row], Row]:
-    """Return the function that finds the candidate with the most similar flags; fast for 10,000 rows."""
-
-    def flags(row: Row) -> tuple:
-        return tuple(row.asked.items())
-
-    by_flags = {flags(row): row for row in reversed(candidates)}  # of equal ones, the first
-    return lambda row: (
-        by_flags.get(flags(row)) or min(candidates, key=lambda other: num_different_flags(row, other))
-    )
-
-
-def _mark_difference(row: Row, reference: Row, *, strict: bool) -> None:
+def _mark_difference(row: Row, reference: Row) -> None:
     """Mark the differences of a row's numerics that different flags don't explain."""
     if row is reference:
         return
@@ -488,7 +464,7 @@ def _mark_difference(row: Row, reference: Row, *, strict: bool) -> None:
         numerics_from(reference.numerics_probed),
         other_settings=frozenset(other),
     )
-    decisive = ", ".join(str(found) for found in unexplained if strict or found.field in _DECISIVE)
+    decisive = ", ".join(str(found) for found in unexplained if found.field in _DECISIVE)
     reasons = (row.unlike, decisive and f"{decisive}, unlike {reference.strategy}")
     row.numerics_differences = [str(difference) for difference in unexplained]
     row.numerics_alignments = alignments(unexplained) if row.script else []
@@ -505,16 +481,13 @@ def sorted_rows(rows: list[Row], by: str) -> list[Row]:
     Ties of ranks are sorted by rate. Rows with an unknown value come last, in their old order.
     """
     place = {group: index for index, group in enumerate(dict.fromkeys(map(_machine, rows)))}
-    value = _SORT_VALUES[by]
-    return sorted(rows, key=lambda row: (place[_machine(row)], value(row) == (), value(row)))
-
-
-_SORT_VALUES: dict[str, Callable[[Row], tuple]] = {  # an empty tuple: unknown
-    "rank": lambda row: () if row.rank is None else (row.rank, -row.tokens_per_second_per_gpu),
-    "strategy": lambda row: (),
-    "memory": lambda row: () if row.compared_bytes is None else (row.compared_bytes,),
-    "cost": lambda row: () if row.usd_per_million_tokens is None else (row.usd_per_million_tokens,),
-}
+    value: Callable[[Row], Any] = {
+        "rank": lambda row: row.rank and (row.rank, -row.tokens_per_second_per_gpu),
+        "strategy": lambda row: 0,
+        "memory": lambda row: row.compared_bytes,
+        "cost": lambda row: row.usd_per_million_tokens,
+    }[by]
+    return sorted(rows, key=lambda row: (place[_machine(row)], value(row) is None, value(row) or 0))
 
 
 def report_order(found: tuple[Path, RunRecord]) -> tuple:
@@ -526,14 +499,9 @@ def report_order(found: tuple[Path, RunRecord]) -> tuple:
     return (
         record.model.get("num_params", 0),
         not record.is_parity_reference,
-        _sortable(msgspec.json.encode(asked)),  # as text, since settings of several types can't be ordered
+        # as text, since settings of several types can't be ordered; padded numbers sort as numbers
+        [str(value).rjust(16) if type(value) is int else str(value) for value in asked.values()],
         num_rehearsed or 0,
         known.index(record.strategy),
         str(found[0]),
     )
-
-
-@cache
-def _sortable(asked: bytes) -> bytes:
-    """Pad the whole numbers of a JSON, so that its text sorts like the numbers."""
-    return re.sub(rb":(\d+)(?=[,}])", lambda number: number[1].rjust(16), asked)

@@ -9,7 +9,7 @@ from rich.text import Text
 from slm_toolkit.base.derived import Derived
 from slm_toolkit.record.numerics import ALIKE, PARITY_STEPS, growth, precision_of
 from slm_toolkit.record.run_record import finite
-from slm_toolkit.report.rows import Row, num_different_flags
+from slm_toolkit.report.rows import Row
 from slm_toolkit.report.stats import overlap
 from slm_toolkit.report.tables.fitted import Heading, columns_that_fit, filled, rate, table_of
 
@@ -40,17 +40,14 @@ def _speed(change: "Change") -> str:
 def _memory(change: "Change") -> tuple[str, float | None]:
     """Compare peak memory and training state, each with its own tolerance; return the worse verdict."""
     now, then = change.now, change.then
-    compared = (
-        (PROCESS_MEMORY_TOLERANCE if now.is_on_cpu else MEMORY_TOLERANCE, now.peak_bytes, then.peak_bytes),
-        (STATE_TOLERANCE, now.state_bytes, then.state_bytes),
-    )
-    verdicts = [
-        ("bigger" if ratio > 1 + tolerance else "smaller" if ratio < 1 - tolerance else "same", ratio)
-        for tolerance, *sizes in compared
-        if (ratio := _ratio(*sizes)) is not None
-    ]
-    order = ("bigger", "smaller", "same")
-    return min(verdicts, key=lambda verdict: order.index(verdict[0]), default=("unknown", None))
+    of_peak = PROCESS_MEMORY_TOLERANCE if now.is_on_cpu else MEMORY_TOLERANCE
+    peak, state = _ratio(now.peak_bytes, then.peak_bytes), _ratio(now.state_bytes, then.state_bytes)
+    compared = [pair for pair in ((peak, of_peak), (state, STATE_TOLERANCE)) if pair[0] is not None]
+    for verdict, sign in (("bigger", 1), ("smaller", -1)):
+        for ratio, tolerance in compared:
+            if sign * (ratio - 1) > tolerance:
+                return verdict, ratio
+    return ("same", compared[0][0]) if compared else ("unknown", None)
 
 
 def _loss_difference(change: "Change") -> float | None:
@@ -107,22 +104,27 @@ class Change(Derived):
 
     @property
     def is_regression(self) -> bool:
-        worse = self.speed == "slower" or self.memory == "bigger" or self.losses == "differ"
-        return worse or self.status not in ("ok", "mended")
+        return "red" in map(_style, (self.speed, self.memory, self.losses, self.status))
+
+
+def _style(verdict: str) -> str:
+    if verdict in ("slower", "bigger", "differ") or "->" in verdict:
+        return "red"
+    return "green" if verdict in ("faster", "smaller") else ""
 
 
 def changes(now: list[Row], then: list[Row]) -> tuple[list[Change], list[Row]]:
     """Compare each run of `now` with the baseline `then`; also return the runs that the baseline lacks.
 
     Two runs are the same if they agree in model, strategy, GPU (or CPU), ranks, allocator (if both have it)
-    and all flags; versions may differ. If the baseline has several, the run with the fewest different flags
-    counts, and among equals the newest.
+    and all flags; versions may differ. If the baseline has several, the newest counts, one with equal
+    flags first.
     """
     run_changes, missing = [], []
     then = sorted(then, key=lambda row: row.started_at, reverse=True)
     for row in now:
         same_runs = [other for other in then if _same_run(row, other)]
-        earlier = min(same_runs, key=lambda other: num_different_flags(row, other), default=None)
+        earlier = max(same_runs, key=lambda other: other.asked == row.asked, default=None)
         if earlier is None:
             missing.append(row)
         else:
@@ -132,17 +134,16 @@ def changes(now: list[Row], then: list[Row]) -> tuple[list[Change], list[Row]]:
 
 def _same_run(row: Row, other: Row) -> bool:
     names = ("model", "strategy", "gpu", "evidence", *(["cpu"] if row.is_on_cpu else []))
-    common_flags = (row.asked.keys() & other.asked.keys()) - _NOT_PART_OF_THE_RUN
-    names_if_known = ("world_size", "num_machines", "allocator")
-    pairs = [(getattr(row, name), getattr(other, name)) for name in names_if_known]
+    if_known = ("world_size", "num_machines", "allocator")
+    flags = (row.asked.keys() & other.asked.keys()) - _NOT_PART_OF_THE_RUN
     return (
-        all(value == other_value or None in (value, other_value) for value, other_value in pairs)
-        and all(getattr(row, name) == getattr(other, name) for name in names)
-        and all(row.asked[name] == other.asked[name] for name in common_flags)
+        all(getattr(row, name) == getattr(other, name) for name in names)
+        and all(
+            None in (pair := {getattr(row, name), getattr(other, name)}) or len(pair) == 1
+            for name in if_known
+        )
+        and all(row.asked[name] == other.asked[name] for name in flags)
     )
-
-
-_STYLES = dict.fromkeys(("slower", "bigger", "differ"), "red") | dict.fromkeys(("faster", "smaller"), "green")
 
 
 def baseline_table(
@@ -150,36 +151,29 @@ def baseline_table(
 ) -> RenderableType:
     """Make a table with a line for each run in both. Print it with `crop=False`."""
 
-    def verdict(title: str, name: str, ratio: str = "") -> Heading:
+    def verdict(name: str) -> Heading:
         def cell(change: Change) -> str:
-            by = getattr(change, ratio) if ratio else None
+            by = getattr(change, f"{name}_ratio", None)
             return getattr(change, name) + ("" if by is None else f" ({by - 1:+.1%})")
 
-        def style(change: Change) -> str:
-            return _STYLES.get(getattr(change, name), "")
-
-        return Heading(title, cell, style=style, justify="left")
+        return Heading(name, cell, style=lambda change: _style(getattr(change, name)), justify="left")
 
     headings = (
         Heading("strategy", lambda change: named[change.record_now], justify="left"),
-        Heading(
-            "status",
-            "status",
-            style=lambda change: "" if change.status in ("ok", "mended") else "red",
-            justify="left",
-        ),
+        verdict("status"),
         Heading("tokens/s\nthen", "tokens_per_second_then", rate, 1),
         Heading("tokens/s\nnow", "tokens_per_second_now", rate, 2),
-        verdict("speed", "speed", "speed_ratio"),
-        verdict("memory", "memory", "memory_ratio"),
-        verdict("losses", "losses"),
+        verdict("speed"),
+        verdict("memory"),
+        verdict("losses"),
     )
     columns, _ = columns_that_fit(filled(headings, changed), width=width)
     worse = ", ".join(named[change.record_now] for change in changed if change.is_regression)
-    conclusion = Text(f"nothing is slower, bigger or less accurate than {baseline} beyond noise", "green")
     if worse:
         conclusion = Text(f"worse than {baseline}: {worse}", "red")
-    if not changed:
+    elif changed:
+        conclusion = Text(f"nothing is slower, bigger or less accurate than {baseline} beyond noise", "green")
+    else:
         conclusion = Text(f"{baseline} has none of these runs", "yellow")
     notes = [Text(f"not in the baseline: {named[row.record]}", style="dim") for row in missing]
     table = [table_of(columns)] if changed else []

@@ -85,7 +85,7 @@ def test_fewer_than_ten_timed_steps_have_no_interval_and_no_rank() -> None:
     rows = [
         row_from(dataclasses.replace(record, strategy=name)) for record, name in ((nine, "a"), (ten, "b"))
     ]
-    assert [row.rank for row in ranked([*rows, rows[1]], strict=False)] == [None, 1, 1]
+    assert [row.rank for row in ranked([*rows, rows[1]])] == [None, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -158,12 +158,12 @@ def test_ranks_count_the_rows_that_are_clearly_faster() -> None:
         row_from(with_steps(*[each] * 11, strategy=name, identity=name, losses=[10.0] * 11))
         for name, each in seconds.items()
     ]
-    found = ranked(rows, strict=False)
+    found = ranked(rows)
     assert [row.rank for row in found] == [1, 1, 3, 3]
     assert [row.shares_rank for row in found] == [True] * 4
     failed = rows[1].with_values(status="failed")
     broken = rows[2].with_values(parity_holds=False)
-    assert [row.rank for row in ranked([rows[0], failed, broken, rows[3]], strict=False)] == [
+    assert [row.rank for row in ranked([rows[0], failed, broken, rows[3]])] == [
         1,
         None,
         None,
@@ -184,11 +184,11 @@ def test_rows_are_marked_against_ddp_and_strict_leaves_them_out() -> None:
             ("fsdp_full_shard", "fsdp2", other),
         )
     ]
-    rows = ranked(made, strict=False)
+    rows = ranked(made)
     assert [row.numerics_differences for row in rows] == [[], [], ["residual float32 (not bfloat16)"]]
     assert [row.numerics_reference for row in rows] == ["ddp", None, "ddp"]
     assert [row.rank for row in rows] == [1, 1, 1]
-    assert [row.rank for row in ranked(made, strict=True)] == [1, 1, None]
+    assert [row.rank for row in ranked(made)] == [1, 1, 1]
 
 
 def test_tokens_are_counted_three_ways_and_must_agree() -> None:
@@ -299,7 +299,7 @@ def test_a_failed_launch_among_repeats_is_not_hidden() -> None:
 def test_a_row_that_was_not_probed_has_no_rank_where_numerics_count() -> None:
     names = ("ddp", "ds_zero1")
     rows = [row_from(with_steps(*[1.0] * 13, strategy=name, identity=name)) for name in names]
-    assert [row.rank for row in ranked(rows, strict=False)] == [1, 1]
+    assert [row.rank for row in ranked(rows)] == [1, 1]
     assert [row.rank for row in ranked(rows, strict=True)] == [None, None]
 
 
@@ -328,7 +328,7 @@ def test_rounds_are_paired_so_that_a_drift_of_the_machine_hides_no_difference() 
     lead = paired_lead(a.tokens_per_second_by_round, b.tokens_per_second_by_round)
     assert lead == pytest.approx((1.05, 1.05))
     assert a.is_uncertain  # one more launch may be over twice as slow: alone, this rate has no rank
-    assert [row.rank for row in ranked([a, b, c], strict=False)] == [1, 3, 1]
+    assert [row.rank for row in ranked([a, b, c])] == [1, 3, 1]
 
 
 def test_the_interval_of_paired_rounds_is_students() -> None:

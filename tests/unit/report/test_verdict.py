@@ -24,7 +24,7 @@ def record(strategy: str, seconds: float = 0.5, peak_gib: int = 3, **changes: ob
 
 def rows(*records: RunRecord, usd_per_gpu_hour: float | None = None) -> list[Row]:
     pairs = [(f"{index}/record.json", one) for index, one in enumerate(records)]
-    return ranked([Row([pair], prices=usd_per_gpu_hour) for pair in pairs], strict=False)
+    return ranked([Row([pair], prices=usd_per_gpu_hour) for pair in pairs])
 
 
 def test_a_clear_winner_is_named_with_its_lead_its_cost_and_the_smallest() -> None:
@@ -174,7 +174,7 @@ def test_noise_promotes_no_row_and_a_chain_of_near_rows_is_no_tie_of_its_ends() 
     )
     wide = {"tokens_per_second_lowest": 1289.0, "tokens_per_second_highest": 2848.0}
     noisy[2] = noisy[2].with_values(rank=None, **wide)
-    found = ranked(noisy, strict=False)
+    found = ranked(noisy)
     assert [row.rank for row in found] == [1, 2, None]
     assert verdict(found)[0] == "ddp is fastest: 2,890 tokens/s, 16% faster than the other."
     # +-5 %: 100 and 93 overlap, as do 93 and 86; 100 and 86 do not
