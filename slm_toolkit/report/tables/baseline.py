@@ -10,7 +10,6 @@ from slm_toolkit.base.derived import Derived
 from slm_toolkit.record.numerics import ALIKE, PARITY_STEPS, growth, precision_of
 from slm_toolkit.record.run_record import finite
 from slm_toolkit.report.rows import Row
-from slm_toolkit.report.stats import overlap
 from slm_toolkit.report.tables.fitted import Heading, columns_that_fit, filled, rate, table_of
 
 MEMORY_TOLERANCE = 0.01
@@ -29,10 +28,10 @@ def _ratio(now: float | None, then: float | None) -> float | None:
 
 def _speed(change: "Change") -> str:
     # of a disturbed rate, too: its interval is so wide that it ties with nearly everything
-    ends = (change.now.interval, change.then.interval)
-    if change.speed_ratio is None or None in ends:
+    now, then = change.now.interval, change.then.interval
+    if change.speed_ratio is None or None in (now, then):
         return "unknown"
-    if overlap(*ends):
+    if now[0] <= then[1] and then[0] <= now[1]:
         return "tie"
     return "faster" if change.speed_ratio > 1 else "slower"
 
@@ -138,10 +137,7 @@ def _same_run(row: Row, other: Row) -> bool:
     flags = (row.asked.keys() & other.asked.keys()) - _NOT_PART_OF_THE_RUN
     return (
         all(getattr(row, name) == getattr(other, name) for name in names)
-        and all(
-            None in (pair := {getattr(row, name), getattr(other, name)}) or len(pair) == 1
-            for name in if_known
-        )
+        and all(len({getattr(row, name), getattr(other, name)} - {None}) < 2 for name in if_known)
         and all(row.asked[name] == other.asked[name] for name in flags)
     )
 
