@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import socket
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from slm_toolkit.base.safe_files import write_new
 from slm_toolkit.base.typed_files import PositiveInt, converted, field_problem, typed_dict_of
 from slm_toolkit.base.user_files import check_values, exists, is_dir, read_bytes
 from slm_toolkit.config.run_config import FLAGS, RunConfig, in_todays_names
-from slm_toolkit.record.run_record import RECORD_FILE, SCHEMA_VERSION, SHAPES, RunRecord
+from slm_toolkit.record.run_record import RECORD_FILE, SHAPES, RunRecord
 from slm_toolkit.record.saved_files import delete, sync
 from slm_toolkit.strategy.settings import DeepSpeedSettings
 from slm_toolkit.strategy.strategy import check_sections
@@ -24,7 +23,7 @@ from slm_toolkit.strategy.strategy import check_sections
 LIMIT_BYTES = 2**28
 "size limit of a record; 100,000 steps on 64 ranks take half of it"
 _HINT = f"records are runs/*/{RECORD_FILE}"
-_SCHEMA_HINT = "`slm report --schema` prints the type of each field; was it written by another tool?"
+_SCHEMA_HINT = "`slm report --schema` prints each field's type; did another tool or a newer version write it?"
 
 
 def write_record(record: RunRecord, folder: Path) -> Path:
@@ -44,12 +43,12 @@ def write_record(record: RunRecord, folder: Path) -> Path:
 
 
 def read_record(path: Path) -> RunRecord:
-    """Read one record of this version or an older one. Raises ValueError for any other file."""
+    """Read a record of this version or an older one. Raises ValueError for any other file."""
     data = read_bytes(path, what="record", hint=_HINT, limit_bytes=LIMIT_BYTES)
     try:
         record = _DECODER.decode(data)
     except msgspec.ValidationError as error:
-        raise _not_a_record(data, error, path) from None
+        raise ValueError(f"{path}: {field_problem(error)}\nhint: {_SCHEMA_HINT}") from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"can't read record {path}: {error}\nhint: {_HINT}") from None
     if not record.is_of_script:
@@ -95,22 +94,6 @@ def _record_files(folder: Path) -> list[Path]:
     """List the records below a folder by name; skips links to folders and folders that can't be opened."""
     files = [Path(at, RECORD_FILE) for at, _, names in os.walk(folder) if RECORD_FILE in names]
     return sorted(files)
-
-
-def _not_a_record(data: bytes, error: msgspec.ValidationError, path: Path) -> ValueError:
-    """Return the error for JSON that is not a record of a supported version."""
-    with suppress(msgspec.DecodeError, RecursionError):
-        version = msgspec.json.decode(data, type=_Version).schema_version
-        if version > SCHEMA_VERSION:
-            return ValueError(
-                f"{path} is a record of version {version}; this slm_toolkit reads versions up to "
-                f"{SCHEMA_VERSION}\nhint: install the slm_toolkit that wrote it, or a newer one"
-            )
-    return ValueError(f"{path}: {field_problem(error)}\nhint: {_SCHEMA_HINT}")
-
-
-class _Version(msgspec.Struct):
-    schema_version: int = 0
 
 
 def _problem(record: RunRecord) -> str | None:

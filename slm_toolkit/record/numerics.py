@@ -250,6 +250,12 @@ class Difference:
         return f"{name} {_text(self.ran)} (not {_text(self.reference)})"
 
 
+def settings_that_differ(settings: Mapping[str, Any], others: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names that have other values in two runs."""
+    names = settings.keys() | others.keys()
+    return frozenset(name for name in names if settings.get(name) != others.get(name))
+
+
 def differences(
     numerics: Numerics, reference: Numerics, *, other_settings: frozenset[str] = frozenset()
 ) -> list[Difference]:

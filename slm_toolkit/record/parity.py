@@ -29,6 +29,7 @@ from slm_toolkit.record.numerics import (
     is_computed_plainly,
     numerics_from,
     precision_of,
+    settings_that_differ,
 )
 from slm_toolkit.record.run_record import FP32_REFERENCE, RunRecord
 
@@ -121,26 +122,11 @@ def _is_number(value: Any) -> bool:
 
 def cause_of(record: RunRecord, reference: RunRecord) -> str | None:
     """Return why two runs differ, without a full stop; None if the records show no cause."""
+    causes = ["the weights before step 1 differ"] if _weights_differ(record, reference) else []
     ran, expected = numerics_from(record.numerics), numerics_from(reference.numerics)
-    causes = []
-    if _weights_differ(record, reference):
-        causes.append("the weights before step 1 differ")
-    if record.skipped_steps != reference.skipped_steps:
-        skipped = ", ".join(map(str, record.skipped_steps)) or "none"
-        other = ", ".join(map(str, reference.skipped_steps)) or "none"
-        causes.append(f"skipped steps: {skipped} (not {other})")
-    if ran is None or expected is None:
-        return causes[0] if causes else None
-    same_ranks = len(ran.batch_hashes or []) == len(expected.batch_hashes or [])
-    if (
-        same_ranks
-        and record.num_probed_steps == reference.num_probed_steps
-        and ran.batch_hashes != expected.batch_hashes
-    ):
-        causes.append("the batches of step 1 differ")
-    same_flags = record.asked["config"] == reference.asked["config"]
-    if same_flags and record.world_size == reference.world_size:  # then the strategy causes the difference
-        causes += [str(other) for other in differences(ran, expected) if other.field != "batch_hashes"]
+    if ran is not None and expected is not None:
+        settings = ({**run.asked["config"], "world_size": run.world_size} for run in (record, reference))
+        causes += map(str, differences(ran, expected, other_settings=settings_that_differ(*settings)))
     return "; ".join(causes) or None
 
 
@@ -381,7 +367,6 @@ def compare_with(reference: RunRecord, record: RunRecord, *, limits: Limits) -> 
     """Compare losses and gradient norms of the steps that both runs have.
 
     With a reference of `slm compare --parity`, all its steps count; with another run, the first PARITY_STEPS.
-    Raises ValueError if the runs share no step.
     """
     num_steps = len(reference.losses) if reference.is_parity_reference else PARITY_STEPS
     parity = _compared(reference, record, limits, num_steps)
@@ -405,26 +390,21 @@ def _compared(reference: RunRecord, record: RunRecord, limits: Limits, num_steps
         num_steps = min(num_steps, record.skipped_steps[0])
         num_norms = num_steps - 1
     pairs = list(zip(reference.losses, record.losses, strict=False))[:num_steps]
-    if not pairs:
-        raise ValueError(f"{record.run_name} and {reference.run_name} share no step")
-    differences = [
-        (
-            inf if None in pair else abs(pair[1] - pair[0]),
-            limits.loss * growth(step) + limits.loss_change * change,
-        )
-        for step, pair in enumerate(pairs, start=1)
-        for change in (abs((pair[0] or 0.0) - (reference.losses[0] or 0.0)),)
+    gaps = [inf if None in pair else abs(pair[1] - pair[0]) for pair in pairs]
+    allowed = [
+        limits.loss * growth(step) + limits.loss_change * abs((loss or 0.0) - (pairs[0][0] or 0.0))
+        for step, (loss, _) in enumerate(pairs, start=1)
     ]
-    worst = max(range(len(pairs)), key=lambda step: differences[step][0] / differences[step][1])
+    worst = max(range(len(gaps)), key=lambda step: gaps[step] / allowed[step])
     ratio, norm_limit = _grad_norm_ratio(reference, record, limits, num_norms)
     parameter, parameter_ratio = _worst_parameter(reference, record, limits)
     return Parity(
         reference=FP32_REFERENCE if _is_fp32_reference(reference) else _name_of(reference),
         num_steps=len(pairs),
-        loss_difference=differences[worst][0],
+        loss_difference=gaps[worst],
         worst_step=worst + 1,
         grad_norm_ratio=ratio,
-        loss_tolerance=differences[worst][1],
+        loss_tolerance=allowed[worst],
         grad_norm_limit=norm_limit,
         parameter=parameter,
         parameter_ratio=parameter_ratio,

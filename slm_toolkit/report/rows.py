@@ -12,7 +12,7 @@ from slm_toolkit.hardware.prices import OwnPrices, find_price
 from slm_toolkit.model.model_spec import flops_per_token
 from slm_toolkit.predict.cost import usd_per_million_tokens
 from slm_toolkit.record.measurement_warnings import padding_share, warnings_of
-from slm_toolkit.record.numerics import alignments, differences, numerics_from
+from slm_toolkit.record.numerics import alignments, differences, numerics_from, settings_that_differ
 from slm_toolkit.record.parity import Parity, judge
 from slm_toolkit.record.run_record import RunRecord, finite
 from slm_toolkit.report.recorded_estimate import estimate_of
@@ -455,14 +455,11 @@ def _mark_difference(row: Row, reference: Row) -> None:
     """Mark the differences of a row's numerics that different flags don't explain."""
     if row is reference:
         return
-    settings = row.asked.keys() | reference.asked.keys()
-    other = {name for name in settings if row.asked.get(name) != reference.asked.get(name)}
-    if row.world_size != reference.world_size:
-        other.add("world_size")
+    settings = ({**each.asked, "world_size": each.world_size} for each in (row, reference))
     unexplained = differences(
         numerics_from(row.numerics_probed),
         numerics_from(reference.numerics_probed),
-        other_settings=frozenset(other),
+        other_settings=settings_that_differ(*settings),
     )
     decisive = ", ".join(str(found) for found in unexplained if found.field in _DECISIVE)
     reasons = (row.unlike, decisive and f"{decisive}, unlike {reference.strategy}")
