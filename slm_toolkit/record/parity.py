@@ -189,9 +189,9 @@ class Parity:
         """Return the largest ratio of a difference to its limit; infinite if a number is missing."""
         parts = [self.loss_difference / self.loss_tolerance]
         if self.grad_norm_ratio is not None:
-            parts.append((_at_least_1(self.grad_norm_ratio) - 1) / (self.grad_norm_limit - 1))
+            parts.append(_excess(self.grad_norm_ratio) / (self.grad_norm_limit - 1))
         if self.parameter_ratio is not None:
-            parts.append((_at_least_1(self.parameter_ratio) - 1) / (self.parameter_limit - 1))
+            parts.append(_excess(self.parameter_ratio) / (self.parameter_limit - 1))
         return max(parts)
 
     def __str__(self) -> str:
@@ -462,9 +462,7 @@ def _grad_norm_ratio(
         (norm / wanted if wanted and norm else inf if wanted != norm else 1.0, limits.norm * growth(step))
         for step, (wanted, norm) in enumerate(norms, start=1)
     ]
-    ratio, limit = max(
-        ratios, key=lambda pair: (_at_least_1(pair[0]) - 1) / pair[1], default=(1.0, limits.norm)
-    )
+    ratio, limit = max(ratios, key=lambda pair: _excess(pair[0]) / pair[1], default=(1.0, limits.norm))
     return ratio, 1 + limit
 
 
@@ -478,7 +476,7 @@ def _worst_parameter(
         return None, None
     floor = _SMALL_SHARE * max(norm or 0.0 for norm in wanted.values())
     ratios = {name: _ratio(norms.get(name), wanted.get(name), floor) for name in {**norms, **wanted}}
-    name = max(ratios, key=lambda name: _at_least_1(ratios[name]))
+    name = max(ratios, key=lambda name: _excess(ratios[name]))
     return name, ratios[name]
 
 
@@ -488,8 +486,8 @@ def _ratio(norm: float | None, wanted: float | None, floor: float) -> float:
     return (norm + floor) / (wanted + floor) if norm and wanted else inf
 
 
-def _at_least_1(ratio: float) -> float:
-    return max(ratio, 1 / ratio) if ratio else inf  # a quotient of tiny norms may round to 0
+def _excess(ratio: float) -> float:
+    return max(ratio, 1 / ratio) - 1 if ratio else inf  # a quotient of tiny norms may round to 0
 
 
 def _usable(record: RunRecord) -> bool:

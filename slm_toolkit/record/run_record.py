@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import platform
 import re
 from collections.abc import Sequence
@@ -390,10 +389,12 @@ def installed_versions() -> dict[str, str]:
 
 def everything_asked(config: RunConfig, strategy: Strategy, num_processes: int) -> dict[str, Any]:
     """Return all settings of a run; two runs with equal settings are repeats of each other."""
+    paths = [source.path for source in (*config.sources, *config.eval_sources)]
+    paths += [config.model] if config.model else []
     return {
         "config": config.identity,
         **launch_asked(strategy, num_processes),
-        "files": {path: state_of(typed_path(path)) for path in _files_of(config)},
+        "files": {path: state_of(typed_path(path)) for path in paths},
     }
 
 
@@ -453,11 +454,6 @@ def launch_asked(strategy: Strategy, num_processes: int) -> dict[str, Any]:
     }
 
 
-def _files_of(config: RunConfig) -> list[str]:
-    data_paths = [source.path for source in (*config.sources, *config.eval_sources)]
-    return [*data_paths, *([config.model] if config.model else [])]
-
-
 def state_of(path: Path) -> str | None:
     """Return a hash that changes when a local file, or a file of a local folder, changes; else None."""
     if not exists(path):
@@ -466,12 +462,9 @@ def state_of(path: Path) -> str | None:
 
 
 def _state_of_files(files: Sequence[Path]) -> str:
-    states = [(str(file), stat.st_size, stat.st_mtime_ns) for file in files if (stat := _stat_of(file))]
+    there = [(str(file), file.stat()) for file in files if exists(file)]  # not so for a dangling link
+    states = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in there]
     return hashlib.sha256(json.dumps(states).encode()).hexdigest()[:12]
-
-
-def _stat_of(file: Path) -> os.stat_result:
-    return file.stat() if exists(file) else file.lstat()  # lstat for a dangling link
 
 
 def round_of(run_name: str) -> int:

@@ -1,7 +1,7 @@
 """Turn records into ranked rows: a row has every figure of one run, computed once; None: unknown."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -157,9 +157,9 @@ _FIGURES: Functions = {
     **unset("shares_rank"),
     # why this row has no rank: another dtype of compute or master weights than `numerics_reference`, or
     # another number of ranks than was asked for
-    "unlike": lambda row: _unasked_ranks(row.main),
+    "unlike": lambda row: _unlike(row.world_size, row.main.asked.get("num_processes")),
     # events that slowed the run down or may have disturbed its measurement
-    "warnings": lambda row: [*_warnings(row), *row.warnings_of_others],
+    "warnings": lambda row: _warnings(row),
     "anatomy": lambda row: next(filter(None, (record.anatomy for record in row.ok_records)), None),
     # the launch command of the first launch; None if it was not launched
     **attributes_of("main", "command"),
@@ -192,11 +192,10 @@ class Row(Derived):
         *,
         prices: OwnPrices | None = None,
         judged: Parity | None = None,
-        warnings: Iterable[str] = (),
     ) -> None:
         """Compute all figures, so that an error shows which record can't be shown.
 
-        `judged`: the parity of its worst launch. `warnings`: those that follow from other records.
+        `judged`: the parity of its worst launch. If losses can't be compared, the row has only the reason.
         """
         self.path = launches[0][0]
         records = [record for _, record in launches]
@@ -209,7 +208,8 @@ class Row(Derived):
         self.rate = throughput(self.ok_records)
         self.found_price = None if self.is_rehearsed else find_price(self.main.gpu, prices)
         self.estimate = estimate_of(self.main) if self.main.gpu or self.is_rehearsed else None
-        self.judged, self.warnings_of_others = judged, warnings
+        is_unlike = judged is not None and judged.unlike is not None and not judged.faults
+        self.judged, self.losses_unlike = (None, judged.unlike) if is_unlike else (judged, None)
         self.as_json()
 
     @property
@@ -272,10 +272,11 @@ def _warnings(row: Row) -> list[str]:
     if row.is_rehearsed:
         return []
     warnings = [warning for record in row.ok_records for warning in warnings_of(record)]
+    if row.losses_unlike:
+        warnings.append(f"losses not comparable: {row.losses_unlike}")
     if row.ok_records and row.rate is None:
-        is_counted = row.tokens_per_step is not None
-        how = "tokens are unknown: give tokens_per_batch to the script's Recorder"
-        return ["no step was timed: all steps were warm-up" if is_counted else how, *warnings]
+        unknown = "tokens are unknown: give tokens_per_batch to the script's Recorder"
+        warnings.insert(0, "no step was timed: all steps were warm-up" if row.tokens_per_step else unknown)
     return warnings
 
 
@@ -322,9 +323,8 @@ def impossible(records: list[RunRecord], mfu: float | None) -> str | None:
     return None
 
 
-def _unasked_ranks(record: RunRecord) -> str | None:
+def _unlike(size: int | None, asked: int | None) -> str | None:
     """Return that a run had other ranks than it asked for, as accelerate's launcher may start fewer."""
-    size, asked = record.world_size, record.asked.get("num_processes")
     return None if None in (size, asked) or size == asked else f"{size} of {asked} ranks ran"
 
 
@@ -350,8 +350,9 @@ def rows_of(
     rows = []
     for indices in launches.values():
         try:
-            launched = [records[index] for index in indices]
-            rows.append(_judged_row(launched, [parities[index] for index in indices], prices))
+            known = [parity for index in indices if (parity := parities[index]) is not None]
+            worst = max(known, key=_badness, default=None)
+            rows.append(Row([records[index] for index in indices], prices=prices, judged=worst))
         except Exception as error:
             if problems is None:
                 raise
@@ -359,16 +360,8 @@ def rows_of(
     return ranked(rows)
 
 
-def _judged_row(
-    launches: list[tuple[Path, RunRecord]], parities: list[Parity | None], prices: OwnPrices | None
-) -> Row:
-    """Make a row with the worst parity of its launches; of incomparable losses it has only the reasons."""
-    known = [parity for parity in parities if parity is not None]
-    unlike = [f"losses not comparable: {parity.unlike}" for parity in known if parity.unlike is not None]
-    if unlike and not any(parity.faults for parity in known):
-        return Row(launches, prices=prices, warnings=dict.fromkeys(unlike))
-    worst = max(known, key=lambda parity: (not parity.holds, parity.loss_difference), default=None)
-    return Row(launches, prices=prices, judged=worst)
+def _badness(parity: Parity) -> tuple:
+    return bool(parity.faults), parity.unlike is not None, not parity.holds, parity.loss_difference
 
 
 # Which rows of a report may be compared, and their ranks by tokens per second; ties share a rank.

@@ -14,10 +14,8 @@ from slm_toolkit.report.tables.fitted import Heading, columns_that_fit, filled, 
 
 MEMORY_TOLERANCE = 0.01
 "of a GPU's peak allocated bytes; equal allocations give equal bytes"
-PROCESS_MEMORY_TOLERANCE = 0.05
-"of a CPU process's peak resident bytes, which depend on the rest of the system"
 STATE_TOLERANCE = 0.001
-"of the training state's bytes, which are exact except for the padding of a rank's shard"
+"of the training state's bytes, for runs on a CPU: a process's other memory depends on the rest of the system"
 _NOT_PART_OF_THE_RUN = frozenset(("max_steps", "profile", "save_steps"))
 "flags that change neither the speed of a step nor its memory"
 
@@ -36,17 +34,11 @@ def _speed(change: "Change") -> str:
     return "faster" if change.speed_ratio > 1 else "slower"
 
 
-def _memory(change: "Change") -> tuple[str, float | None]:
-    """Compare peak memory and training state, each with its own tolerance; return the worse verdict."""
-    now, then = change.now, change.then
-    of_peak = PROCESS_MEMORY_TOLERANCE if now.is_on_cpu else MEMORY_TOLERANCE
-    peak, state = _ratio(now.peak_bytes, then.peak_bytes), _ratio(now.state_bytes, then.state_bytes)
-    compared = [pair for pair in ((peak, of_peak), (state, STATE_TOLERANCE)) if pair[0] is not None]
-    for verdict, sign in (("bigger", 1), ("smaller", -1)):
-        for ratio, tolerance in compared:
-            if sign * (ratio - 1) > tolerance:
-                return verdict, ratio
-    return ("same", compared[0][0]) if compared else ("unknown", None)
+def _memory(change: "Change") -> str:
+    if (ratio := change.memory_ratio) is None:
+        return "unknown"
+    tolerance = STATE_TOLERANCE if change.now.is_on_cpu else MEMORY_TOLERANCE
+    return "bigger" if ratio > 1 + tolerance else "smaller" if ratio < 1 - tolerance else "same"
 
 
 def _loss_difference(change: "Change") -> float | None:
@@ -85,10 +77,10 @@ class Change(Derived):
         "speed_ratio": lambda change: _ratio(change.tokens_per_second_now, change.tokens_per_second_then),
         # tie, slower, faster or unknown
         "speed": _speed,
-        # of peak memory or of the training state, whichever has the worse verdict
-        "memory_ratio": lambda change: _memory(change)[1],
+        # of the peak on GPUs, else of the training state
+        "memory_ratio": lambda change: _ratio(change.now.compared_bytes, change.then.compared_bytes),
         # same, bigger, smaller or unknown
-        "memory": lambda change: _memory(change)[0],
+        "memory": _memory,
         "max_loss_difference": lambda change: finite(_loss_difference(change)),
         # same, differ or unknown
         "losses": _losses,
