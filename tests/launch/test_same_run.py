@@ -25,7 +25,6 @@ from slm_toolkit.run.checkpoint.output_dir import save_model
 from slm_toolkit.run.data.data import load_data
 
 SHORT = ("--model", "slm-1m", "--seq_len", "32", "--run_name", "run", "--numerics", "fp32")
-STREAM = ("--streaming", "true", "--eval_steps", "4", "--eval_batches", "3")
 
 
 TWO = ("--max_steps", "2", "--save_steps", "2")
@@ -183,18 +182,6 @@ def test_auto_ends_a_run_that_was_killed_before_its_record(tmp_path: Path) -> No
     assert f"has all {len(whole['losses'])} steps done" in latest
 
 
-def test_a_stream_moves_to_other_batches_with_what_was_held_out_of_it(tmp_path: Path) -> None:
-    data = ("--dataset", texts(tmp_path / "a.jsonl", 0), *STREAM, "--save_steps", "2", "--max_steps", "4")
-    train(tmp_path / "a", *data, batch=(4, 1))
-    checkpoint = tmp_path / "a" / "run" / "checkpoints" / "step_2"
-    train(tmp_path / "b", *data, "--resume_from_checkpoint", str(checkpoint), batch=(2, 2))
-    staying, after = record_under(tmp_path / "a")["losses"][2:], record_under(tmp_path / "b")["losses"]
-    assert after == pytest.approx(staying, abs=1e-5)
-    # with what a fresh run of that batch holds out, 6 for 12, the losses would be of other sequences
-    train(tmp_path / "c", *data[:-4], "--max_steps", "4", batch=(2, 2))
-    assert record_under(tmp_path / "c")["losses"][2:] != pytest.approx(staying, abs=1e-3)
-
-
 def test_data_that_changed_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     words = ("--dataset", texts(file, 0), "--save_steps", "2")
@@ -324,16 +311,6 @@ def test_no_model_takes_the_place_of_what_no_run_wrote(tmp_path: Path) -> None:
         save_model(accelerator, model, None, precious, card="a card")
     assert (folder / "notes" / "mine.txt").read_text() == "mine"
     assert contents(precious) == before
-
-
-def test_a_run_leaves_a_model_folder_of_somebody_else_alone(tmp_path: Path) -> None:
-    model = tmp_path / "run" / "model"
-    model.mkdir(parents=True)
-    (model / "mine.txt").write_text("mine")
-    words = ("--max_steps", "1", "--save_final_model", "true", "--overwrite_output_dir")
-    said = train(tmp_path, *words, code=2)
-    assert (model / "mine.txt").read_text() == "mine"
-    assert f"error: {tmp_path}/run/model/mine.txt was not written by a run" in said
 
 
 @pytest.mark.quick

@@ -8,7 +8,6 @@ from conftest import ROOT, made_record, own_strategy
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import PRESETS
-from slm_toolkit.predict.estimate import Estimate
 from slm_toolkit.predict.grid import estimates
 from slm_toolkit.record.files import find_records
 from slm_toolkit.record.run_record import RunRecord, everything_asked, model_facts
@@ -17,18 +16,6 @@ from slm_toolkit.report.rows import Row
 from slm_toolkit.strategy.strategy import Strategy, find_strategy
 
 SMALL = PRESETS["slm-1m"]  # 951,424 parameters
-
-
-def test_a_padded_run_is_estimated_padded() -> None:
-    def estimated(**flags: object) -> Estimate:
-        config = {**made_record().asked["config"], "per_device_train_batch_size": 16, **flags}
-        return estimate_of(made_record(asked={"config": config, "num_processes": 2, "files": {}}))
-
-    plain, padded = estimated(), estimated(pad_widths=True)
-    assert padded.tokens_per_second > 1.2 * plain.tokens_per_second
-    assert padded.num_trainable_params == plain.num_trainable_params == 130_569_920
-    # FFN 2332 to 2368 in three bf16 matrices of nine layers
-    assert padded.parts["parameters"] - plain.parts["parameters"] == 2 * 9 * 3 * 36 * 832
 
 
 def record_of(strategy: Strategy, config: RunConfig, *, num_ranks: int, **changes: object) -> RunRecord:
