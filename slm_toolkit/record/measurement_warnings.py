@@ -22,24 +22,20 @@ def warnings_of(record: RunRecord) -> list[str]:
     timed = sum(record.slowest_rank_seconds[start:])
     waited = max((sum(phases.get("data", [])[start:]) for phases in record.phase_seconds), default=0)
     if waited > DATA_SHARE * timed:
-        reads_ahead = record.is_of_script or record.config.dataloader_num_workers
-        hint = "" if reads_ahead else ": --dataloader_num_workers 1 or more reads ahead"
-        warnings.append(f"waited for data {waited / timed:.0%} of the time{hint}")
+        warnings.append(
+            f"waited for data {waited / timed:.0%} of the time: more --dataloader_num_workers read ahead"
+        )
     if (share := padding_share(record)) > PADDING_SHARE:
-        packed = all(fact["packing"] == "multipack" for fact in record.datasets) and bool(record.datasets)
-        helps = "; use a longer --seq_len" if packed else "; --packing multipack packs documents together"
-        warnings.append(f"{share:.0%} of the tokens were padding{'' if record.is_of_script else helps}")
+        helps = "--packing multipack or a longer --seq_len helps"
+        warnings.append(f"{share:.0%} of the tokens were padding: {helps}")
     if (record.fp32_pass or {}).get("status") == "failed":
         warnings.append(f"the fp32 steps failed: {record.fp32_pass['reason']}")
     if record.plain_kernels:
         warnings.append(record.plain_kernels)
     if (swapped := (record.host_ram or {}).get("swapped_out_bytes", 0)) > SWAPPED_BYTES:
         warnings.append(f"the machine swapped {swapped / 2**30:.1f} GiB out while the steps ran")
-    compiled = [
-        f"{step}" for step, graphs in enumerate(record.num_graphs_compiled, 1) if graphs and step > start
-    ]
-    if compiled:
-        warnings.append(f"compiled again in timed step {', '.join(compiled[:5])}")
+    if compiled := [step for step, num in enumerate(record.num_graphs_compiled[start:], start + 1) if num]:
+        warnings.append(f"compiled again in timed step {', '.join(map(str, compiled[:5]))}")
     if not record.gpu and (record.other_busy_cores or 0) > OTHER_CORES:
         warnings.append(f"other programs kept {record.other_busy_cores:.1f} CPU cores busy")
     if None in record.losses:
