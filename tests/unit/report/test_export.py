@@ -37,7 +37,7 @@ def report(capsys: pytest.CaptureFixture[str], *words: str | Path) -> Finished:
 
 def rows_with(strategy: str) -> list[Row]:
     made = [made_record(strategy=name) for name in (strategy, "ddp")]
-    return ranked([Row([(Path("r"), record)]) for record in made], strict=False)
+    return ranked([Row([(Path("r"), record)]) for record in made])
 
 
 def test_csv_has_the_names_and_values_of_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,20 +113,13 @@ def test_what_cannot_be_written_is_bad_input(
     assert done.out == ""
 
 
-def test_rows_asked_alike_find_their_reference_without_being_held_against_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from slm_toolkit.report import rows as report_rows
-
-    monkeypatch.setattr(
-        report_rows, "num_different_flags", lambda row, other: pytest.fail("held against all")
-    )
+def test_rows_asked_alike_find_their_reference() -> None:
     probed = {"compute_dtype": "bfloat16"}
     made = [
         made_record(strategy="ddp", numerics=probed),
         made_record(strategy="ds_zero1", engine="deepspeed"),
     ]
     other = made_record(strategy="ds_zero2", engine="deepspeed", numerics={"compute_dtype": "float32"})
-    rows = ranked([Row([(Path("r"), record)]) for record in (*made, other)], strict=False)
+    rows = ranked([Row([(Path("r"), record)]) for record in (*made, other)])
     assert [row.numerics_differences for row in rows] == [[], [], ["compute float32 (not bfloat16)"]]
     assert [row.numerics_reference for row in rows] == [None, None, "ddp"]
