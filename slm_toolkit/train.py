@@ -63,7 +63,6 @@ def train_step(
         with watch.phase("data"):
             batch = next(batches)
         watch.drew(batch)
-        run.loss_recorder.expect(batch["input_ids"])
         if run.config.records_graphs:
             torch.compiler.cudagraph_mark_step_begin()  # the last pass's outputs may be overwritten
         with accelerator.accumulate(model):
@@ -77,7 +76,6 @@ def train_step(
                     norm = optimizer_step(
                         accelerator, model, run.optimizer, max_grad_norm=run.config.max_grad_norm
                     )
-        watch.computed(batch)
         step_loss += run.loss_recorder.last / run.num_micro_steps
     return step_loss, norm
 
@@ -90,7 +88,6 @@ def train(run: Run, watchdog: Watchdog, *, end_after: int | None = None) -> dict
         run.optimizer,
         run.loss_recorder,
         gpu=run.gpu_before,
-        dataset_names=run.data.names,
     )
     progress, tracker = TrainingProgress(run, watch), Tracker(run, watch)
     observers = [progress, tracker, Evaluations(run, watch, watchdog, tracker), watchdog]

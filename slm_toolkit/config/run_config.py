@@ -524,7 +524,11 @@ class RunConfig:
                 "{flag} under FSDP1, whose parameters are flat: use fsdp_version: 2",
                 own=("muon",),
             ),
-            ExcludesStrategy("is_zero_0", "{flag} under ZeRO-0: use DDP", own=("muon",)),
+            ExcludesStrategy(
+                "is_deepspeed",
+                "{flag} under DeepSpeed, which shards without regard to matrices: use DDP or FSDP2",
+                own=("muon",),
+            ),
         ),
         may_change_on_resume=False,
         losses="same",

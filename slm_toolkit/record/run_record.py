@@ -259,8 +259,6 @@ class RunRecord:
     "fp32 loss of each step, the mean over all ranks and micro-steps; None if it was not finite"
     grad_norms: list[NonNegative | None] = field(default_factory=list)
     "gradient norm of each step, before clipping"
-    losses_by_dataset: dict[str, list[Loss | None]] = field(default_factory=dict)
-    "with several datasets: each step's mean loss over the dataset's tokens; None if the step drew none"
     eval_losses: list[EvalLoss] = field(default_factory=list)
     "step and loss of each evaluation, over all held-out tokens"
     eval_losses_by_set: dict[str, list[Loss | None]] = field(default_factory=dict)

@@ -338,7 +338,7 @@ def _hand_to_engine(run: Run) -> Run:
     if config.profile == "memory" or is_fake(config):
         trace = AllocationTrace(fake=is_fake(config), device_type=accelerator.device.type)
         trace.adopt(model.parameters(), "parameters")
-    loss_recorder = RecordedLoss(model, of_tokens=data is not None and len(data.names) > 1)
+    loss_recorder = RecordedLoss(model)
     optimizer = build_optimizer(model, config, run.launch.strategy)
     set_seed(config.seed)
     loader, eval_loaders = None, {}

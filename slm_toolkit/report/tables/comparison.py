@@ -173,28 +173,23 @@ def parity_notes(rows: dict[str, Row]) -> list[Text]:
     return notes
 
 
-# Losses by dataset, as a rich table below the comparison.
+# Losses of held-out sets, as a rich table below the comparison.
 
 
 def has_several(row: Row) -> bool:
-    """Return whether a run mixed several datasets, or was evaluated on several."""
-    return len(row.final_loss_by_dataset) > 1 or len(row.final_eval_losses) > 1
+    """Return whether a run was evaluated on several datasets."""
+    return len(row.final_eval_losses) > 1
 
 
 def dataset_table(rows: dict[str, Row]) -> RenderableType:
-    """Show the last training loss and the held-out loss of each row's datasets; `rows` has them by label."""
-    lines = [
-        (label, name, row.final_loss_by_dataset.get(name), row.final_eval_losses.get(name))
-        for label, row in rows.items()
-        for name in dict.fromkeys([*row.final_loss_by_dataset, *row.final_eval_losses])
-    ]
+    """Show the last held-out loss of each row's datasets; `rows` has them by label."""
+    lines = [(label, *line) for label, row in rows.items() for line in row.final_eval_losses.items()]
     return Group(Text("losses by dataset", style="bold"), table_of(filled(_OF_DATASETS, lines)))
 
 
 _OF_DATASETS = (
     Heading("run", lambda line: line[0], justify="left"),
     Heading("dataset", lambda line: line[1], justify="left"),
-    Heading("last training\nloss", lambda line: line[2], loss),
-    Heading("held-out\nloss", lambda line: line[3], loss),
-    Heading("held-out\nperplexity", lambda line: DASH if line[3] is None else f"{exp(min(line[3], 50)):.4g}"),
+    Heading("held-out\nloss", lambda line: line[2], loss),
+    Heading("held-out\nperplexity", lambda line: DASH if line[2] is None else f"{exp(min(line[2], 50)):.4g}"),
 )

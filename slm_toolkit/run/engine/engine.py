@@ -19,6 +19,7 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
 )
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -28,7 +29,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.launch.torch_extensions import remove_stale_locks, use_extensions_folder
 from slm_toolkit.run.engine.loss_scale import INITIAL_SCALE, LossScale
-from slm_toolkit.run.engine.muon import MUON_MOMENTUM, Muon, ZeroMuonAndAdamW
+from slm_toolkit.run.engine.muon import MUON_MOMENTUM
 from slm_toolkit.run.engine.optimizer import AdamWWithMasterWeights
 from slm_toolkit.run.kernels.layer_kernels import decoder_layers
 from slm_toolkit.run.peers.launch_info import Launch
@@ -162,20 +163,13 @@ def scale_losses(accelerator: Accelerator, model: torch.nn.Module, optimizer: to
 def set_reduction(model: torch.nn.Module, config: RunConfig) -> None:
     """Keep DDP from reducing gradients in a rehearsal, which has no other ranks."""
     if config.rehearse is not None and isinstance(model, DistributedDataParallel):
-        model.register_comm_hook(None, _reduce_nothing)
+        model.register_comm_hook(None, noop_hook)
 
 
 def _units_of(module: torch.nn.Module) -> list[FSDPModule]:
     """Return the units in `module` that FSDP2 gathers, outermost first."""
     units = [part for part in module.modules() if isinstance(part, FSDPModule)]
     return [unit for unit in units if unit._get_fsdp_state()._fsdp_param_group is not None]  # private
-
-
-def _reduce_nothing(_: None, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Return the bucket unchanged; a DDP communication hook."""
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(bucket.buffer())
-    return done
 
 
 def _mixed_precision(launch: Launch, config: RunConfig) -> str:
@@ -232,16 +226,13 @@ def build_optimizer(model: PreTrainedModel, config: RunConfig, strategy: Strateg
         "fused": config.optim != "adamw_torch",
         "foreach": True if config.optim == "adamw_torch" else None,
     }
-    muon = None
+    muon_dtype = None
     if config.optim == "muon":
-        compute_dtype = torch.float32 if config.numerics == "fp32" else torch.bfloat16
-        muon = Muon(compute_dtype)
+        muon_dtype = torch.float32 if config.numerics == "fp32" else torch.bfloat16
         hidden = _hidden_matrices(model)
         groups[0]["params"] = [param for param in matrices if param not in hidden]
         of_muon = [param for param in matrices if param in hidden]
         groups.insert(0, {**groups[0], "params": of_muon, "momentum": MUON_MOMENTUM})
-    if strategy.is_deepspeed and muon is not None:
-        return ZeroMuonAndAdamW(groups, muon=muon, **options)
     if config.numerics == "stock" or strategy.is_deepspeed:
         return torch.optim.AdamW(groups, **options)
     return AdamWWithMasterWeights(
@@ -249,9 +240,8 @@ def build_optimizer(model: PreTrainedModel, config: RunConfig, strategy: Strateg
         master_dtype=torch.bfloat16 if config.numerics == "pure_bf16" else torch.float32,
         max_grad_norm=config.max_grad_norm,
         holds_flat_shards=strategy.is_fsdp1,
-        in_pieces=not torch.cuda.is_available() and config.rehearse is None,  # a rehearsal imitates a GPU
         kernel=_kernel_of(config, strategy),
-        muon=muon,
+        muon_dtype=muon_dtype,
         **options,
     )
 

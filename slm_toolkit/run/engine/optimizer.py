@@ -8,15 +8,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from slm_toolkit.run.engine.loss_scale import LossScale
-from slm_toolkit.run.engine.muon import MOMENTUM, LocalMatrix, Muon, is_muon, of_parameter
+from slm_toolkit.run.engine.muon import MOMENTUM, HiddenMatrix, is_muon, ranks_of, step_by_muon
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CHUNK_ELEMENTS = 2**25
 "gradients cast to fp32 together: 128 MiB; casting all would add 4 bytes per parameter to the peak memory"
 ADAMW_KERNEL = "slm_toolkit::adamw_kernel"
 "name under which a profile shows a call of `kernel`"
-CPU_CHUNK_ELEMENTS = 2**20
-"the same on a CPU, which launches no kernels: chunks of 4 MiB fit into caches"
 
 
 class AdamWWithMasterWeights(torch.optim.AdamW):
@@ -34,24 +32,22 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         max_grad_norm: float,
         master_dtype: torch.dtype = torch.float32,
         holds_flat_shards: bool = False,
-        in_pieces: bool = False,
         kernel: Callable[..., None] | None = None,
-        muon: Muon | None = None,
+        muon_dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
-        """`max_grad_norm` 0 means no clipping; `options` are AdamW's; `muon` updates the groups of Muon.
+        """`max_grad_norm` 0 means no clipping; `options` are AdamW's.
 
-        in_pieces: for a CPU, work in chunks of CPU_CHUNK_ELEMENTS.
         holds_flat_shards: each parameter is a plain tensor with this rank's shard, as under FSDP1.
+        muon_dtype: of Muon's matrix products; None: no group is Muon's.
         kernel: updates the parameters of a group in place of PyTorch's operations (`AdamWKernel`).
         """
         super().__init__(params, **options)
         self.master_dtype = master_dtype
         self.max_grad_norm = max_grad_norm
         self.holds_flat_shards = holds_flat_shards
-        self.in_pieces = in_pieces
         self.kernel = kernel
-        self.muon = muon
+        self.muon_dtype = muon_dtype
         self.loss_scale: LossScale | None = None
         "with `--numerics fp16`: gradients are divided by it"
         self.grad_norm: torch.Tensor | None = None
@@ -68,10 +64,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         chunks = [
             (group, params)
             for group in self.param_groups
-            for params in _chunks(
-                [param for param in group["params"] if param.grad is not None],
-                CPU_CHUNK_ELEMENTS if self.in_pieces else CHUNK_ELEMENTS,
-            )
+            for params in _chunks([param for param in group["params"] if param.grad is not None])
         ]
         norms = [norm for _, params in chunks for norm in _norms(params)]
         a_gradient = chunks[0][1][0].grad
@@ -85,7 +78,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         if self.loss_scale is not None:
             factor = (1.0 if factor is None else factor) / self.loss_scale.value
             self.loss_scale.count_step(is_bad)
-        if (self.muon is not None or not self.defaults["fused"]) and is_bad:
+        if (self.muon_dtype is not None or not self.defaults["fused"]) and is_bad:
             return
         found_inf = is_bad.float() if self.defaults["fused"] else None
         for group in filter(is_muon, self.param_groups):
@@ -112,13 +105,11 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         gradients = [local_part(param.grad).to(self.master_dtype) for param in params]
         if factor is not None:
             torch._foreach_mul_(gradients, factor)
-        masters = [
-            local_part(state.get("master", param)) for state, param in zip(states, params, strict=True)
-        ]
+        masters = [state.get("master", param) for state, param in zip(states, params, strict=True)]
         moments = [[local_part(state[kind]) for state in states] for kind in MOMENTS]
         beta1, beta2 = group["betas"]
         adamw(
-            masters,
+            [local_part(master) for master in masters],
             gradients,
             *moments,
             max_exp_avg_sqs=[],
@@ -134,12 +125,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             eps=group["eps"],
             maximize=False,
         )
-        followers = [index for index, state in enumerate(states) if "master" in state]
-        if followers:
-            torch._foreach_copy_(
-                [local_part(params[index]) for index in followers],
-                [masters[index] for index in followers],
-            )
+        _copy_to(params, masters)
 
     def _update_by_kernel(self, factor: torch.Tensor | None, found_inf: torch.Tensor) -> None:
         """Do one step of AdamW on all parameters with a gradient, one call of the kernel per group."""
@@ -168,19 +154,27 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
 
     def _update_by_muon(self, group: dict[str, Any], factor: torch.Tensor | None) -> None:
         """Do one step of Muon on the masters of a group, then copy them to the parameters."""
-        parts, process_group = [], None
         params = [param for param in group["params"] if param.grad is not None]
-        for param in params:
-            state = self.state_of(param)
-            matrix, process_group = of_parameter(param)
-            tensors = (param.grad, state[MOMENTUM], state.get("master", param))
-            parts.append(LocalMatrix(matrix, *(local_part(tensor).detach().view(-1) for tensor in tensors)))
-        self.muon.step(parts, process_group, lr=group["lr"], weight_decay=group["weight_decay"], clip=factor)
-        pairs = [(param, self.state[param]["master"]) for param in params if "master" in self.state[param]]
-        if pairs:
-            torch._foreach_copy_(
-                *([local_part(tensor) for tensor in tensors] for tensors in zip(*pairs, strict=True))
-            )
+        if not params:
+            return
+        states = [self.state_of(param) for param in params]
+        masters = [state.get("master", param) for state, param in zip(states, params, strict=True)]
+        step_by_muon(
+            [
+                HiddenMatrix(
+                    param.shape,
+                    *(local_part(part).detach() for part in (param.grad, state[MOMENTUM], master)),
+                )
+                for param, state, master in zip(params, states, masters, strict=True)
+            ],
+            ranks_of(params[0]),
+            is_sharded=isinstance(params[0], DTensor),
+            compute_dtype=self.muon_dtype,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            clip=factor,
+        )
+        _copy_to(params, masters)
 
     def state_of(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return a parameter's state; create it before the first step."""
@@ -201,13 +195,20 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         return state
 
 
-def _chunks(params: list[torch.Tensor], num_elements: int) -> Iterator[list[torch.Tensor]]:
-    """Yield groups of parameters of at most `num_elements` together; a larger parameter is its own group."""
+def _copy_to(params: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
+    """Round masters to their parameters. A parameter that has no master is its own."""
+    pairs = [pair for pair in zip(params, masters, strict=True) if pair[0] is not pair[1]]
+    if pairs:
+        torch._foreach_copy_(*([local_part(part) for part in parts] for parts in zip(*pairs, strict=True)))
+
+
+def _chunks(params: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield groups of parameters of at most CHUNK_ELEMENTS; a larger parameter is its own group."""
     chunk: list[torch.Tensor] = []
     in_chunk = 0
     for param in params:
         size = local_part(param).numel()
-        if chunk and in_chunk + size > num_elements:
+        if chunk and in_chunk + size > CHUNK_ELEMENTS:
             yield chunk
             chunk, in_chunk = [], 0
         chunk.append(param)

@@ -140,7 +140,7 @@ def _loss_arithmetic(config: RunConfig) -> Arithmetic:
         return "triton"
     if config.uses_triton and config.rehearse is not None:
         return "nothing"
-    return "compiled" if config.compiles else "pytorch"
+    return "pytorch"
 
 
 _FP8_CAPABILITY = (8, 9)

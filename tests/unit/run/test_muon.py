@@ -6,7 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.run.engine.engine import build_optimizer
-from slm_toolkit.run.engine.muon import MOMENTUM, MUON_MOMENTUM, Muon, is_muon, orthogonalize
+from slm_toolkit.run.engine.muon import MOMENTUM, MUON_MOMENTUM, is_muon, orthogonalize
 from slm_toolkit.run.engine.optimizer import AdamWWithMasterWeights
 from slm_toolkit.strategy.strategy import find_strategy
 
@@ -21,7 +21,7 @@ def some(*shape: int, count: int = 1) -> list[torch.Tensor]:
 def ours(param: torch.nn.Parameter, *, max_grad_norm: float = 0.0) -> AdamWWithMasterWeights:
     group = {"params": [param], "momentum": MUON_MOMENTUM}
     options = {"lr": 1e-2, "weight_decay": 0.1, "fused": False}
-    return AdamWWithMasterWeights([group], max_grad_norm=max_grad_norm, muon=Muon(torch.bfloat16), **options)
+    return AdamWWithMasterWeights([group], max_grad_norm=max_grad_norm, muon_dtype=torch.bfloat16, **options)
 
 
 def train(param: torch.nn.Parameter, optimizer: torch.optim.Optimizer, gradients: list[torch.Tensor]) -> None:
@@ -82,10 +82,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("strategy", ["ddp", "ds_zero2"])
-def test_muon_gets_the_layers_matrices_and_adamw_the_rest(tied: bool, strategy: str) -> None:
+def test_muon_gets_the_layers_matrices_and_adamw_the_rest(tied: bool) -> None:
     model = LlamaForCausalLM(LlamaConfig(**TINY, intermediate_size=48, tie_word_embeddings=tied))
-    optimizer = build_optimizer(model, RunConfig(optim="muon", max_grad_norm=1.0), find_strategy(strategy))
+    optimizer = build_optimizer(model, RunConfig(optim="muon", max_grad_norm=1.0), find_strategy("ddp"))
     names = {param: name for name, param in model.named_parameters()}
     by_muon, matrices, vectors = (
         [names[param] for param in group["params"]] for group in optimizer.param_groups

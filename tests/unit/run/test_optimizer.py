@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from slm_toolkit.run.engine.optimizer import CPU_CHUNK_ELEMENTS, AdamWWithMasterWeights
+from slm_toolkit.run.engine import optimizer
+from slm_toolkit.run.engine.optimizer import MOMENTS, AdamWWithMasterWeights
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": False, "foreach": True}
 
@@ -22,13 +23,13 @@ def some(count: int) -> list[torch.Tensor]:
 def test_the_first_step_by_hand() -> None:
     # Adam's first step moves a weight by lr against its sign: 1 - 0.1 * 0.5 * 1 (decay) - 0.1 * sign
     param = torch.nn.Parameter(torch.tensor([1.0, 1.0], dtype=torch.bfloat16))
-    optimizer = AdamWWithMasterWeights([param], max_grad_norm=0, lr=0.1, weight_decay=0.5, eps=1e-12)
+    adamw = AdamWWithMasterWeights([param], max_grad_norm=0, lr=0.1, weight_decay=0.5, eps=1e-12)
     param.grad = torch.tensor([3.0, -4.0], dtype=torch.bfloat16)
-    optimizer.step()
-    assert torch.allclose(optimizer.state[param]["master"], torch.tensor([0.85, 1.05]))
-    assert optimizer.grad_norm.item() == 5.0  # 3-4-5
+    adamw.step()
+    assert torch.allclose(adamw.state[param]["master"], torch.tensor([0.85, 1.05]))
+    assert adamw.grad_norm.item() == 5.0  # 3-4-5
     assert param.dtype == torch.bfloat16
-    assert torch.equal(param, optimizer.state[param]["master"].bfloat16())
+    assert torch.equal(param, adamw.state[param]["master"].bfloat16())
 
 
 def test_masters_move_as_torchs_fp32_adamw_does() -> None:
@@ -43,8 +44,8 @@ def test_masters_move_as_torchs_fp32_adamw_does() -> None:
 def test_many_steps_too_small_for_bf16_still_add_up() -> None:
     low = torch.nn.Parameter(torch.ones(4, 3, dtype=torch.bfloat16))
     # 100 steps of 1e-4 make 0.01, bf16's step at 1 is 0.0039: rounding each step away would leave 1
-    optimizer = AdamWWithMasterWeights([low], max_grad_norm=0, lr=1e-4, weight_decay=0.0)
-    train(low, optimizer, [torch.ones(4, 3)] * 100)
+    adamw = AdamWWithMasterWeights([low], max_grad_norm=0, lr=1e-4, weight_decay=0.0)
+    train(low, adamw, [torch.ones(4, 3)] * 100)
     assert low.float().mean().item() == pytest.approx(0.99, abs=0.003)
 
 
@@ -59,21 +60,19 @@ def test_clipping_scales_all_gradients_to_the_norm_asked_for() -> None:
     assert torch.allclose(clipped, scaled, atol=1e-6)
 
 
-def test_parameters_that_are_updated_in_chunks_are_those_updated_together() -> None:
-    start = torch.randn(3, CPU_CHUNK_ELEMENTS - 7, generator=torch.Generator().manual_seed(0)).bfloat16()
-    params = [[torch.nn.Parameter(start.clone()), torch.nn.Parameter(start[0, :5].clone())] for _ in range(2)]
-    optimizers = [
-        AdamWWithMasterWeights(group, max_grad_norm=0.5, in_pieces=in_pieces, **OPTIONS)
-        for group, in_pieces in zip(params, (False, True), strict=True)
-    ]
-    for step in range(3):
-        for group, optimizer in zip(params, optimizers, strict=True):
-            for param in group:
-                generator = torch.Generator().manual_seed(step)
+def test_parameters_that_are_updated_in_chunks_are_those_updated_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes, found = (90, 5, 20), []
+    for chunk in (2**25, 30):  # the second: 90; 5 and 20
+        monkeypatch.setattr(optimizer, "CHUNK_ELEMENTS", chunk)
+        params = [torch.nn.Parameter(torch.ones(size, dtype=torch.bfloat16)) for size in sizes]
+        adamw = AdamWWithMasterWeights(params, max_grad_norm=0.5, **OPTIONS)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(3):
+            for param in params:
                 param.grad = torch.randn(param.shape, generator=generator).bfloat16()
-            optimizer.step()
-    for whole, pieces in zip(*params, strict=True):
-        assert optimizers[1].state[pieces]["step"] == 3
-        for name in ("master", "exp_avg", "exp_avg_sq"):
-            torch.testing.assert_close(optimizers[1].state[pieces][name], optimizers[0].state[whole][name])
-        assert torch.equal(pieces, optimizers[1].state[pieces]["master"].bfloat16())
+            adamw.step()
+        assert {int(state["step"]) for state in adamw.state.values()} == {3}
+        found.append([state[kind] for state in adamw.state.values() for kind in ("master", *MOMENTS)])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
