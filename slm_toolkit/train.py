@@ -143,8 +143,7 @@ def after_training(
     if config.saves_model:
         watchdog.beat("while saving the model")
         card = model_card(dataclasses.replace(run.record, **observed), config)
-        merge = config.save_final_model == "merged"
-        save_model(accelerator, run.model, run.data.tokenizer, folder, card=card, merge=merge)
+        save_model(accelerator, run.model, run.data.tokenizer, folder, card=card)
         observed["model_dir"] = str(folder)
     if config.profile == "time" and run.record.first_step < run.num_steps:
         watchdog.beat("while profiling")

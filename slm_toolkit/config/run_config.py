@@ -32,7 +32,6 @@ MOST_DDP_TIMEOUT = 3600
 "seconds; torch's own timeout of a collective, see run/peers/machines.py"
 ESTIMATED_ATTENTION = (  # names of transformers 5.23; all but eager keep no scores
     *("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"),
-    *("sdpa_flash", "sdpa_efficient", "sdpa_cudnn"),  # sdpa_math is missing: it keeps scores in its own way
 )
 _DEFAULT_STEPS = 33  # 3 of warm-up and 3 blocks of 10
 _LONGEST_NAME = 200  # of a folder: file systems take 255 bytes
@@ -106,8 +105,7 @@ class RunConfig:
     )
     attn_implementation: str = Flag(
         "sdpa",
-        "attention kernel by transformers' name: eager, sdpa, flex_attention, flash_attention_2, _3 or "
-        "_4. Or one backend of sdpa: sdpa_math, sdpa_flash, sdpa_efficient, sdpa_cudnn",
+        "attention kernel by transformers' name: eager, sdpa, flex_attention, flash_attention_2, _3 or _4",
         group="model",
         grid=True,
         losses="rounded",
@@ -652,17 +650,13 @@ class RunConfig:
     save_total_limit: int = Flag(2, "checkpoints to keep", group="saving", least=1, identity=False)
     save_final_model: str | None = Flag(
         None,
-        "write a Hugging Face model folder at the end. merged: also the base model with the adapter of "
-        "--peft merged into its weights (default: true with a dataset, false with synthetic tokens and in "
-        "slm compare)",
+        "write a Hugging Face model folder at the end (default: true with a dataset, false with synthetic "
+        "tokens and in slm compare)",
         group="saving",
-        choices=("true", "false", "merged"),
+        choices=("true", "false"),
         bare="true",
         synonyms={"true": "true", "yes": "true", "1": "true", "false": "false", "no": "false", "0": "false"},
-        excludes=(
-            Excludes("rehearse", "a rehearsal learns nothing", own=("true", "merged")),
-            Excludes("peft", "there is no adapter", values=("none",), own=("merged",)),
-        ),
+        excludes=(Excludes("rehearse", "a rehearsal learns nothing", own=("true",)),),
         identity=False,
     )
     resume_from_checkpoint: str | None = Flag(
@@ -833,7 +827,7 @@ class RunConfig:
 
     @property
     def saves_model(self) -> bool:
-        return self.save_final_model in ("true", "merged")
+        return self.save_final_model == "true"
 
     @property
     def sources(self) -> tuple[Source, ...]:

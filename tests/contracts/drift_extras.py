@@ -152,8 +152,8 @@ EXTRAS = (
     Leaning(
         "peft: names of an adapter's weights",
         ("lora_", ".base_layer.", "base_layer", "add_adapter"),
-        "tell the base from the adapter, and merge both",
-        "run/model/adapters.py: save_merged",
+        "tell the base from the adapter",
+        "run/checkpoint/output_dir.py: save_model",
         _adapters,
     ),
     Leaning(

@@ -99,7 +99,7 @@ def real_commands(name: str, folder: Path) -> list[list[str]]:
         path = shims / program
         path.write_text(SHIM.format(python=sys.executable, bin=BIN, log=log))
         path.chmod(0o755)
-    (folder / "runs" / "lora" / "model" / "merged").mkdir(parents=True)
+    (folder / "runs" / "lora" / "model").mkdir(parents=True)
     env = {
         **{"PATH": f"{shims}:{BIN}:{os.environ['PATH']}", "TRY": ""},
         **{"HEAD_NODE": "10.0.0.1", "NODE_RANK": "0", "NVME": str(folder), "DISK_GB": "0"},

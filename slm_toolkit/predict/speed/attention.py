@@ -45,7 +45,7 @@ def _published() -> tuple[KernelRates, ...]:
     return csv_rows(Path(__file__).parent / "attention_rates.csv", KernelRates)
 
 
-_KERNELS = {"sdpa_cudnn": "cudnn", "flash_attention_3": "flash_3", "flash_attention_4": "flash_4"}
+_KERNELS = {"flash_attention_3": "flash_3", "flash_attention_4": "flash_4"}
 _PADDED_HEADS = (32, 64, 96, 128, 192, 256)
 "head sizes that FlashAttention's kernels are built for; others are padded (csrc/flash_attn, HEADDIM_SWITCH)"
 _FP32_SHARE = 0.5

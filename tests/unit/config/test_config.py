@@ -55,13 +55,10 @@ def test_kernels_are_words_joined_in_any_order(given: str, kernels: str) -> None
     assert parse("--kernels", f"auto+{given}").problems()  # not the rest alone
 
 
-def test_the_final_model_is_saved_with_a_dataset_and_merged_only_with_an_adapter() -> None:
+def test_the_final_model_is_saved_with_a_dataset() -> None:
     assert parse("--save_final_model") == parse("--save_final_model", "True")
     assert RunConfig(dataset="a/b:en").with_defaults(has_gpu=True).saves_model
     assert not RunConfig().with_defaults(has_gpu=True).saves_model
-    assert RunConfig(save_final_model="merged", peft="lora").problems() == []
-    (problem,) = RunConfig(save_final_model="merged").problems()
-    assert problem == "--save_final_model merged with --peft none: there is no adapter"
 
 
 def test_a_configuration_of_older_records_is_part_of_the_dataset() -> None:
