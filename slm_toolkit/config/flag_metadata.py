@@ -45,8 +45,8 @@ class Flag:
     help: str
     "argparse.SUPPRESS: only the script has the flag, for the commands that `slm compare` writes"
     _: KW_ONLY
-    group: str
-    "heading of --help under which the flag stands"
+    group: str | None = None
+    "heading of --help under which the flag stands; None: that of the field before"
     basic: bool = False
     "whether `--help` shows it; `--help all` shows every flag"
     choices: tuple[str, ...] | None = None
@@ -122,8 +122,10 @@ class Flag:
 @dataclass_transform(frozen_default=True, field_specifiers=(Flag,))
 def dataclass_of_flags(cls: type[_Config]) -> type[_Config]:
     """Make a frozen dataclass. Each field gets its Flag's default, and the Flag as metadata."""
+    group = None
     for name in cls.__annotations__:
-        of_flag = vars(cls)[name]
+        group = vars(cls)[name].group or group
+        of_flag = dataclasses.replace(vars(cls)[name], group=group)
         setattr(cls, name, dataclasses.field(default=of_flag.default, metadata={"flag": of_flag}))
     return dataclass(frozen=True)(cls)
 

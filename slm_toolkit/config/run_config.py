@@ -106,7 +106,6 @@ class RunConfig:
     attn_implementation: str = Flag(
         "sdpa",
         "attention kernel by transformers' name: eager, sdpa, flex_attention, flash_attention_2, _3 or _4",
-        group="model",
         grid=True,
         losses="rounded",
         estimate="counts",
@@ -122,7 +121,6 @@ class RunConfig:
         "loss and, where the engine leaves the step to us, AdamW. compiled: fused, and torch.compile of the "
         "decoder layers. auto: the fastest for this GPU, shape and number of steps. Or parts of them joined "
         "by +: loss, norm, triton, compile, graphs (CUDA graphs of the compiled layers)",
-        group="model",
         basic=True,
         sets=KERNEL_SETS,
         metavar="auto|plain|fused|compiled",
@@ -161,7 +159,6 @@ class RunConfig:
         False,
         "pad FFN and vocabulary with zeros to multiples of 64, which a GPU multiplies faster. The model "
         "computes the same, and is saved without padding",
-        group="model",
         grid=True,
         excludes=(Excludes("peft", "an adapter fits the unpadded model"),),
         excludes_strategies=(
@@ -180,7 +177,6 @@ class RunConfig:
         "recompute activations in backward, which saves memory. full, or the flag alone: every layer; "
         "about a third more time. selective_layer: every second layer. selective_op: all but attention "
         "and every second matrix product",
-        group="model",
         basic=True,
         choices=("none", "full", "selective_op", "selective_layer"),
         bare="full",
@@ -203,7 +199,6 @@ class RunConfig:
         "accelerate's own numerics for the YAML's mixed_precision (bf16 if it has none). pure_bf16: like "
         "aligned, but weights and Adam's moments in bf16 only. fp16: like aligned, but in fp16 with a loss "
         "scale, for GPUs without bf16 (T4, V100). fp32: no low precision",
-        group="model",
         choices=("aligned", "stock", "pure_bf16", "fp16", "fp32"),
         grid=True,
         excludes_strategies=(
@@ -222,7 +217,6 @@ class RunConfig:
         "run matrix products of the decoder layers in float8, with a scale per tensor or per row. Emulated "
         "below compute capability 8.9 and on CPU, except in a rehearsal. Needs torchao: "
         f"`{pip_install('fp8')}`",
-        group="model",
         choices=("none", "tensorwise", "rowwise"),
         grid=True,
         excludes=(
@@ -263,7 +257,6 @@ class RunConfig:
     lora_r: int = Flag(
         16,
         "rank of LoRA's matrices",
-        group="adapters",
         grid=True,
         least=1,
         needs=("peft",),
@@ -275,7 +268,6 @@ class RunConfig:
     lora_alpha: float = Flag(
         32.0,
         "LoRA's scale, before it is divided by the rank",
-        group="adapters",
         grid=True,
         above=0,
         needs=("peft",),
@@ -285,7 +277,6 @@ class RunConfig:
     lora_dropout: float = Flag(
         0.0,
         "dropout before LoRA's matrices",
-        group="adapters",
         least=0,
         below=1,
         needs=("peft",),
@@ -296,7 +287,6 @@ class RunConfig:
         "all-linear",
         "modules that get an adapter, such as q_proj,v_proj. all-linear: every linear module of the "
         "decoder layers",
-        group="adapters",
         needs=("peft",),
         may_change_on_resume=False,
         estimate="counts",
@@ -320,7 +310,6 @@ class RunConfig:
         "sequences per process and micro-step. auto, the default: on a GPU the largest power of two that "
         "fits under every compared strategy and gains at least 3 % over half of it; 4 on CPU and on an "
         "unknown GPU",
-        group="batch",
         basic=True,
         grid=True,
         least=1,
@@ -332,7 +321,6 @@ class RunConfig:
     gradient_accumulation_steps: int = Flag(
         1,
         "micro-steps per optimizer step",
-        group="batch",
         grid=True,
         least=1,
         losses="same",
@@ -355,7 +343,6 @@ class RunConfig:
     parity: int | None = Flag(  # `slm compare --parity` sets it for its ranks; no verb has it as a flag
         None,
         SUPPRESS,
-        group="data",
         excludes=(Excludes("peft", "its weights compute in bf16", values=("qlora",)),),
         estimate="ignores",
         column="",
@@ -365,7 +352,6 @@ class RunConfig:
         "held-out sets, separated by commas, for --eval_steps. Loss and perplexity of each are reported. Or "
         "1% to 50%: the share of each --dataset to hold out (default: 5%; of a stream: its first "
         "--eval_batches)",
-        group="data",
         needs=("eval_steps",),
         excludes=(_NO_DOCUMENTS,),
         may_change_on_resume=False,
@@ -375,7 +361,6 @@ class RunConfig:
         "auto",
         "format of a row. messages: role and content. alpaca: instruction, input, output. sharegpt: "
         "conversations. tokens: input_ids, and labels if present. auto: decided by the columns",
-        group="data",
         choices=("auto", "text", "messages", "prompt_completion", "alpaca", "sharegpt", "tokens"),
         excludes=(_NO_DOCUMENTS,),
         may_change_on_resume=False,
@@ -384,7 +369,6 @@ class RunConfig:
     loss_on: str = Flag(
         "answers",
         "tokens of chat data that count in the loss: the answers, or all",
-        group="data",
         choices=("answers", "all"),
         grid=True,
         may_change_on_resume=False,
@@ -395,7 +379,6 @@ class RunConfig:
         "block_diagonal: the same, but each document attends only to itself. multipack: whole documents, "
         "combined to leave little padding; each attends only to itself. none: one document each, padded. "
         "auto: concat for text, multipack for chat",
-        group="data",
         choices=("auto", "concat", "block_diagonal", "multipack", "none"),
         grid=True,
         excludes=(_NO_DOCUMENTS,),
@@ -409,27 +392,23 @@ class RunConfig:
     text_column: str = Flag(
         "text",
         "column with the documents",
-        group="data",
         may_change_on_resume=False,
     )
     tokenizer_name: str | None = Flag(
         None,
         "hub id or folder. byte: 256 bytes, no download (default: the model's own; byte for a model of 384 "
         "tokens)",
-        group="data",
         may_change_on_resume=False,
         estimate="ignores",
     )
     streaming: bool | None = Flag(
         None,
         "read documents as they are needed (default: if they are over 1 GiB)",
-        group="data",
         may_change_on_resume=False,
     )
     dataloader_num_workers: int = Flag(
         0,
         "processes per rank that read batches ahead",
-        group="data",
         grid=True,
         least=0,
         losses="same",
@@ -448,7 +427,6 @@ class RunConfig:
         None,
         "tokens to train on, such as 50M or 2B, instead of --max_steps. The number of steps follows from the "
         "batch and the number of ranks",
-        group="length",
         excludes=(
             Excludes("max_steps", "give one of them"),
             Excludes("num_train_epochs", "give one of them"),
@@ -459,7 +437,6 @@ class RunConfig:
     num_train_epochs: float | None = Flag(
         None,
         "passes over the dataset, instead of --max_steps",
-        group="length",
         above=0,
         excludes=(
             Excludes("max_steps", "give one of them"),
@@ -470,7 +447,6 @@ class RunConfig:
         None,
         "stop after this time since the start: DD:HH:MM:SS, HH:MM:SS or seconds. The run saves a checkpoint "
         "and exits with 0; --resume_from_checkpoint latest continues",
-        group="length",
         one_run_only=True,
         needs=("save_steps",),
         excludes=_LEARNS_NOTHING,
@@ -481,7 +457,6 @@ class RunConfig:
         "look into steps after the last timed one. time, or the flag alone: four steps under torch.profiler, "
         "which show where the time goes; writes a trace. memory: every allocation of two steps, a timeline "
         "by part and module. A rehearsal without a GPU always has the timeline",
-        group="length",
         choices=("none", "time", "memory"),
         bare="time",
         synonyms={"true": "time", "false": "none"},  # it was a switch once
@@ -492,7 +467,6 @@ class RunConfig:
         None,
         "let one process play rank 0 of N, with the real engine and sizes. Nothing is sent, and losses "
         "mean nothing. Without a GPU tensors take no memory, and every allocation is traced",
-        group="length",
         grid=True,
         least=1,
         column="",
@@ -537,7 +511,6 @@ class RunConfig:
     learning_rate: float = Flag(
         3e-4,
         "peak learning rate",
-        group="optimizer",
         basic=True,
         above=0,
         most=1,  # AdamW moves each weight by about the rate in a step; they begin with a deviation of 0.02
@@ -548,7 +521,6 @@ class RunConfig:
         "learning-rate schedule. cosine_to_tenth: after --warmup_steps a cosine to a tenth of the peak. The "
         "others are transformers' own: cosine and linear fall to 0, warmup_stable_decay falls only in the "
         "last tenth of the steps",
-        group="optimizer",
         choices=(
             *(OWN_SCHEDULE, "cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt"),
             "warmup_stable_decay",
@@ -562,21 +534,18 @@ class RunConfig:
     warmup_steps: int = Flag(
         0,
         "steps over which the learning rate rises from near 0",
-        group="optimizer",
         least=0,
         estimate="ignores",
     )
     weight_decay: float = Flag(
         0.1,
         "AdamW's decoupled weight decay",
-        group="optimizer",
         least=0,
         estimate="ignores",
     )
     adam_beta1: float = Flag(
         0.9,
         "decay of AdamW's first moment",
-        group="optimizer",
         least=0,
         below=1,
         estimate="ignores",
@@ -584,7 +553,6 @@ class RunConfig:
     adam_beta2: float = Flag(
         0.95,
         "decay of AdamW's second moment",
-        group="optimizer",
         least=0,
         below=1,
         estimate="ignores",
@@ -592,7 +560,6 @@ class RunConfig:
     adam_epsilon: float = Flag(
         1e-8,
         "AdamW's epsilon, which is added to the root of the second moment",
-        group="optimizer",
         above=0,
         most=1,
         estimate="ignores",
@@ -602,7 +569,6 @@ class RunConfig:
         None,
         "gradient clipping, the same under every engine. 0: no clipping (default: 1.0; with --numerics "
         "stock, the engine's own)",
-        group="optimizer",
         least=0,
         estimate="counts",
     )
@@ -612,7 +578,6 @@ class RunConfig:
         "and name the step's sequences. skip: skip the step, at most 10 in a row. Weights are never updated "
         "with a NaN or infinite value. In fp16 an infinite gradient halves the loss scale instead, 20 times "
         "at most",
-        group="optimizer",
         choices=("stop", "skip"),
         losses="same",
         column="",
@@ -620,7 +585,6 @@ class RunConfig:
     seed: int = Flag(
         0,
         "random seed of weights and data",
-        group="optimizer",
         grid=True,
         least=0,
         most=2**32 - 1,  # numpy takes no larger one
@@ -635,11 +599,10 @@ class RunConfig:
         excludes=_LEARNS_NOTHING,
         column="",
     )
-    eval_batches: int = Flag(20, "batches per process in one evaluation", group="saving", least=1, column="")
+    eval_batches: int = Flag(20, "batches per process in one evaluation", least=1, column="")
     save_steps: int | None = Flag(
         None,
         "write a checkpoint every N steps",
-        group="saving",
         basic=True,
         least=1,
         excludes=_LEARNS_NOTHING,
@@ -647,12 +610,11 @@ class RunConfig:
         losses="same",
         column="",
     )
-    save_total_limit: int = Flag(2, "checkpoints to keep", group="saving", least=1, identity=False)
+    save_total_limit: int = Flag(2, "checkpoints to keep", least=1, identity=False)
     save_final_model: str | None = Flag(
         None,
         "write a Hugging Face model folder at the end (default: true with a dataset, false with synthetic "
         "tokens and in slm compare)",
-        group="saving",
         choices=("true", "false"),
         bare="true",
         synonyms={"true": "true", "yes": "true", "1": "true", "false": "false", "no": "false", "0": "false"},
@@ -664,7 +626,6 @@ class RunConfig:
         "folder of a checkpoint, or of a run for its newest one. latest: the newest of this run. auto: "
         "the same, or start from the beginning if there is none. Strategy and number of processes may "
         "differ. Also a folder of accelerate's FSDP or of DeepSpeed",
-        group="saving",
         one_run_only=True,
         basic=True,
         excludes=_LEARNS_NOTHING,
@@ -675,7 +636,6 @@ class RunConfig:
         False,
         "start from the beginning in a folder with an earlier run. Its checkpoints, model and record are "
         "deleted before the first step",
-        group="saving",
         excludes=(
             *_LEARNS_NOTHING,
             Excludes(
@@ -690,7 +650,6 @@ class RunConfig:
         "time limit in seconds for one step, evaluation or checkpoint. After that the run stops and names "
         "the hanging rank. The first step of --kernels compiled gets an hour. Building model, data and "
         "engine is not limited",
-        group="saving",
         least=1,
         most=MOST_DDP_TIMEOUT,
         identity=False,
@@ -700,24 +659,19 @@ class RunConfig:
         None,
         "every N steps, log the mean loss to --report_to and print a line (default: log every step, and "
         "print a line every ten seconds)",
-        group="saving",
         least=1,
         identity=False,
     )
-    report_to: str = Flag(
-        "none", "an accelerate tracker: tensorboard, trackio, wandb, ...", group="saving", identity=False
-    )
+    report_to: str = Flag("none", "an accelerate tracker: tensorboard, trackio, wandb, ...", identity=False)
     output_dir: str = Flag(
         "runs",
         "folder in which each run gets its own folder",
-        group="saving",
         basic=True,
         identity=False,
     )
     run_name: str | None = Flag(
         None,
         "name of the run's folder (default: model, strategy and a hash of the flags)",
-        group="saving",
         one_run_only=True,
         identity=False,
     )

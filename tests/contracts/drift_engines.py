@@ -165,7 +165,7 @@ ENGINES = (
             "_fully_shard",
         ),
         "prove that FSDP2 shards as the YAML says, prefetch layers, and make its mesh of real numbers",
-        "run/engine/engine.py: `_units_of` and `probe_engine`; run/rehearse.py: `real_mesh`",
+        "run/engine/engine.py: `probe_engine`; run/rehearse.py: `real_mesh`",
         _fully_shard,
     ),
     Leaning(

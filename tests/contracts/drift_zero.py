@@ -181,7 +181,6 @@ def _scale_from_outside() -> None:
 
 
 def _cpu_adam() -> None:
-    import inspect
 
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -227,20 +226,7 @@ def _zero_infinity() -> None:
     assert all(parameter is flat for _, parameter in moved), "another tensor comes from the disk"
 
 
-def _muon_is_imported() -> None:
-    _zero(2)
-    muon = sys.modules["deepspeed.runtime.zero.muon.original_muon"]
-    assert "@compiler.compile" in inspect.getsource(muon), "it compiles nothing"
-
-
 ZERO = (
-    Leaning(
-        "deepspeed: its Muon imports torch's compiler",
-        ("deepspeed.runtime.zero.muon.original_muon",),
-        "import it without the compiler, before ZeRO does: 1.5 s of each rank",
-        "run/engine/engine.py: `without_unused_imports` can go if ZeRO no longer imports it",
-        _muon_is_imported,
-    ),
     Leaning(
         "deepspeed: the engine's numbers",
         (

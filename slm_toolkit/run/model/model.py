@@ -334,10 +334,16 @@ class _Selective(TorchDispatchMode):
             if versions == _versions(result):  # DeepSpeed's linear layer, for example, adds its bias in place
                 return result
         result = op(*args, **(kwargs or {}))
-        if is_saved and not self.replays:  # detach, because autograd is about to track the tensor itself
-            kept = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+        if is_saved and not self.replays:
+            kept = tree_map_only(torch.Tensor, _detached, result)
             self.results.append((kept, _versions(kept)))
         return result
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    """Detach a tensor that autograd is about to track, but let both count changes in place."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # private
+        return tensor.detach()
 
 
 def _versions(result: Any) -> list[int]:
