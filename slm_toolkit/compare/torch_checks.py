@@ -14,14 +14,10 @@ def check_with_torch(runs: list[PlannedRun], console: Console) -> None:
 
         check_tracker(config.report_to)
     for run in runs:
-        if run.config.fp8 != "none" or run.config.compiles:
+        if run.config.fp8 != "none" or run.config.compiles or run.config.peft != "none":
             from slm_toolkit.run.kernels.layer_kernels import check_optional
 
             check_optional(run.config)
-        if run.config.peft != "none":
-            from slm_toolkit.run.model.adapters import check_adapters
-
-            check_adapters(run.config)
     for run in {(run.spec.name, run.config.attn_implementation): run for run in runs}.values():
         if run.config.attn_implementation not in ("eager", "sdpa"):
             from slm_toolkit.run.model.model import check_attention

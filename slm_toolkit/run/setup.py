@@ -75,7 +75,6 @@ from slm_toolkit.run.faults.restarts import name_groups_anew, noted_checkpoint
 from slm_toolkit.run.faults.watchdog import Watchdog
 from slm_toolkit.run.first_loss import CheckedForward
 from slm_toolkit.run.kernels.layer_kernels import check_optional
-from slm_toolkit.run.model.adapters import check_adapters
 from slm_toolkit.run.model.loss_recorder import RecordedLoss
 from slm_toolkit.run.model.model import build_model
 from slm_toolkit.run.model.padding import without_padding
@@ -178,7 +177,6 @@ def _check_request(config: RunConfig, launch: Launch) -> tuple[ModelSpec, Launch
     if checked.taken_out is not None:
         say(checked.taken_out)
     check_optional(config)
-    check_adapters(config)
     return spec, dataclasses.replace(launch, strategy=checked.strategy)
 
 

@@ -85,10 +85,10 @@ for dtype in (torch.bfloat16, torch.float32):
         if padding:
             logits[:, -padding:] = -torch.inf
         exact, num_items = logits.clone().float(), torch.tensor(3.0)
-        wanted = _chunk_losses_(exact, targets, num_items, None, with_gradient=True)
+        wanted = _chunk_losses_(exact, targets, num_items, with_gradient=True)
         unchanged = logits.clone()
         for with_gradient in (False, True):
-            losses = triton_chunk_losses_(logits, targets, num_items, None, with_gradient=with_gradient)
+            losses = triton_chunk_losses_(logits, targets, num_items, with_gradient=with_gradient)
             assert with_gradient or torch.equal(logits, unchanged)
             assert losses[2] == 0
             errors["loss"] = max(errors.get("loss", 0), largest(losses, wanted))
@@ -130,8 +130,8 @@ from triton.compiler import ASTSource
 from slm_toolkit.run.kernels import adamw_kernel
 
 names = adamw_kernel._update.arg_names
-signature = {name: "*i64" for name in names[:4]} | {"of_block": "*i32"}
-signature |= {name: "*fp32" for name in names[4:7]} | {name: "fp32" for name in names[7:13]}
+signature = {name: "*i64" for name in names[:2]}
+signature |= {name: "*fp32" for name in names[2:5]} | {name: "fp32" for name in names[5:11]}
 for is_aligned in (True, False):
     constants = {"GRADIENT": tl.bfloat16, "WEIGHT": tl.bfloat16, "CLIPS": True, "ROUNDS": True}
     constants |= {"ALIGNED": is_aligned, "BLOCK": adamw_kernel.BLOCK}

@@ -10,7 +10,7 @@ FEW = ("--model", "slm-1m", "--seq_len", "64", "--max_steps", "8", "--numerics",
 SAVED = 6
 OVERFLOWS = [1, 2, 3]
 "steps, from a scale of 2^20 on, that two ranks skip"
-SCALE = "when_loaded('slm_toolkit.run.engine.loss_scale', lambda m: setattr(m, 'INITIAL_SCALE', 2.0**{}))\n"
+SCALE = "when_loaded('slm_toolkit.run.engine.optimizer', lambda m: setattr(m, 'INITIAL_SCALE', 2.0**{}))\n"
 
 
 def launched(folder: Path, strategy: str, *flags: str, power: int = 20) -> Finished:

@@ -25,9 +25,8 @@ from transformers.integrations import unset_hf_deepspeed_config
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.launch.torch_extensions import remove_stale_locks, use_extensions_folder
-from slm_toolkit.run.engine.loss_scale import INITIAL_SCALE, LossScale
 from slm_toolkit.run.engine.muon import MUON_MOMENTUM
-from slm_toolkit.run.engine.optimizer import AdamWWithMasterWeights
+from slm_toolkit.run.engine.optimizer import INITIAL_SCALE, AdamWWithMasterWeights, LossScale
 from slm_toolkit.run.kernels.layer_kernels import decoder_layers
 from slm_toolkit.run.peers.launch_info import Launch
 from slm_toolkit.run.peers.machines import process_group_timeout

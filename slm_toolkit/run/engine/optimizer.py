@@ -7,12 +7,13 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from slm_toolkit.run.engine.loss_scale import LossScale
 from slm_toolkit.run.engine.muon import MOMENTUM, HiddenMatrix, is_muon, ranks_of, step_by_muon
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CHUNK_ELEMENTS = 2**25
 "gradients cast to fp32 together: 128 MiB; casting all would add 4 bytes per parameter to the peak memory"
+LOWEST_SCALE = 1.0
+INITIAL_SCALE = 2.0**16  # of torch's GradScaler and of DeepSpeed
 ADAMW_KERNEL = "slm_toolkit::adamw_kernel"
 "name under which a profile shows a call of `kernel`"
 
@@ -40,7 +41,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
 
         holds_flat_shards: each parameter is a plain tensor with this rank's shard, as under FSDP1.
         muon_dtype: of Muon's matrix products; None: no group is Muon's.
-        kernel: updates the parameters of a group in place of PyTorch's operations (`AdamWKernel`).
+        kernel: updates parameters in place of PyTorch's operations (`AdamWKernel`).
         """
         super().__init__(params, **options)
         self.master_dtype = master_dtype
@@ -83,9 +84,6 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         found_inf = is_bad.float() if self.defaults["fused"] else None
         for group in filter(is_muon, self.param_groups):
             self._update_by_muon(group, factor)
-        if self.kernel is not None:
-            self._update_by_kernel(factor, found_inf)
-            return
         for group, params in chunks:
             if not is_muon(group):
                 self._update(group, params, factor, found_inf)
@@ -101,19 +99,37 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
 
         factor: of the gradients, for clipping and the loss scale; None: 1.
         """
+        params = [param for param in params if local_part(param).numel()]  # a shard may be empty
+        if not params:
+            return
         states = [self.state_of(param) for param in params]
-        gradients = [local_part(param.grad).to(self.master_dtype) for param in params]
+        steps = [state["step"] for state in states]
+        masters = [state.get("master", param) for state, param in zip(states, params, strict=True)]
+        lists = ([local_part(state[kind]) for state in states] for kind in MOMENTS)
+        lists = ([local_part(master) for master in masters], *lists)
+        gradients = [local_part(param.grad) for param in params]
+        if self.kernel is not None:
+            torch._foreach_add_(steps, 1)
+            with torch.profiler.record_function(ADAMW_KERNEL):
+                self.kernel(
+                    gradients,
+                    *lists,
+                    [local_part(param) for param in params],
+                    **{name: group[name] for name in ("lr", "betas", "eps", "weight_decay")},
+                    **{"steps": steps, "clip": factor, "found_inf": found_inf},
+                )
+            torch._foreach_sub_(steps, [found_inf] * len(steps))
+            return
+        gradients = [gradient.to(self.master_dtype) for gradient in gradients]
         if factor is not None:
             torch._foreach_mul_(gradients, factor)
-        masters = [state.get("master", param) for state, param in zip(states, params, strict=True)]
-        moments = [[local_part(state[kind]) for state in states] for kind in MOMENTS]
         beta1, beta2 = group["betas"]
         adamw(
-            [local_part(master) for master in masters],
+            lists[0],
             gradients,
-            *moments,
+            *lists[1:],
             max_exp_avg_sqs=[],
-            state_steps=[state["step"] for state in states],
+            state_steps=steps,
             foreach=group["foreach"],
             fused=group["fused"],
             found_inf=found_inf,
@@ -126,31 +142,6 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             maximize=False,
         )
         _copy_to(params, masters)
-
-    def _update_by_kernel(self, factor: torch.Tensor | None, found_inf: torch.Tensor) -> None:
-        """Do one step of AdamW on all parameters with a gradient, one call of the kernel per group."""
-        for group in self.param_groups:
-            params = [
-                param
-                for param in group["params"]
-                if param.grad is not None and local_part(param).numel()  # a shard may be empty
-            ]
-            if not params:
-                continue
-            states = [self.state_of(param) for param in params]
-            steps = [state["step"] for state in states]
-            torch._foreach_add_(steps, 1)
-            masters = [state.get("master", param) for state, param in zip(states, params, strict=True)]
-            moments, squares = ([state[kind] for state in states] for kind in MOMENTS)
-            gradients = [param.grad for param in params]
-            lists = (gradients, masters, moments, squares, params)
-            with torch.profiler.record_function(ADAMW_KERNEL):
-                self.kernel(
-                    *([local_part(tensor) for tensor in tensors] for tensors in lists),
-                    **{name: group[name] for name in ("lr", "betas", "eps", "weight_decay")},
-                    **{"steps": steps, "clip": factor, "found_inf": found_inf},
-                )
-            torch._foreach_sub_(steps, [found_inf] * len(steps))
 
     def _update_by_muon(self, group: dict[str, Any], factor: torch.Tensor | None) -> None:
         """Do one step of Muon on the masters of a group, then copy them to the parameters."""
@@ -239,3 +230,41 @@ def _global_norm(
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a DTensor as a view; return any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class LossScale(torch.amp.GradScaler):
+    """The dynamic loss scale of `--numerics fp16`, by one rule under every engine.
+
+    Losses are multiplied by it before backward, so that small gradients don't become 0 in fp16. A step whose
+    gradients overflow changes no weight and halves the scale; 2,000 good steps in a row double it. The
+    optimizer divides gradients by it, in fp32. DeepSpeed's own rule differs (it forgives the first overflow,
+    and divides by the new scale in the step that doubles it), so DeepSpeed gets this one's scale.
+    """
+
+    def __init__(self, device: torch.device | str, *, tells: Callable[[float], object] | None = None) -> None:
+        """`tells`: called with the scale from now on, whenever it may have changed; then the host waits."""
+        super().__init__(torch.device(device).type, INITIAL_SCALE)
+        self._tells = tells
+        self._lazy_init_scale_growth_tracker(device)  # now, next to the gradients
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._tells is not None:
+            self._tells(self.get_scale())
+
+    @property
+    def value(self) -> torch.Tensor:
+        """An fp32 scalar; updating it never makes the host wait."""
+        return self._scale
+
+    @torch.no_grad()
+    def count_step(self, is_bad: torch.Tensor) -> None:
+        """Change the scale after a step. `is_bad`: whether gradients were not finite, equal on all ranks."""
+        rule = (self._growth_factor, self._backoff_factor, self._growth_interval)
+        torch._amp_update_scale_(self._scale, self._growth_tracker, is_bad.float(), *rule)
+        self._scale.clamp_(min=LOWEST_SCALE)
+        self._tell()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._tell()

@@ -1,6 +1,5 @@
 """Adds peft's adapters (small trained weights) to a frozen model; --peft qlora also quantizes the model."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +8,6 @@ from transformers import PreTrainedModel
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.run.kernels.layer_kernels import decoder_layers
-
-
-def check_adapters(config: RunConfig) -> None:
-    """Raise ValueError if a package that `--peft` needs is not installed."""
-    needed = {"none": (), "qlora": ("peft", "bitsandbytes")}.get(config.peft, ("peft",))
-    if missing := [package for package in needed if find_spec(package) is None]:
-        raise ValueError(
-            f"--peft {config.peft} needs {' and '.join(missing)}\nhint: pip install {' '.join(missing)}"
-        )
 
 
 def quantize(model: PreTrainedModel) -> None:
@@ -29,6 +19,7 @@ def quantize(model: PreTrainedModel) -> None:
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    kind = {"compress_statistics": True, "quant_type": "nf4", "quant_storage": torch.bfloat16}
     for name, module in list(decoder_layers(model).named_modules()):
         if type(module) is not torch.nn.Linear:
             continue
@@ -39,17 +30,13 @@ def quantize(model: PreTrainedModel) -> None:
                 module.out_features,
                 has_bias,
                 compute_dtype=torch.bfloat16,
-                compress_statistics=True,
-                quant_type="nf4",
-                quant_storage=torch.bfloat16,
+                **kind,
             )
         in_4_bits.weight = Params4bit(
             module.weight.data.bfloat16(),
             requires_grad=False,
-            compress_statistics=True,
-            quant_type="nf4",
-            quant_storage=torch.bfloat16,
             module=in_4_bits,
+            **kind,
         ).to(device)
         in_4_bits.bias = module.bias
         parent, _, child = name.rpartition(".")
