@@ -352,12 +352,15 @@ def _check_engine(run: Run) -> None:
     if config.peft != "none":
         trainable = num_trainable(run.model)
     else:  # DeepSpeed's estimate ignores frozen parameters
-        estimate = deepspeed_estimate_of(
-            padded_spec(run.spec) if config.pad_widths else run.spec,
+        spec, local = padded_spec(run.spec) if config.pad_widths else run.spec, _local_world_size()
+        needs = live_deepspeed_needs(
+            spec.num_params,
+            spec.largest_layer_params,
             zero_stage=running.zero_stage,
-            world_size=running.world_size,
-            local=_local_world_size(),
+            num_gpus_per_node=local,
+            num_nodes=running.world_size // local,
         )
+        estimate = needs and {"gpu_bytes": needs.gpu_bytes, "cpu_bytes": needs.host_bytes_per_node}
     run.note(
         **dataclasses.asdict(running),
         num_machines=None if config.rehearse else num_machines(),
@@ -372,23 +375,6 @@ def _check_engine(run: Run) -> None:
     if run.checkpoint is not None:
         check_steps_left(run.checkpoint, run.num_steps, config.resume_from_checkpoint, run.run_dir)
         load_state(run.checkpoint, run.model, run.optimizer, run.accelerator)
-
-
-def deepspeed_estimate_of(
-    spec: ModelSpec, *, zero_stage: int | None, world_size: int, local: int
-) -> dict[str, int] | None:
-    """Return DeepSpeed's own estimate in bytes per GPU and per node's host; None unless ZeRO-2 or ZeRO-3.
-
-    `local`: the ranks on each node.
-    """
-    needs = live_deepspeed_needs(
-        spec.num_params,
-        spec.largest_layer_params,
-        zero_stage=zero_stage,
-        num_gpus_per_node=local,
-        num_nodes=world_size // local,
-    )
-    return {"gpu_bytes": needs.gpu_bytes, "cpu_bytes": needs.host_bytes_per_node} if needs else None
 
 
 def _take_folder(run: Run, mark: int | None) -> int | None:

@@ -67,7 +67,8 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             for group in self.param_groups
             for params in _chunks([param for param in group["params"] if param.grad is not None])
         ]
-        norms = [norm for _, params in chunks for norm in _norms(params)]
+        gradients = [local_part(param.grad) for _, params in chunks for param in params]
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
         a_gradient = chunks[0][1][0].grad
         self.grad_norm = _global_norm(norms, a_gradient, holds_flat_shards=self.holds_flat_shards)
         if self.loss_scale is not None:
@@ -206,11 +207,6 @@ def _chunks(params: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         in_chunk += size
     if chunk:
         yield chunk
-
-
-def _norms(params: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the 2-norm of each parameter's gradient, computed in fp32."""
-    return torch._foreach_norm([local_part(param.grad) for param in params], 2, dtype=torch.float32)
 
 
 def _global_norm(

@@ -31,11 +31,14 @@ class Stretch:
     name: str
     "the parameter's name in the Hugging Face model"
     start: int
-    size: int
-    is_mine: bool
-    "True if this rank writes it; other ranks may have copies"
     tensor: torch.Tensor
     "1-D; shares memory with the state; valid until the iterator yields the next stretch"
+    is_mine: bool = True
+    "whether this rank writes it; other ranks may have copies"
+
+    @property
+    def size(self) -> int:
+        return self.tensor.numel()
 
 
 def parameter_name(name: str) -> str:
@@ -96,7 +99,7 @@ def initial_weights(model: torch.nn.Module) -> Iterator[Stretch]:
             part = param.ds_tensor.data.view(-1)[:size]
         else:
             start, part = 0, param.data.view(-1)
-        yield _stretch(WEIGHTS, name, start, part, is_mine=True)
+        yield Stretch(WEIGHTS, name, start, part)
 
 
 def _inner(model: torch.nn.Module, optimizer: Any) -> torch.optim.Optimizer:
@@ -116,7 +119,7 @@ def _parameter_stretches(
     if isinstance(param, DTensor):
         start, is_mine = _rows(param)
     for kind, tensor in {WEIGHTS: state.get("master", param), **_moments(state)}.items():
-        yield _stretch(kind, name, start, local_part(tensor).detach().view(-1), is_mine)
+        yield Stretch(kind, name, start, local_part(tensor).detach().view(-1), is_mine)
 
 
 def _rows(param: DTensor) -> tuple[int, bool]:
@@ -174,8 +177,7 @@ def _buffer_stretches(
 ) -> Iterator[Stretch]:
     """Yield stretches of a parameter's elements from `start` on, at `offset` in flat weights and moments."""
     for kind, tensor in {WEIGHTS: flat, **_moments(_state_of(inner, flat))}.items():
-        part = tensor.detach().narrow(0, offset, size)
-        yield _stretch(kind, name, start, part, is_mine=True)
+        yield Stretch(kind, name, start, tensor.detach().narrow(0, offset, size))
 
 
 @contextmanager
@@ -187,10 +189,6 @@ def _in_ram(zero: Any, group: int) -> Iterator[None]:
     yield
     if on_disk:
         zero._optimizer_states_and_gradient_swap_out(group)
-
-
-def _stretch(kind: str, name: str, start: int, part: torch.Tensor, is_mine: bool) -> Stretch:
-    return Stretch(kind, name, start, part.numel(), is_mine, part)
 
 
 def _moments(state: dict[str, Any]) -> dict[str, torch.Tensor]:
