@@ -1,6 +1,5 @@
 """`slm train`: the launch of a strategy from any folder, and what is found wrong before torch is imported."""
 
-import argparse
 import os
 import re
 import sys
@@ -34,9 +33,14 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}
 
 
+def words_to(entry: str) -> list[str]:
+    program, *arguments = ENTRIES[entry]
+    return [str(Path(sys.executable).parent / program), *arguments]
+
+
 def words_of(*typed: str) -> list[str]:
     """What `slm train` would launch."""
-    args: argparse.Namespace = _parser("train").parse_args(["train", *typed])
+    args = _parser("train").parse_args(["train", *typed])
     return launch_words(find_strategy(args.strategy), config_from_args(args), args)
 
 
@@ -106,8 +110,7 @@ def test_an_environment_that_cannot_work_is_told_before_torch_is_imported(
     metadata = "Metadata-Version: 2.1\nName: transformers\nVersion: 5.9.0\n"
     (tmp_path / "transformers-5.9.0.dist-info" / "METADATA").write_text(metadata)
     older = {"PYTHONPATH": os.pathsep.join((str(tmp_path), without_torch["PYTHONPATH"]))}
-    program, *arguments = ENTRIES[entry]
-    words = [str(Path(sys.executable).parent / program), *arguments]
+    words = words_to(entry)
     few = ("sh", "-c", 'ulimit -n 16; exec "$@"', "sh")
     for command, env, says in (
         ([*few, *words], without_torch, "error: this shell allows only 16 open files at a time\nhint: "),
@@ -136,11 +139,7 @@ def test_what_is_wrong_is_told_before_torch_is_imported(
     entry: str, flags: str, says: str, tmp_path: Path, without_torch: dict[str, str]
 ) -> None:
     (tmp_path / "here.txt").write_text("text")
-    words = ENTRIES[entry]
-    if words[0] == "slm":
-        done = slm(*words[1:], *flags.split(), cwd=tmp_path, env=without_torch)
-    else:
-        done = run(*words, *flags.split(), cwd=tmp_path, env=without_torch)
+    done = run(*words_to(entry), *flags.split(), cwd=tmp_path, env=without_torch)
     assert done.code == 2, done.err
     assert done.err.startswith("error: ")
     assert says in done.err

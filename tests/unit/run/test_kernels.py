@@ -9,26 +9,20 @@ import torch
 from kernel_models import ALL, error, made, two_micro_steps
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.run.kernels import loss_kernels
-from slm_toolkit.run.kernels.layer_kernels import FusedRMSNorm, check_optional, use_kernels
+from slm_toolkit.run.kernels.layer_kernels import FusedRMSNorm, use_kernels
 from slm_toolkit.run.kernels.loss_kernels import LossHead
 from slm_toolkit.run.model.model import enable_checkpointing
 
 NUM_TOKENS, VOCAB, HIDDEN = 512, 256, 64
-SMALLEST = {
-    **{"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 64},
-    "num_attention_heads": 2,
-}
 
 
 @pytest.mark.parametrize(
     "flags",
     [
         {"kernels": "loss"},
-        {"kernels": "norm"},
         {"gradient_checkpointing": "selective_layer"},
         ALL,
     ],
@@ -177,28 +171,3 @@ def test_a_saved_result_that_changes_in_place_is_saved_as_it_was() -> None:
         gradients.append(torch.autograd.grad(layer(inputs).square().sum(), list(layer.parameters())))
     for found, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize(
-    ("has_gpu", "flags", "arithmetic"),
-    [
-        (True, {"kernels": "loss+triton+compile"}, "triton"),
-        (True, {"kernels": "loss+compile"}, "pytorch"),
-        (False, {"kernels": "loss+triton"}, "pytorch"),
-        (False, {"kernels": "loss+triton", "rehearse": 2}, "nothing"),  # as on the GPU that it stands for
-    ],
-)
-def test_what_computes_a_fused_loss_between_its_products(
-    has_gpu: bool, flags: dict[str, Any], arithmetic: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
-    model = LlamaForCausalLM(LlamaConfig(**SMALLEST))
-    use_kernels(model, RunConfig(**flags))
-    assert model.lm_head.arithmetic == arithmetic
-
-
-def test_on_a_gpu_without_triton_its_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("slm_toolkit.run.kernels.layer_kernels.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="--kernels triton needs triton\nhint: pip install triton"):
-        check_optional(RunConfig(kernels="triton"))

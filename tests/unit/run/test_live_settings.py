@@ -8,13 +8,11 @@ from conftest import made_record
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import PRESETS
-from slm_toolkit.record.measurement_warnings import rank_differences
 from slm_toolkit.record.parity import settings_not_as_asked
 from slm_toolkit.record.run_record import RunRecord
-from slm_toolkit.run.after_step import weights_of_ranks
 from slm_toolkit.run.model.model import build_model
 from slm_toolkit.run.observe.measure import gradient_norms
-from slm_toolkit.run.observe.probe import model_settings, named, optimizer_settings
+from slm_toolkit.run.observe.probe import model_settings, optimizer_settings
 
 CONFIG = RunConfig(model="slm-1m", seq_len=32, numerics="fp32")
 GROUP = "lr {:g}, betas 0.9 0.95, eps 1e-08, decay {}"
@@ -68,16 +66,6 @@ def test_gradient_norms_are_of_each_trained_parameter(model: torch.nn.Module) ->
     assert "lm_head.weight" not in norms
 
 
-def test_names_are_shortened() -> None:
-    assert (named([]), named(["a"]), named(list("abcd"))) == ("none", "1: a", "4: a, b, c, ...")
-
-
-def test_one_process_has_nothing_to_compare(model: torch.nn.Module) -> None:
-    found = weights_of_ranks(model, step=3)
-    assert found == {"step": 3, "num_compared": 0, "num_different": 0, "different": []}
-    assert rank_differences(found) is None
-
-
 def record_with(**numerics: str | None) -> RunRecord:
     """slm-1m, 33 steps of the default schedule; each keyword is a field of the probe's."""
     config = RunConfig(model="slm-1m", seq_len=128).with_defaults(has_gpu=True)
@@ -100,16 +88,14 @@ AS_ASKED = {
 
 
 def test_what_was_asked_for_is_no_fault_and_older_records_show_nothing() -> None:
-    assert settings_not_as_asked(record_with(**AS_ASKED)) == []
-    assert settings_not_as_asked(made_record()) == []
-    assert settings_not_as_asked(record_with(clipping=1.0)) == []
+    for record in (record_with(**AS_ASKED), made_record(), record_with(clipping=1.0)):
+        assert settings_not_as_asked(record) == []
 
 
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
         ("optimizer_settings", GROUP.format(4.5e-4, 0.1), "lr 0.00045 at the first step, not 0.0003"),
-        ("optimizer_settings", GROUP.format(3e-4, 0.2), "decay 0.2 at the first step, not 0.1"),
         ("optimizer_settings", GROUP.format(3e-4, 0), "no weight decay at the first step, not 0.1"),
         (
             "optimizer_settings",
@@ -123,12 +109,9 @@ def test_what_was_asked_for_is_no_fault_and_older_records_show_nothing() -> None
             "float32 1 to 0.0000029, sum 3",
             "RoPE frequencies float32 1 to 0.0000029, sum 3, but the last",
         ),
-        ("rope", "bfloat16 1 to 0.000133352, sum 4", "RoPE frequencies are in bfloat16, not float32"),
         ("attention_call", "causal, dropout 0, scale 0.2", "attention scale 0.2, not 0.125"),
-        ("attention_call", "causal, dropout 0.1, scale 0.125", "attention has dropout 0.1"),
         ("attention_call", "without a mask, dropout 0, scale 0.125", "attention without a mask"),
         ("norm_eps", "1e-05", "eps of the norms 1e-05, not 1e-06"),
-        ("tied", "tied", "embedding and head are tied"),
         ("frozen", "1: lm_head.weight", "not trained: 1: lm_head.weight"),
         (
             "master_weight_dtype",
