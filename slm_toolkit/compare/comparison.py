@@ -102,14 +102,10 @@ def _check_runs(runs: list[PlannedRun], console: Console, *, is_dry: bool) -> No
     for run in {
         (run.spec.name, *(getattr(run.config, name) for name in flags)): run for run in runs
     }.values():
-        if run.config.fp8 != "none" or run.config.compiles:
+        if run.config.fp8 != "none" or run.config.compiles or run.config.peft != "none":
             from slm_toolkit.run.kernels.layer_kernels import check_optional
 
             check_optional(run.config)
-        if run.config.peft != "none":
-            from slm_toolkit.run.model.adapters import check_adapters
-
-            check_adapters(run.config)
         if run.config.attn_implementation not in ("eager", "sdpa"):
             from slm_toolkit.run.model.model import check_attention
 

@@ -10,7 +10,7 @@ from slm_toolkit.hardware.gpus import gpu_of_name
 from slm_toolkit.strategy.checked_run import json_contradictions
 from slm_toolkit.strategy.strategy import Strategy
 
-_IN_16_BITS = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "sdpa_flash", "sdpa_cudnn")
+_IN_16_BITS = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 _DIFFERS = {  # names of the findings by DeepSpeed's key
     "train_micro_batch_size_per_gpu": "micro-batch-differs",
     "train_batch_size": "train-batch-differs",

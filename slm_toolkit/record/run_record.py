@@ -257,8 +257,6 @@ class RunRecord:
     losses: list[Loss | None] = field(default_factory=list)
     # gradient norm of each step, before clipping
     grad_norms: list[NonNegative | None] = field(default_factory=list)
-    # with several datasets: each step's mean loss over the dataset's tokens; None if the step drew none
-    losses_by_dataset: dict[str, list[Loss | None]] = field(default_factory=dict)
     # step and loss of each evaluation, over all held-out tokens
     eval_losses: list[EvalLoss] = field(default_factory=list)
     # losses of each held-out set, at the steps of eval_losses

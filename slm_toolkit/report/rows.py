@@ -97,11 +97,6 @@ _FIGURES: Functions = {
     **attributes_of("main", "tokens_per_step", "tokens_counted"),
     # share of the tokens, 0..1; rates and dollars exclude padding, MFU includes it (it was computed)
     "padding": lambda row: padding_share(row.main),
-    # with several datasets: each dataset's loss in the last step that drew from it
-    "final_loss_by_dataset": lambda row: {
-        name: next((loss for loss in reversed(losses) if loss is not None), None)
-        for name, losses in row.first.losses_by_dataset.items()
-    },
     # loss of each held-out set after the last step
     "final_eval_losses": lambda row: {
         name: losses[-1] for name, losses in row.first.eval_losses_by_set.items() if losses

@@ -132,9 +132,6 @@ class TraceWatch:
     def drew(self, batch: dict[str, torch.Tensor]) -> None:
         pass
 
-    def computed(self, batch: dict[str, torch.Tensor]) -> None:
-        pass
-
 
 def follow_memory(run: Run, step: Callable[[TraceWatch], object]) -> MemoryTimeline:
     """Trace the allocations of NUM_TRACED_STEPS steps. Return the timeline of the last one.

@@ -254,9 +254,8 @@ def _zero_1_or_2(setup: Setup) -> Step:
     of_head, widest = 0 if spec.tied else D, weights.widest_trained
     share, is_widened, largest = G / setup.gpu_state_ranks, dtypes.kept_gradient > w, D or widest
     partition = G / setup.shard_ranks if is_widened else share
-    of_muon = setup.num_hidden / setup.gpu_state_ranks * (setup.config.optim == "muon")
     # the last tensor of a partition is kept whole; widened gradients are cut
-    kept = partition if is_widened else of_muon + max(share - of_muon, largest)
+    kept = partition if is_widened else max(share, largest)
     kept *= dtypes.kept_gradient
     # rank 0 has the first layers' norms; all of its gradients are kept from the first of them on
     kept_from = max(0, G - partition if is_widened else min(G - partition, G - D - L * g * share / G))
@@ -280,9 +279,8 @@ def _zero_1_or_2(setup: Setup) -> Step:
     last = D if is_full else filled + D
     ended = at(G, 0, 0, copied(last), last)
     arriving = at(G - D, max(3 * waiting, D * w))
-    group = max(of_muon, share - of_muon)
-    flat = group * dtypes.kept_gradient * (not is_widened and group > largest)
-    cast = group * dtypes.master * (dtypes.master != dtypes.kept_gradient)
+    flat = share * dtypes.kept_gradient * (not is_widened and share > largest)
+    cast = share * dtypes.master * (dtypes.master != dtypes.kept_gradient)
     updating = max(flat + cast, (cast or flat) + optimizer_temporary(setup))
     return Step(
         State(weights.total * w, share * dtypes.master, share * dtypes.moments),
@@ -418,8 +416,6 @@ def optimizer_temporary(setup: Setup) -> float:
     num_shards = 1 if strategy.is_replicated else setup.gpu_state_ranks
     updated = dtypes.master or dtypes.parameter
     is_muon = config.optim == "muon"
-    if strategy.is_deepspeed and is_muon:
-        return muon_temporary(setup)
     if config.has_triton_adamw(strategy):
         return 0
     foreach = config.optim == "adamw_torch"

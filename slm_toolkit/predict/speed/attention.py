@@ -45,7 +45,7 @@ def _published() -> tuple[KernelRates, ...]:
     return csv_rows(Path(__file__).parent / "attention_rates.csv", KernelRates)
 
 
-_KERNELS = {"sdpa_cudnn": "cudnn", "flash_attention_3": "flash_3", "flash_attention_4": "flash_4"}
+_KERNELS = {"flash_attention_3": "flash_3", "flash_attention_4": "flash_4"}
 _FP32_SHARE = 0.5
 "fraction of fp32 matrix products' rate that attention reaches in fp32; unverified"
 

@@ -12,7 +12,6 @@ from slm_toolkit.predict.deepspeed_estimator import (
     deepspeed_needs,
     live_deepspeed_needs,
 )
-from slm_toolkit.run.setup import deepspeed_estimate_of
 
 T5_3B = (2_851_598_336, 32_899_072)  # parameters, largest layer: DeepSpeed's documentation, memory.rst
 SIZES = (
@@ -88,11 +87,11 @@ def test_our_arithmetic_is_the_installed_deepspeeds_to_the_byte(stage: int) -> N
 def test_stages_that_deepspeed_has_no_function_for_have_no_figure(stage: int | None) -> None:
     for needs in (deepspeed_needs, live_deepspeed_needs):
         assert needs(*T5_3B, zero_stage=stage, num_gpus_per_node=8, num_nodes=1) is None
-    assert deepspeed_estimate_of(PRESETS["slm-100m"], zero_stage=stage, world_size=2, local=2) is None
 
 
 def test_a_record_keeps_our_counts_by_hand_for_zero_3_on_two_ranks() -> None:
     # slm-100m: 4 * largest layer 32000 * 832 = 106,496,000 plus 18 * 130,569,920 / 2 = 1,175,129,280;
     # the host: 2 ranks build 4 * 130,569,920 bytes, half as much again = 1,566,839,040
-    found = deepspeed_estimate_of(PRESETS["slm-100m"], zero_stage=3, world_size=2, local=2)
-    assert found == {"gpu_bytes": 106_496_000 + 1_175_129_280, "cpu_bytes": 1_566_839_040}
+    sizes = (PRESETS["slm-100m"].num_params, PRESETS["slm-100m"].largest_layer_params)
+    found = live_deepspeed_needs(*sizes, zero_stage=3, num_gpus_per_node=2, num_nodes=1)
+    assert found == DeepSpeedNeeds(106_496_000 + 1_175_129_280, 1_566_839_040)

@@ -8,13 +8,11 @@ from conftest import made_record
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import PRESETS
-from slm_toolkit.record.measurement_warnings import rank_differences
 from slm_toolkit.record.parity import settings_not_as_asked
 from slm_toolkit.record.run_record import RunRecord
-from slm_toolkit.run.after_step import weights_of_ranks
 from slm_toolkit.run.model.model import build_model
 from slm_toolkit.run.observe.measure import gradient_norms
-from slm_toolkit.run.observe.probe import model_settings, named, optimizer_settings
+from slm_toolkit.run.observe.probe import model_settings, optimizer_settings
 
 CONFIG = RunConfig(model="slm-1m", seq_len=32, numerics="fp32")
 
@@ -71,16 +69,6 @@ def test_gradient_norms_are_of_each_trained_parameter(model: torch.nn.Module) ->
     assert norms.pop("model.norm.weight") == pytest.approx(5.657, rel=1e-3)
     assert set(norms.values()) == {None}
     assert "lm_head.weight" not in norms
-
-
-def test_names_are_shortened() -> None:
-    assert (named([]), named(["a"]), named(list("abcd"))) == ("none", "1: a", "4: a, b, c, ...")
-
-
-def test_one_process_has_nothing_to_compare(model: torch.nn.Module) -> None:
-    found = weights_of_ranks(model, step=3)
-    assert found == {"step": 3, "num_compared": 0, "num_different": 0, "different": []}
-    assert rank_differences(found) is None
 
 
 def record_with(**numerics: object) -> RunRecord:
