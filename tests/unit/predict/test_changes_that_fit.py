@@ -98,23 +98,3 @@ def test_only_the_first_rows_of_a_large_grid_are_searched() -> None:
     )
     assert [row.changes_that_fit is not None for row in rows] == [True] * 8 + [False] * 3
     assert "3 more rows don't fit" in str(rows)
-
-
-def test_largest_batch_of_recommend_and_estimate_agree_and_name_their_flags() -> None:
-    asked = ("--model", "slm-2b", "--strategy", "ds_zero2")
-    found = api.recommend(model="slm-2b", gpu="a100-40gb:8", strategy="ds_zero2", tokens=1e9)
-    first = found[0].estimate
-    names = ("kernels", "gradient_checkpointing")
-    flags = {name: getattr(first, name) for name in (*names, "gradient_accumulation_steps")}
-    (largest,) = api.estimate(
-        model="slm-2b",
-        gpu="a100-40gb",
-        num_gpus=8,
-        strategy="ds_zero2",
-        largest_batch=True,
-        **flags,
-    )
-    assert first.per_device_train_batch_size <= largest.batch_with_margin
-    said = " ".join(slm_here("estimate", *asked, "--gpu", "a100-40gb:8", "--largest_batch").out.split())
-    assert "the batches are for --seq_len 1024 --gradient_checkpointing none " in said
-    assert "--kernels compiled" in said
