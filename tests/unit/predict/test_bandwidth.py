@@ -76,8 +76,8 @@ def test_groups_beside_each_other_share_the_nodes_network_but_no_link() -> None:
 
 
 def test_small_messages_take_the_protocol_and_the_tree_with_the_least_latency() -> None:
-    # 512 bytes on 1,024 ranks, 128 nodes, with LL: a ring all-gather waits for 896 hops of 0.47 us in nodes and
-    # for 127 of 2.7 us
+    # 512 bytes on 1,024 ranks, 128 nodes, with LL: a ring all-gather waits for 896 hops of 0.47 us in nodes
+    # and for 127 of 2.7 us
     gather = Transfer("gather_forward", "all_gather", 512, 1024, 8, 1, 1, True)
     ring = 3.6e-6 + 896 * 0.47e-6 + 127 * 2.7e-6
     assert transfer_seconds(gather, CLUSTER) == pytest.approx(ring, rel=1e-3)

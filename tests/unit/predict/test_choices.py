@@ -8,6 +8,7 @@ from conftest import H100, ROOT, slm_here
 from slm_toolkit import api
 from slm_toolkit.compare import comparison
 from slm_toolkit.config.run_config import FLAGS, RunConfig, in_todays_names
+from slm_toolkit.hardware import machine
 from slm_toolkit.hardware.gpus import Machine, gpu_of_name
 from slm_toolkit.predict import choices as module
 from slm_toolkit.predict.choices import choices, completed
@@ -18,7 +19,7 @@ DDP = find_strategy("ddp")
 
 def chosen(config: RunConfig, *, gpu: str | None = None, **options: object) -> tuple[str, int]:
     found = gpu and gpu_of_name(gpu)
-    asked = {"gpu": found, "has_gpu": True, "num_gpus": 1, **options}
+    asked = {"gpu": found, "has_gpu": True, "num_gpus": 1, "is_comparison": True, **options}
     values, _ = choices([config], [DDP], **asked)
     return values.get("kernels"), values.get("per_device_train_batch_size")
 
@@ -86,7 +87,7 @@ def test_all_verbs_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("max_steps", [20, 5000])
 def test_the_batch_fits_with_the_kernels_that_are_chosen(max_steps: int) -> None:
     config = RunConfig(model="slm-500m", max_steps=max_steps)
-    kernels, batch = chosen(config, gpu="a100-40gb")
+    kernels, batch = chosen(config, gpu="a100-40gb", is_comparison=False)
     size = {"kernels": kernels, "per_device_train_batch_size": batch}
     (row,) = api.estimate(model="slm-500m", gpu="a100-40gb", num_gpus=1, strategy="ddp", **size)
     assert row.fit_probability >= 0.95
@@ -100,3 +101,16 @@ def test_what_is_given_stays_and_decides_about_the_rest() -> None:
     assert chosen(in_fp16, gpu="a100-80gb")[0] == "norm+triton+compile"
     assert chosen(RunConfig(model="slm-1b", rehearse=8), gpu="h100-80gb")[0] == "fused"
     assert chosen(RunConfig(model="slm-1b")) == ("compiled", 4)  # an unknown GPU
+
+
+def test_a_short_run_does_not_pay_for_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = {"gpu": "h100-80gb", "is_comparison": False}
+    for length, kernels in (
+        *(({"max_steps": 20}, "fused"), ({"max_steps": 5000}, "compiled")),
+        *(({"max_tokens": "2M"}, "fused"), ({}, "compiled")),  # nobody said how long
+    ):
+        assert chosen(RunConfig(model="slm-1b", **length), **run)[0] == kernels, length
+    on_cpu = {"gpu": None, "has_gpu": False, "num_gpus": 2}
+    assert chosen(RunConfig(model="slm-10m", max_steps=5000), **on_cpu)[0] == "fused"
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)  # no compiler
+    assert chosen(RunConfig(model="slm-1b"), gpu="h100-80gb", runs_here=True)[0] == "loss+norm"

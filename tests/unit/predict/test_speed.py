@@ -321,8 +321,8 @@ P_2B = 1_969_027_008
 @pytest.mark.parametrize(
     ("strategy", "in_backward", "after", "on_disks"),
     [
-        # bytes per parameter. ZeRO-2, 4 micro-steps: the last writes gradients in fp32, 4; the host's bf16 sum is
-        # written and read between them, 3 times: 2 x 3 x 2 = 12. Weights come back: 2
+        # bytes per parameter. ZeRO-2, 4 micro-steps: the last writes gradients in fp32, 4; the host's sum
+        # is written and read between them, 3 times: 2 x 3 x 2 = 12. Weights come back: 2
         ("ds_zero2_offload", 16, 2, 0),
         # ZeRO-3, all on disk: each micro-step also reads the shard for forward and backward, 2 x 2 x 4 = 16;
         # states and gradient, 4 + 8 + 4, are read and written, 32, and the shard is written once, 2
@@ -359,7 +359,7 @@ def test_muon_moves_and_multiplies_by_hand() -> None:
     two, eight = (row.parts_seconds["optimizer"] for row in rows_of("ddp", num_gpus=(2, 8), **flags))
     spec, gpu = PRESETS["slm-2b-hw"], gpu_of_name("h100-80gb")
     shapes = [sorted(shape) for shape in hidden_matrices(spec).values()]
-    # five times: X X' (2 m^2 n), a polynomial of it (2 m^3), and that times X (2 m^2 n); each rank has its part
+    # five times: X X' (2 m^2 n), a polynomial of it (2 m^3), and that times X (2 m^2 n); ranks share them
     flops = spec.num_layers * sum(5 * (4 * s * s * n + 2 * s**3) for s, n in shapes)
     least = (1 / 2 - 1 / 8) * flops / gpu.dense_bf16_flops_per_second
     assert least < two - eight < 3 * least

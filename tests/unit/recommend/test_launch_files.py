@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import own_strategy, plans_of, slm_here
-from transformers import GPT2Config
 
 from slm_toolkit.cli.main import _parser, main
 from slm_toolkit.config.parser import with_underscores
