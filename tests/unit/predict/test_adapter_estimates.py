@@ -9,7 +9,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import gpu_of_name
 from slm_toolkit.model.model_spec import PRESETS, flops_per_token
-from slm_toolkit.predict.setup.setup import unknown_to_estimates
 from slm_toolkit.predict.speed.matmul import rates_of
 from slm_toolkit.predict.speed.software import TODAY
 from slm_toolkit.run.model.model import build_model
@@ -84,21 +83,3 @@ def test_rows_say_what_is_trained_and_deepspeeds_estimator_is_not_asked() -> Non
     assert shown.code == 0, shown.err
     for words in ("qlora, rank 16", "2,325,312 trained parameters", "dequantization"):
         assert words in shown.out
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ({"packing": "multipack", "dataset": "chats.jsonl"}, "--packing multipack: no closed form"),
-        ({"packing": "none", "dataset": "chats.jsonl"}, "--packing none"),
-        ({"peft": "lora", "lora_target_modules": "q_proj,lm_head"}, "--lora_target_modules lm_head"),
-    ],
-)
-def test_what_has_no_closed_form_is_said(flags: dict, says: str) -> None:
-    (problem,) = unknown_to_estimates(RunConfig(**flags))
-    assert problem.startswith(says)
-    refused = slm_here(
-        "estimate", *(word for name, value in flags.items() for word in (f"--{name}", str(value)))
-    )
-    assert refused.code == 2
-    assert refused.err.startswith(f"error: {says}")

@@ -1,7 +1,6 @@
 """Memory of --peft, estimated: bytes by hand and as traced, 4-bit weights as they lie, and offloaded."""
 
 import contextlib
-import dataclasses
 import io
 import json
 import statistics
@@ -14,11 +13,9 @@ from slm_toolkit.cli.main import main
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.model.names import find_model
-from slm_toolkit.predict.memory.activations import layers_of
 from slm_toolkit.predict.setup.adapters import Adapters, adapters_of, weights_of
-from slm_toolkit.predict.setup.setup import Setup
 from slm_toolkit.run.model.model import build_model
-from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy
+from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES
 
 MODELS = ROOT / "bench" / "data" / "models"
 P = 130_569_920  # parameters of slm-100m
@@ -128,24 +125,6 @@ def test_names_of_another_family_are_refused() -> None:
     spec = find_model(str(MODELS / "olmo2-3m"))
     with pytest.raises(ValueError, match="nothing to adapt"):
         adapters_of(spec, RunConfig(model="olmo2-3m", peft="lora", lora_target_modules="qkv_proj"))
-
-
-def frozen_layer(name: str, **flags: object) -> float:
-    """Bytes per token that the second of four layers saves in bf16 with LoRA of rank 64, 256 tokens."""
-    path = str(MODELS / name)
-    config = RunConfig(model=path, peft="lora", lora_r=64, seq_len=256, **flags).with_defaults(has_gpu=True)
-    config = dataclasses.replace(config, kernels="plain")
-    setup = Setup(find_model(path), find_strategy("ddp"), config, num_gpus=8)
-    return layers_of(setup)[1].saved
-
-
-def test_a_layer_with_norms_behind_its_blocks_saves_by_hand() -> None:
-    # OLMo 2: h = q = 192, v = 64, i = 512, 6 heads. Inputs of attention and of the FFN 2 x 192 each; query,
-    # key, value and output 4 x 256 and SDPA's normaliser 4 x 6; the norms of queries and keys 4 x 256 + 8;
-    # the norms behind attention and FFN 4 x 192 + 4 each; gate, silu(gate), up and product 8 x 512; seven
-    # times LoRA's 2 x 64. A rehearsal of 2026-11-25 grew by 9,384 bytes a token in each layer.
-    parts = (2 * 192 * 2, 4 * 256 + 4 * 6, 4 * 256 + 8, 2 * (4 * 192 + 4), 8 * 512, 7 * 2 * 64)
-    assert frozen_layer("olmo2-3m") == sum(parts) == 9384
 
 
 @pytest.mark.parametrize(

@@ -65,16 +65,6 @@ def test_between_nodes_bytes_go_at_a_share_of_the_nodes_network() -> None:
     assert transfer_seconds(BETWEEN, slow_link) == pytest.approx(calls + 15e9 / (LINK_SHARE * 1e9))
 
 
-def test_groups_beside_each_other_share_the_nodes_network_but_no_link() -> None:
-    # eight pairs of ranks, each over two nodes: a rank sends 8e9 x 1/2, its node eight times that
-    pairs = dataclasses.replace(BETWEEN, num_bytes=8e9, ranks=2, ranks_per_node=1, groups_per_node=8)
-    expected = 10 * (8.4e-6 + 9.6e-6) + 8 * 4e9 / (NODE_NETWORK_SHARE * 10e9)
-    assert transfer_seconds(pairs, CLUSTER) == pytest.approx(expected)
-    fours = dataclasses.replace(IN_NODE, ranks=4, ranks_per_node=4, groups_per_node=2)
-    expected = 10 * (8.4e-6 + 3 * 3.4e-6) + 6e9 / (LINK_SHARE * 100e9)
-    assert transfer_seconds(fours, CLUSTER) == pytest.approx(expected)
-
-
 def test_small_messages_take_the_protocol_and_the_tree_with_the_least_latency() -> None:
     # 512 bytes on 1,024 ranks, 128 nodes, with LL: a ring all-gather waits for 896 hops of 0.47 us in nodes
     # and for 127 of 2.7 us
@@ -100,14 +90,6 @@ def test_a_measurement_between_nodes_stands_for_what_crosses_them() -> None:
     reduced = dataclasses.replace(BETWEEN, collective="all_reduce")
     assert transfer_seconds(reduced, cluster) == pytest.approx(10 * 0.001 + 2, rel=1e-6)
     assert transfer_seconds(IN_NODE, cluster) == transfer_seconds(IN_NODE, CLUSTER)
-
-
-def test_a_measurement_inside_a_node_stands_for_what_stays_there() -> None:
-    cluster = dataclasses.replace(CLUSTER, measured=measured(num_nodes=1))
-    for groups in (1, 2):  # beside each other, on links of their own
-        transfer = dataclasses.replace(IN_NODE, groups_per_node=groups)
-        assert transfer_seconds(transfer, cluster) == pytest.approx(10 * 0.001 + 7 / 15, rel=1e-6)
-    assert transfer_seconds(BETWEEN, cluster) == transfer_seconds(BETWEEN, CLUSTER)
 
 
 def test_without_the_network_between_nodes_there_are_no_tokens_per_second_but_a_note() -> None:

@@ -49,12 +49,6 @@ def test_eager_attention_is_the_first_thing_to_change() -> None:
     assert min(speedups) >= WORTH_SAYING
 
 
-def test_the_other_kernels_are_a_lever_where_only_the_loss_is_fused() -> None:
-    flags = {"kernels": "loss", "per_device_train_batch_size": 8}
-    found = {lever.change: lever.speedup for lever in levers_of("slm-500m-hw", **flags)}
-    assert found["--kernels fused"] > 1.02
-
-
 def test_a_lever_that_no_longer_fits_is_left_out() -> None:
     on_l4 = setup_of(PRESETS["slm-500m-hw"], gpu="l4", gradient_checkpointing="full")
     largest = largest_batch(on_l4).per_device_train_batch_size

@@ -3,7 +3,6 @@
 import re
 
 import pytest
-from conftest import slm_here
 
 from slm_toolkit import api
 from slm_toolkit.predict.estimate import Estimate
@@ -78,18 +77,6 @@ def test_what_fits_and_what_can_not_be_helped() -> None:
     huge = api.estimate(**asked, seq_len=10_000_000, per_device_train_batch_size=1)
     assert huge[0].changes_that_fit == []
     assert "single does not fit, and no 3 changes are enough" in str(huge)
-
-
-def test_the_table_names_the_changes_and_json_has_them() -> None:
-    asked = ("estimate", "--model", "slm-500m", "--gpu", "rtx-4090:1", "--strategy", "single")
-    asked += ("--per_device_train_batch_size", "32", "--kernels", "plain")
-    said = " ".join(slm_here(*asked).out.split())
-    assert "single does not fit; this would: batch 8 instead of 32 with " in said
-    assert "slower per GPU); or batch 8 instead of 32 with --strategy " in said
-    assert " --num_gpus 4 (" in said
-    (row,) = api.estimate(**ASKED[0], kernels="plain").to_dicts()
-    assert row["changes_that_fit"][0]["change"].startswith("batch 8 instead of 32")
-    assert 0.9 < row["changes_that_fit"][0]["speedup"] < 1
 
 
 def test_only_the_first_rows_of_a_large_grid_are_searched() -> None:

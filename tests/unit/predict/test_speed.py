@@ -23,7 +23,6 @@ from slm_toolkit.predict.speed.software import MEMORY_SHARE, TODAY
 from slm_toolkit.predict.speed.step import (
     PARTS,
     StepTime,
-    layer_traffic,
     optimizer_bytes,
     step_time,
 )
@@ -199,18 +198,6 @@ def test_attention_computes_the_causal_half_and_eager_moves_its_scores() -> None
     assert eager.parts_seconds["attention"] == pytest.approx(9 * 3 * (products + moved))
 
 
-def test_a_tiny_models_step_waits_for_launches_and_a_large_ones_does_not() -> None:
-    # at least every layer's kernels, backward twice forward's; two sequences then take as long as one
-    one, two = rows_of("single", model="slm-1m", per_device_train_batch_size=[1, 2])
-    per_layer = layer_traffic(PRESETS["slm-1m"], compiled=False, fused_norm=False).num_kernels
-    assert one.parts_seconds["launch_overhead"] > sum(one.parts_seconds[name] for name in ON_DEVICE)
-    assert one.step_seconds > 3 * 4 * per_layer * TODAY.kernel_seconds
-    assert two.step_seconds == pytest.approx(one.step_seconds)
-    for row in rows_of("single", *STUDIED_STRATEGIES, model="slm-2b"):
-        if not row.strategy.startswith("ds_"):  # whose norm launches small kernels for each tensor
-            assert row.parts_seconds["launch_overhead"] == 0
-
-
 def test_zero_3s_hooks_are_a_floor_under_a_micro_step() -> None:
     # slm-100m: 9 layers of 13 modules, each 28 launches of 14 us: 45.9 ms, whatever the tokens
     few, more = rows_of("ds_zero3", per_device_train_batch_size=[1, 2], seq_len=128)
@@ -283,18 +270,6 @@ def test_mfu_is_between_0_and_1_wherever_one_looks(num_draws: int) -> None:
         whole = flops_per_token(spec, seq_len=row.seq_len)
         limit = whole / (whole - square / 2) * (1.1 if gpu_of_name(row.gpu).architecture == "geforce" else 1)
         assert row.mfu is None if row.numerics == "fp32" else 0 < row.mfu < limit, row
-
-
-def test_a_layer_with_more_norms_moves_their_bytes_by_hand() -> None:
-    llama = PRESETS["llama-3.2-1b"]  # h 2048; 32 heads and 8 key-value heads of 64
-    flags = {"compiled": False, "fused_norm": False}
-    plain = layer_traffic(llama, **flags)
-    gemma = layer_traffic(dataclasses.replace(llama, norms="both"), **flags)
-    # two eager norms move 180 bytes per element of h and are 6 kernels each
-    assert gemma.bytes_per_token - plain.bytes_per_token == 180 * 2048
-    assert gemma.num_kernels - plain.num_kernels == 12
-    qwen = layer_traffic(dataclasses.replace(llama, qk_norm="head"), **flags)
-    assert qwen.bytes_per_token - plain.bytes_per_token == 90 * (32 + 8) * 64
 
 
 @pytest.mark.parametrize(

@@ -54,12 +54,6 @@ def test_what_was_not_traced_is_refused() -> None:
         api.estimate(strategy="ddp", **{"fp8": "rowwise", "numerics": "stock"})
 
 
-def test_layers_unlike_llamas_are_refused() -> None:
-    model = str(ROOT / "bench/data/models/olmo2-3m")
-    with pytest.raises(ValueError, match="no closed form; there is one for layers like Llama's"):
-        api.estimate(model=model, strategy="ddp", **{"fp8": "rowwise"})
-
-
 def test_a_gpu_that_emulates_float8_has_no_estimate_and_no_plan() -> None:
     with pytest.raises(
         ValueError, match="--fp8 rowwise on a100-80gb: no closed form, because this GPU emulates"

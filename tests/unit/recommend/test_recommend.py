@@ -9,11 +9,8 @@ from pathlib import Path
 
 import pytest
 from conftest import (
-    FSDP2,
     SMALL_LLAMA,
     bench,
-    drawn,
-    own_strategy,
     plans_of,
     slm_here,
 )
@@ -129,27 +126,6 @@ def test_every_problem_of_the_flags_is_named_at_once() -> None:
         assert problem in done.err
 
 
-def test_a_batch_that_fits_is_found_beyond_one_that_does_not() -> None:
-    """FSDP keeps whole gradients while it accumulates: with one micro-step a larger batch may fit again."""
-    asked = (
-        "--model",
-        "slm-13b",
-        "--gpu",
-        "a100-40gb:16@2",
-        "--tokens",
-        "10B",
-        "--strategy",
-        "fsdp_full_shard",
-    )
-    (best,) = recommended(*asked)
-    alone = [
-        recommended(*asked, "--per_device_train_batch_size", str(batch), code=None)
-        for batch in (1, 2, 4, 8, 16, 32)
-    ]
-    assert best["usd"] == min(row["usd"] for rows in alone for row in rows)
-    assert (best["per_device_train_batch_size"], best["gradient_accumulation_steps"]) == (32, 1)
-
-
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
@@ -168,23 +144,6 @@ def test_what_was_not_considered_is_named_with_its_reason(flags: tuple[str, ...]
     assert done.code == 1
     assert reason in done.err
     assert done.out.startswith("no plan: ")
-
-
-def test_own_shards_that_don_t_divide_are_left_out_by_name_and_offload_is_ranked(tmp_path: Path) -> None:
-    key = "parallelism_config"
-    sizes = f"{key}:\n  {key}_dp_replicate_size: 2\n  {key}_dp_shard_size: 8\n"
-    hybrid = own_strategy(tmp_path, FSDP2 + sizes, name="hybrid")
-    offload = own_strategy(tmp_path, f"{FSDP2}  fsdp_offload_params: true\n", name="offload")
-    done = slm_here(
-        *("recommend", "--model", "slm-1b", "--tokens", "1B", "--gpu", "h100-80gb:8"),
-        *("--strategy", hybrid, offload, "ddp"),
-    )
-    assert done.code == 0
-    assert (
-        f"left out: {hybrid}: parallelism_config: dp_replicate_size 2 x dp_shard_size 8 with 8 ranks"
-        in done.err
-    )
-    assert "offload" in done.out
 
 
 def test_what_is_not_given_is_searched_and_what_is_given_stays() -> None:
@@ -302,18 +261,6 @@ def test_fine_tuning_needs_its_length_and_promises_no_loss(tmp_path: Path) -> No
     assert "scaling laws don't say how long" in refused.err
     shown = slm_here("recommend", "--model", "qwen2.5-1.5b", "--gpu", "l4:8", "--tokens", "50M").out
     assert shown.startswith("qwen2.5-1.5b, from the weights of Qwen/Qwen2.5-1.5B: 50.0M tokens")
-
-
-@pytest.mark.parametrize("columns", drawn([60, 100], 1))
-def test_a_pipe_keeps_to_columns_and_wraps_between_words_but_no_command(columns: int) -> None:
-    asked = ("recommend", "--model", "slm-1b", "--gpu", "h100-80gb:8", "a100-40gb:8", "--tokens", "20B")
-    narrow = slm_here(*asked, env={"COLUMNS": str(columns)})
-    wide = slm_here(*asked, env={"COLUMNS": "1000"})
-    assert narrow.code == 0
-    long = [line for line in narrow.out.splitlines() if len(line) > columns]
-    assert [line.split()[0] for line in long] == ["slm"]  # a command is for copying
-    below_table = [line for line in wide.out.splitlines() if line[:1] not in "┏┡└│┃"]
-    assert set(" ".join(below_table).split()) <= set(narrow.out.split())
 
 
 def test_the_evidence_of_gpus_agrees_with_the_tables() -> None:
