@@ -28,7 +28,7 @@ def changes_that_fit(setup: Setup, before: Estimate) -> list[Change]:
     more GPUs. Of each kind of change only the mildest value that fits is returned. Two are combined only if
     no single one is enough, three only if no two are. Empty if three are not enough.
     """
-    flags_only = [_kernels, _checkpointing, _smaller_batches]
+    flags_only = [_checkpointing, _smaller_batches]
     found = _fewest(setup, before, [*flags_only, _strategies])[:4]
     found += _fewest(setup, before, flags_only)[:1]
     found += _fewest(setup, before, [_more_gpus])[:1]
@@ -92,7 +92,7 @@ def _has_estimate(setup: Setup) -> bool:
 
 def _described(before: Setup, after: Setup) -> str:
     """Return what differs: `batch 4 instead of 8 with --gradient_accumulation_steps 2`."""
-    names = ("gradient_accumulation_steps", "kernels", "gradient_checkpointing")
+    names = ("gradient_accumulation_steps", "gradient_checkpointing")
     flags = [
         f"--{name} {value}"
         for name in names
@@ -108,13 +108,6 @@ def _described(before: Setup, after: Setup) -> str:
 
 
 # The kinds of changes. Each yields functions that change a setup, the mildest first.
-
-
-def _kernels(setup: Setup) -> Iterator[_Option]:
-    """Yield kernels that keep less for backward; each option includes those before it."""
-    for parts in (("loss",), ("loss", "norm")):
-        if not set(parts) <= set(setup.config.kernel_parts):
-            yield _with_flags(kernels=setup.config.with_kernels(*parts).kernels)
 
 
 def _checkpointing(setup: Setup) -> Iterator[_Option]:

@@ -17,9 +17,13 @@ from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED, Estimate, estimate
 from slm_toolkit.predict.setup.other_trainers import OtherTrainer
 from slm_toolkit.predict.setup.setup import Deployment, setup_of
 from slm_toolkit.strategy.checked_run import run_problems
-from slm_toolkit.strategy.strategy import Strategy
+from slm_toolkit.strategy.strategy import Strategy, sequences_per_step
 
 _USUAL = Deployment()
+_COMPILE_SECONDS = 10
+"of the first step on an H100: 9.3, 9.3 and 17.6 s for three models (results/h100-80gb, 2026-11-27)"
+_FOREVER = 10**9
+"steps of a comparison on a GPU, and of a run there whose length nobody gave"
 _ON_CPU = "because compiling takes about 20 s and gains 7 % on a CPU"
 "of slm-10m on two cores, without torch's cache (docs/accuracy.md, 2026-11-28)"
 _LEAST_GAIN = 1.03
@@ -37,6 +41,7 @@ def choices(
     has_gpu: bool,
     num_gpus: int,
     gpus_per_node: int = 8,
+    is_comparison: bool = False,
     runs_here: bool = False,
     like: OtherTrainer | None = None,
     deployment: Deployment = _USUAL,
@@ -69,13 +74,19 @@ def choices(
         allowed_kernels(name, filled(), specs, strategies, missing) for name in ("fused", "compiled")
     )
     chosen["kernels"], why = (compiled, "without an estimate of its speed") if has_gpu else (fused, _ON_CPU)
-    if gpu is not None:
-        with suppress(ValueError):  # no closed form for one of the rows
+    with suppress(ValueError):  # no closed form for one of the rows
+        for kernels in () if gpu is None else (compiled, fused):
+            chosen["kernels"] = kernels
             if _BATCH in free:
                 chosen[_BATCH], limit = _batch(lambda size: rows_with(**{_BATCH: size}))
                 notes = [f"batch: {chosen[_BATCH]} per GPU, because {limit}"]
-            plain, best = (_seconds(rows_with(kernels=name)) for name in ("plain", compiled))
+            names = ("plain", fused, kernels)
+            plain, uncompiled, best = (_seconds(rows_with(kernels=name)) for name in names)
             why = f"an estimated {plain / best:.2f} times as fast as plain"
+            num_steps = _FOREVER if is_comparison else _num_steps(filled(), strategies[0], num_gpus)
+            pays = num_steps * (uncompiled - best) >= _COMPILE_SECONDS * len(specs) * len(strategies)
+            if pays or "kernels" not in free:
+                break
     if "kernels" in free and (runs_here or gpu is not None or not has_gpu):
         notes.append(f"kernels: {chosen['kernels']}, {why}")
     return {name: chosen[name] for name in free}, notes
@@ -146,6 +157,13 @@ def _missing_here(has_gpu: bool) -> set[str]:
     if has_gpu and (missing or find_spec("triton") is None):
         missing.add("triton")
     return missing
+
+
+def _num_steps(configs: list[RunConfig], strategy: Strategy, num_ranks: int) -> int:
+    """Return the steps of the longest run."""
+    sizes = [sequences_per_step(config, strategy, num_ranks) for config in configs]
+    asked = [config.with_steps(size).max_steps for config, size in zip(configs, sizes, strict=True)]
+    return max(steps or _FOREVER for steps in asked)
 
 
 def _batch(rows_with: Callable[[int], list[Estimate]]) -> tuple[int, str]:

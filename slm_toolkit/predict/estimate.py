@@ -13,8 +13,8 @@ from slm_toolkit.model.model_spec import model_flops_utilization
 from slm_toolkit.predict.cost import usd_per_million_tokens
 from slm_toolkit.predict.deepspeed_estimator import deepspeed_needs
 from slm_toolkit.predict.memory.machine import (
+    OUTSIDE_ERROR,
     allocator_slack,
-    band_of,
     context_bytes,
     host_bytes,
     needed_bytes,
@@ -61,31 +61,21 @@ _FIELDS: Functions = {
     **attributes_of("config", "pad_widths", "optim", "peft"),
     # None without LoRA, like the next two; the third has the matrices of each layer that have an adapter
     **attributes_of("adapters", lora_r="rank"),
-    "lora_dropout": lambda row: row.adapters and row.config.lora_dropout,
     "adapted_modules": lambda row: row.adapters and list(row.adapters.targets),
     "num_trainable_params": lambda row: (
         row.setup.unpadded.num_params if row.setup.unpadded else row.setup.weights.trained
     ),
     # the measurements of this GPU in `hardware/calibration.py`; None: constants fitted to published runs
     "calibration": lambda row: row.setup.calibration.described,
-    **attributes_of(
-        "allocated",
-        peak_allocated_bytes="middle",
-        peak_allocated_low_bytes="low",
-        peak_allocated_high_bytes="high",
-    ),
-    **attributes_of(
-        "reserved",
-        peak_reserved_bytes="middle",
-        peak_reserved_low_bytes="low",
-        peak_reserved_high_bytes="high",
-    ),
+    **unset("peak_allocated_bytes", "peak_reserved_bytes"),
+    "peak_reserved_low_bytes": lambda row: round((1 - OUTSIDE_ERROR) * row.peak_reserved_bytes),
+    "peak_reserved_high_bytes": lambda row: round((1 + OUTSIDE_ERROR) * row.peak_reserved_bytes),
     "host_bytes_per_node": lambda row: host_bytes(row.setup),
     # bytes by part at the peak; all but allocator_slack and cuda_context add up to peak_allocated_bytes
     **unset("parts"),
     **attributes_of("memory", "peak_instant"),
     # bytes without which a step runs out of memory: peak_allocated_bytes and most of allocator_slack
-    "needed_bytes": lambda row: needed_bytes(row.allocated.middle, row.parts["allocator_slack"]),
+    "needed_bytes": lambda row: needed_bytes(row.peak_allocated_bytes, row.parts["allocator_slack"]),
     "fits": lambda row: row.usable_bytes and row.fit_probability >= 0.5,
     # probability that needed_bytes and cuda_context fit on the GPU, given the errors on other people's runs
     "fit_probability": lambda row: (
@@ -162,9 +152,9 @@ class Estimate(Derived):
     def _set_memory(self, memory: MemoryEstimate) -> None:
         setup = self.setup
         allocated_parts = {**memory.parts, "workspace": workspace_bytes(setup.gpu)}
-        self.memory, self.allocated = memory, band_of(sum(allocated_parts.values()))
-        slack = allocator_slack(setup, memory, allocated=self.allocated.middle)
-        self.reserved = band_of(self.allocated.middle + slack)
+        self.memory, self.peak_allocated_bytes = memory, sum(allocated_parts.values())
+        slack = allocator_slack(setup, memory, allocated=self.peak_allocated_bytes)
+        self.peak_reserved_bytes = self.peak_allocated_bytes + slack
         context = context_bytes(num_gpus=setup.num_gpus, calibration=setup.calibration)
         self.parts = {**allocated_parts, "allocator_slack": slack, "cuda_context": context}
         self.usable_bytes = setup.gpu and setup.gpu.memory_bytes - context

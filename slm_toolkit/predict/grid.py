@@ -66,7 +66,7 @@ def estimates(
         problems += largest_batch_problems(given, strategies, found_gpus)
     if problems:
         raise all_of(problems, verb="estimate")
-    shared = {"has_gpu": True, "gpus_per_node": gpus_per_node, "like": like}
+    shared = {"has_gpu": True, "gpus_per_node": gpus_per_node, "is_comparison": True, "like": like}
     chosen = [
         choices(configs, strategies, gpu=gpu, num_gpus=count, deployment=deployment_of(gpu), **shared)
         for gpu, count in itertools.product(found_gpus, num_gpus)
