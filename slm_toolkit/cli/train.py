@@ -77,9 +77,8 @@ def _train(args: argparse.Namespace) -> int:
     with user_errors():
         config, strategy = config_from_args(args), find_strategy(args.strategy)
         check_training([config], [strategy])
-        if config.resume_from_checkpoint is None:  # the run that it continues may have read bytes
-            model = config.with_defaults(has_gpu=bool(gpus_here())).model
-            check_tokenizer(config, find_model(model))
+        model = config.with_defaults(has_gpu=bool(gpus_here())).model
+        check_tokenizer(config, find_model(model))
         words = launch_words(strategy, config, args)
     for note in notes_on([strategy]):
         print(note, file=sys.stderr)

@@ -33,26 +33,23 @@ from slm_toolkit.record.run_record import (
 from slm_toolkit.record.saved_files import sweep
 from slm_toolkit.run.checkpoint.checkpoint import (
     CheckpointWriter,
+    check_data,
+    choose,
+    described,
     fingerprint,
     fingerprint_of_frozen,
+    load_state,
+    load_weights,
+    num_held_out,
 )
-from slm_toolkit.run.checkpoint.files import DATA
+from slm_toolkit.run.checkpoint.files import DATA, Checkpoint
 from slm_toolkit.run.checkpoint.output_dir import (
     check_writable,
     hold_run,
     hold_swap_folder,
     remove_earlier_run,
 )
-from slm_toolkit.run.checkpoint.resume import (
-    check_data,
-    choose,
-    described,
-    load_state,
-    load_weights,
-    num_held_out,
-)
 from slm_toolkit.run.checkpoint.start import (
-    Checkpoint,
     check_steps_left,
     claim,
     find_start,
@@ -250,10 +247,8 @@ def _find_checkpoints(run: Run, *, is_ended: bool) -> list[Checkpoint]:
     config = run.config
     resume = noted_checkpoint() or config.resume_from_checkpoint
     description = run_description(config, run.sequences_per_step)
-    candidates = find_start(run.run_dir, config, description, resume, is_ended=is_ended)
-    if all(candidate.is_foreign for candidate in candidates):
-        check_tokenizer(config, run.spec)
-    return candidates
+    check_tokenizer(config, run.spec)
+    return find_start(run.run_dir, config, description, resume, is_ended=is_ended)
 
 
 def _connect_ranks(run: Run, machines: Machines) -> None:

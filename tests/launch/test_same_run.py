@@ -53,7 +53,7 @@ def test_another_runs_checkpoints_are_not_replaced(tmp_path: Path) -> None:
     before = read_manifest(tmp_path / "run" / "checkpoints" / "step_2")
     for other in (("--seed", "7"), ("--gradient_accumulation_steps", "2")):
         said = train(tmp_path, *TWO, *other, code=2)
-        assert "step_2 belongs to another run, and this run's checkpoints would replace it: " in said
+        assert "step_2 belongs to another run: " in said
     assert read_manifest(tmp_path / "run" / "checkpoints" / "step_2") == before
 
 
@@ -265,7 +265,7 @@ def small_model() -> LlamaForCausalLM:
 @pytest.mark.quick
 def test_a_model_is_there_until_the_next_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, accelerator, folder = small_model(), Accelerator(cpu=True), tmp_path / "model"
-    save_model(accelerator, model, None, folder, card="a card")
+    save_model(accelerator, model, None, folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert json.loads(before["slm_toolkit.json"])["files"] == sorted(before)
     whole = model.save_pretrained
@@ -276,11 +276,11 @@ def test_a_model_is_there_until_the_next_one_is(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(model, "save_pretrained", break_off)
     with pytest.raises(OSError, match="No space"):
-        save_model(accelerator, model, None, folder, card="a card")
+        save_model(accelerator, model, None, folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     monkeypatch.undo()
     folder.rename(tmp_path / ".model.replaced")  # as a kill between two renames leaves it
-    save_model(accelerator, model, None, folder, card="a card")
+    save_model(accelerator, model, None, folder)
     assert os.listdir(tmp_path) == ["model"]
 
 
@@ -295,10 +295,10 @@ def test_no_model_takes_the_place_of_what_no_run_wrote(tmp_path: Path) -> None:
     for name in ("model", ".model.replaced"):
         (tmp_path / name).symlink_to(precious)
         with pytest.raises(RunEnded, match=f"{name} is a link, and a run never replaces"):
-            save_model(accelerator, model, None, folder, card="a card")
+            save_model(accelerator, model, None, folder)
         (tmp_path / name).unlink()
     (tmp_path / ".model.unfinished").symlink_to(precious)
-    save_model(accelerator, model, None, folder, card="a card")
+    save_model(accelerator, model, None, folder)
     assert not folder.is_symlink()
     (folder / "notes").mkdir()
     (folder / "notes" / "mine.txt").write_text("mine")
@@ -306,9 +306,9 @@ def test_no_model_takes_the_place_of_what_no_run_wrote(tmp_path: Path) -> None:
         RunEnded,
         match=r"model/notes/mine\.txt was not written by a run, and saving the model would delete it",
     ):
-        save_model(accelerator, model, None, folder, card="a card")
+        save_model(accelerator, model, None, folder)
     with pytest.raises(RunEnded, match=r"config\.json was not written by a run"):
-        save_model(accelerator, model, None, precious, card="a card")
+        save_model(accelerator, model, None, precious)
     assert (folder / "notes" / "mine.txt").read_text() == "mine"
     assert contents(precious) == before
 
@@ -332,12 +332,12 @@ def test_model_and_record_are_on_the_disk_before_they_have_their_names(
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(os, "rename", noted_rename)
     monkeypatch.setattr(os, "replace", noted_rename)
-    save_model(Accelerator(cpu=True), small_model(), None, tmp_path / "model", card="a card")
+    save_model(Accelerator(cpu=True), small_model(), None, tmp_path / "model")
     model = (tmp_path / "model").stat().st_ino
     files = {path.stat().st_ino for path in (tmp_path / "model").iterdir()}
-    assert len(files) == 5  # config, generation_config, weights, the model card, the list of these
-    assert set(happened[:5]) == {("fsync", file) for file in files}
-    assert happened[5:] == [("fsync", model), ("rename", model), ("fsync", tmp_path.stat().st_ino)]
+    assert len(files) == 4  # config, generation_config, weights, the list of these
+    assert set(happened[:4]) == {("fsync", file) for file in files}
+    assert happened[4:] == [("fsync", model), ("rename", model), ("fsync", tmp_path.stat().st_ino)]
     happened.clear()
     record = write_record(made_record(), tmp_path).stat().st_ino
     assert happened == [("fsync", record), ("rename", record), ("fsync", tmp_path.stat().st_ino)]
@@ -348,12 +348,10 @@ def test_auto_saves_a_model_again_of_which_nothing_is_left(tmp_path: Path) -> No
     train(tmp_path, *words)
     model = tmp_path / "run" / "model"
     before = {path.name: path.read_bytes() for path in model.iterdir()}
-    assert before.pop("README.md")  # its second card has no losses: the second run takes no step
     for path in model.iterdir():  # as a file system leaves files that were not on the disk yet
         path.write_bytes(b"")
-    assert f"note: this run has ended, but {model}/README.md is empty" in train(tmp_path, *words)
+    assert f"note: this run has ended, but {model}/config.json is empty" in train(tmp_path, *words)
     after = {path.name: path.read_bytes() for path in model.iterdir()}
-    assert b"# run" in after.pop("README.md")
     assert after == before
     assert f"note: this run has ended: {tmp_path}" in train(tmp_path, *words)
     (model / "model.safetensors").unlink()

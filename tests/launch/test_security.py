@@ -114,7 +114,7 @@ def test_code_beside_a_model_is_not_run(tmp_path: Path) -> None:
 @pytest.mark.quick
 def test_a_dataset_script_is_not_run(tmp_path: Path) -> None:
     from slm_toolkit.config.dataset_files import Source
-    from slm_toolkit.run.data.sources import read_rows
+    from slm_toolkit.run.data.documents import read_rows
 
     marker = tmp_path / "marker"
     (tmp_path / "evil").mkdir()

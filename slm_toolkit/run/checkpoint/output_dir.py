@@ -27,7 +27,6 @@ from slm_toolkit.record.saved_files import (
     sweep_checkpoints,
     sync,
 )
-from slm_toolkit.run.checkpoint.model_card import CARD_FILE
 
 if TYPE_CHECKING:
     import torch
@@ -131,12 +130,10 @@ def save_model(
     model: torch.nn.Module,
     tokenizer: Any,
     folder: Path,
-    *,
-    card: str,
 ) -> Path:
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads, in the dtype of the computation.
 
-    `card`: the model card, its README.md. A model with an adapter is written as peft's adapter folder.
+    A model with an adapter is written as peft's adapter folder.
     """
     from slm_toolkit.run.model.padding import config_without_padding, without_padding
 
@@ -148,7 +145,6 @@ def save_model(
         hf_model.config.dtype = floats.pop() if len(floats) == 1 else None
         with _in_place_of(folder) as unfinished, config_without_padding(hf_model):
             hf_model.save_pretrained(unfinished, state_dict=state_dict)
-            (unfinished / CARD_FILE).write_text(card, encoding="utf-8", errors="replace")
             if tokenizer is not None:
                 tokenizer.save_pretrained(unfinished)
     accelerator.wait_for_everyone()

@@ -22,11 +22,13 @@ from slm_toolkit.run.checkpoint.files import NUM_HELD_OUT
 from slm_toolkit.run.data.documents import (
     CHAT_TEMPLATE,
     CHATS,
+    BadData,
     Document,
+    StreamedRows,
     documents_of,
     load_tokenizer,
+    read_rows,
 )
-from slm_toolkit.run.data.sources import BadData, StreamedRows, read_rows
 from slm_toolkit.run.kernels.loss_kernels import IGNORE_INDEX
 
 
@@ -148,7 +150,7 @@ def _split_rows(
             desc=f"packing {facts['name']}",
         )
     except ValueError:
-        for _ in PackedStream(StreamedRows(rows, stream.path, []), pack, stream.path):
+        for _ in PackedStream(StreamedRows(rows, stream.path), pack, stream.path):
             continue  # raises an error that names the row
         raise
     if len(packed) == 0:

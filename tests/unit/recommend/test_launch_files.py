@@ -57,16 +57,6 @@ def test_nodes_of_an_own_file_are_those_of_the_plan(tmp_path: Path) -> None:
     assert "machine_rank" not in config
 
 
-def test_a_model_that_is_not_trained_here_has_nothing_to_launch(tmp_path: Path) -> None:
-    GPT2Config().save_pretrained(tmp_path / "gpt2")
-    asked = ("recommend", "--model", str(tmp_path / "gpt2"), "--gpu", "h100-80gb:1", "--tokens", "1B")
-    done = slm_here(*asked)
-    assert done.code == 0
-    assert "a gpt2 can be estimated, not trained here" in done.out
-    assert "slm train" not in done.out
-    assert slm_here(*asked, "--write", str(tmp_path / "plan")).code == 2
-
-
 def test_a_plan_names_its_tokenizer_saves_and_evaluates() -> None:
     def command(*asked: str) -> str:
         shown = slm_here("recommend", "--gpu", "h100-80gb:8@2", *asked).out
