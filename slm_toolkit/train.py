@@ -62,7 +62,6 @@ def train_step(
         with watch.phase("data"):
             batch = next(batches)
         watch.drew(batch)
-        run.loss_recorder.expect(batch["input_ids"])
         if run.config.records_graphs:
             torch.compiler.cudagraph_mark_step_begin()  # the last pass's outputs may be overwritten
         with accelerator.accumulate(model):
@@ -76,7 +75,6 @@ def train_step(
                     norm = optimizer_step(
                         accelerator, model, run.optimizer, max_grad_norm=run.config.max_grad_norm
                     )
-        watch.computed(batch)
         step_loss += run.loss_recorder.last / run.num_micro_steps
     return step_loss, norm
 
@@ -89,7 +87,6 @@ def train(run: Run, watchdog: Watchdog, *, end_after: int | None = None) -> dict
         run.optimizer,
         run.loss_recorder,
         gpu=run.gpu_before,
-        dataset_names=run.data.names,
     )
     progress, tracker = TrainingProgress(run, watch), Tracker(run, watch)
     observers = [progress, tracker, Evaluations(run, watch, watchdog, tracker), watchdog]
@@ -144,8 +141,7 @@ def after_training(
     config, accelerator, folder = run.config, run.accelerator, run.run_dir / MODEL_DIR
     if config.saves_model:
         watchdog.beat("while saving the model")
-        merge = config.save_final_model == "merged"
-        save_model(accelerator, run.model, run.data.tokenizer, folder, merge=merge)
+        save_model(accelerator, run.model, run.data.tokenizer, folder)
         observed["model_dir"] = str(folder)
     if config.profile == "time" and run.record.first_step < run.num_steps:
         watchdog.beat("while profiling")

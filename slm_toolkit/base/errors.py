@@ -3,20 +3,22 @@
 import errno
 import os
 import re
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import takewhile
 
+# environment variable of ranks started by `slm launch`: the file where a rank writes a nonzero exit code
 EXIT_CODE_VARIABLE = "SLM_EXIT_CODE_FILE"
-"environment variable of ranks started by `slm launch`: the file where a rank writes a nonzero exit code"
+# environment variable of ranks started by `slm compare`: the limit in seconds, and its monotonic end time
 TIME_LIMIT_VARIABLE = "SLM_TIME_LIMIT"
-"environment variable of ranks started by `slm compare`: the limit in seconds, and its monotonic end time"
+# part of the message about a process that ended without a message; its parent process knows the signal
 KILLED_OR_CRASHED = "was killed or crashed"
-"part of the message about a process that ended without a message; its parent process knows the signal"
+# first words of the message of a run that reached its time limit
 STOPPED_AFTER = "stopped after"
-"first words of the message of a run that reached its time limit"
 
 
 class RunEnded(RuntimeError):
@@ -47,28 +49,21 @@ def user_errors() -> Iterator[None]:
 
 
 def about_path(error: OSError) -> str | None:
-    """Return a message with a hint for an error about an unusable path; None for all other errors."""
-    if error.errno not in _HELPS:
+    """Return a message about an unusable path, a full disk or a used-up quota; None for all other errors."""
+    if error.errno not in _OF_PATHS:
         return None
     path = "the output" if error.filename is None else error.filename
-    return shown(f"can't use {path}: {error.strerror}\nhint: {_HELPS[error.errno]}")
+    return shown(f"can't use {path}: {error.strerror}\nhint: check the path, its owner and its disk")
 
 
-_HELPS = {
-    **dict.fromkeys(
-        (errno.EACCES, errno.EPERM, errno.EROFS),
-        "check who owns it and whether its disk is writable",
-    ),
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space on its disk or raise its quota"),
-    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "a file is in the place of a folder; use another path"),
-    errno.EISDIR: "this is a folder; give the path of a file",
-    errno.ELOOP: "its symbolic links form a loop",
-    errno.ENAMETOOLONG: "use a shorter name",
+_OF_PATHS = {
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EEXIST, errno.ENOTDIR),
+    *(errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG),
 }
 
 
+# time for local rank 0 to find and print the same mistake
 _FIRST_RANK_SECONDS = 30.0
-"time for local rank 0 to find and print the same mistake"
 
 
 def shown(message: str) -> str:
@@ -106,30 +101,48 @@ def first_of(lines: list[str]) -> str:
     return first.strip()
 
 
+# begins a line that is no part of the message above it; the last is of torch's launcher
 _NO_VALUE = re.compile(r"\S+Error|Traceback|hint: |[EW]\d{4} ")
-"begins a line that is no part of the message above it; the last is of torch's launcher"
 
 
+# error numbers of a failed write: the disk is full, the quota is used up, the file exceeds its size limit
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"error numbers of a failed write: the disk is full, the quota is used up, the file exceeds its size limit"
+# the same errors in text: Linux's numbers, and the messages of C++ and Rust
 SAYS_DISK_FULL = re.compile(
     r"\[Errno (28|122|27)\]|No space left on device|Disk quota exceeded|os error (28|122|27)\b"
 )
-"the same errors in text: Linux's numbers, and the messages of C++ and Rust"
+# out of memory in the messages of CUDA, NCCL, cuBLAS, cuDNN and the CPU's allocator, which raise other
+# errors
 OUT_OF_MEMORY = re.compile(
     r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|can't allocate memory", re.IGNORECASE
 )
-"out of memory in the messages of CUDA, NCCL, cuBLAS, cuDNN and the CPU's allocator, which raise other errors"
 
 
-# The optional packages, by the extras of pyproject.toml. Messages name the packages: the extras themselves
-# install from a checkout only (`pip install -e ".[peft]"`).
-PACKAGES = {
-    "fp8": "torchao",
-    "peft": "peft bitsandbytes",
-}
+# Ctrl-C (SIGINT) while there is nothing to save.
+
+# Two SIGINTs within this time come from one Ctrl-C: the terminal sends it to all processes in its
+# foreground, and the launcher also forwards it to its ranks.
+SAME_SECONDS = 1.0
 
 
-def pip_install(extra: str) -> str:
-    """Return the command that installs an extra: "peft" gives `pip install peft bitsandbytes`."""
-    return f"pip install {PACKAGES[extra]}"
+def end_at_once() -> None:
+    """Let SIGINT end this process from now on, without a traceback, even in native code; shells see 130.
+
+    If SIGINT is ignored (`nohup`, background jobs of a script), it stays ignored.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Let SIGINT end the process inside this block: C modules can crash on a KeyboardInterrupt at import."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can set handlers
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    end_at_once()
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

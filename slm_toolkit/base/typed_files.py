@@ -20,8 +20,8 @@ from typing import (
 import msgspec
 from msgspec import Meta
 
+# limit of every number: it fits Parquet's int64, and products of a few such numbers stay finite
 LARGEST = 10**18
-"limit of every number: it fits Parquet's int64, and products of a few such numbers stay finite"
 Count = Annotated[int, Meta(ge=0, le=LARGEST)]
 PositiveInt = Annotated[int, Meta(ge=1, le=LARGEST)]
 Finite = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]

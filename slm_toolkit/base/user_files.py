@@ -4,19 +4,16 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+# size limit of a YAML or JSON with settings or prices, and of a config.json; real files have a few KB
 SETTINGS_BYTES = 2**17
-"size limit of a YAML or JSON with settings or prices, and of a config.json; real files have a few KB"
-MOST_VALUES = 10_000
-"limit of values in such a file; each use of a YAML alias or merge counts its values again"
+# limit of nested mappings and lists; DeepSpeed's JSON has four levels
 MOST_LEVELS = 40
-"limit of nested mappings and lists; DeepSpeed's JSON has four levels"
+MOST_ALIASES = 10  # of a YAML's values
 _LARGEST_BITS = 1023  # a larger integer may not fit in a float
 YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, if present, is ten times as fast
 
@@ -26,17 +23,8 @@ def typed_path(text: str) -> Path:
     return Path(os.path.expanduser(text))
 
 
-def is_file(path: Path) -> bool:
-    """Return whether the path is a file; False for too long a name (`Path.is_file` raises OSError)."""
-    return os.path.isfile(path)
-
-
-def is_dir(path: Path) -> bool:
-    return os.path.isdir(path)
-
-
-def exists(path: Path) -> bool:
-    return os.path.exists(path)
+# False for too long a name, for which the methods of Path raise OSError
+is_file, is_dir, exists = os.path.isfile, os.path.isdir, os.path.exists
 
 
 def check_name(name: str, what: str) -> str:
@@ -55,27 +43,15 @@ def read_bytes(path: Path | str, *, what: str, hint: str, limit_bytes: int = SET
     """
     name = f"can't read {what} {path}" if what else f"can't read {path}"
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        with open(path, "rb", opener=lambda file, flags: os.open(file, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ValueError("it is a pipe, a socket or a device, not a file")
+            data = file.read(limit_bytes + 1)
+    except (OSError, ValueError) as error:  # ValueError: also a NUL in the name
         raise ValueError(f"{name}: {error}\nhint: {hint}") from None
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            kind = "folder" if stat.S_ISDIR(status.st_mode) else "pipe, a socket or a device"
-            raise ValueError(f"{name}: it is a {kind}, not a file\nhint: {hint}")
-        chunks, size = [], 0
-        chunk_bytes = min(max(status.st_size + 1, 2**16), limit_bytes + 1)
-        # Read to the end, whatever st_size is: it is 0 for files in /proc, and a file can grow meanwhile.
-        while size <= limit_bytes and (chunk := os.read(descriptor, chunk_bytes)):
-            chunks.append(chunk)
-            size += len(chunk)
-    except OSError as error:
-        raise ValueError(f"{name}: {error}\nhint: {hint}") from None
-    finally:
-        os.close(descriptor)
-    if size > limit_bytes:
+    if len(data) > limit_bytes:
         raise ValueError(f"{name}: more than {limit_bytes:,} bytes\nhint: {hint}")
-    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+    return data
 
 
 def read_text(path: Path, *, what: str = "", hint: str, limit_bytes: int = SETTINGS_BYTES) -> str:
@@ -109,16 +85,14 @@ def json_of(text: str, path: object, *, hint: str) -> Any:
 def yaml_of(text: str, path: object, *, hint: str) -> Any:
     """Parse a YAML text into plain values: mappings with text keys, lists, text, numbers, true, false, null.
 
-    Raises ValueError for everything else: tags, dates, aliases that are recursive or expand to too much.
+    Raises ValueError for everything else: tags, aliases, dates.
     """
     node = yaml_node(text, path, hint=hint)
     loader = YAML_LOADER("")
     try:
         value = None if node is None else loader.construct_document(node)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # 2026-99-99 looks like a date
         raise _not_yaml(error, path, hint) from None
-    except (ValueError, OverflowError) as error:  # 2026-99-99 looks like a date, 0x_ like a number
-        raise ValueError(f"{path} is not YAML: {error}\nhint: {hint}") from None
     finally:
         loader.dispose()
     check_values(value, path, hint)
@@ -128,80 +102,56 @@ def yaml_of(text: str, path: object, *, hint: str) -> Any:
 def yaml_node(text: str, path: object, *, hint: str) -> yaml.Node | None:
     """Parse a YAML text into nodes whose scalars stay as they are written; None for an empty text.
 
-    The nodes are neither deep nor large. Levels are counted before libyaml composes the nodes, because it
-    recurses on the C stack. Aliases are counted before values are constructed, because merges of merges take
-    exponential time.
+    Levels are counted before libyaml composes the nodes, because it recurses on the C stack. Few aliases are
+    allowed, and none inside itself: aliases of aliases take exponential time and memory.
     """
     try:
-        _check_events(text, path, hint)
-        node = yaml.compose(text, Loader=YAML_LOADER)
+        num_aliases, anchors = 0, []  # of the collections that are open
+        for event in yaml.parse(text, Loader=YAML_LOADER):
+            if isinstance(event, yaml.CollectionStartEvent):
+                anchors.append(event.anchor)
+            elif isinstance(event, yaml.CollectionEndEvent):
+                anchors.pop()
+            is_alias = isinstance(event, yaml.AliasEvent)
+            num_aliases += is_alias
+            if getattr(event, "tag", None) is not None or (is_alias and event.anchor in anchors):
+                what = f"alias {event.anchor} inside itself" if is_alias else f"tag {event.tag}"
+                line = event.start_mark.line + 1
+                raise ValueError(f"{path} has the {what} at line {line}\nhint: remove it; {hint}")
+            if len(anchors) > MOST_LEVELS or num_aliases > MOST_ALIASES:
+                raise ValueError(_too_deep(path, hint))
+        return yaml.compose(text, Loader=YAML_LOADER)
     except yaml.YAMLError as error:
         raise _not_yaml(error, path, hint) from None
-    for _ in _each_value(node, _parts_of_node, path, hint):
-        pass
-    return node
 
 
-def _parts_of_node(node: yaml.Node | None) -> Iterable[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        return [key_or_value for pair in node.value for key_or_value in pair]
-    return node.value if isinstance(node, yaml.SequenceNode) else ()
-
-
-def _each_value(
-    root: Any, parts_of: Callable[[Any], Iterable[Any]], path: object, hint: str
-) -> Iterator[Any]:
-    """Yield `root` and every value inside it. Raises ValueError beyond MOST_VALUES or MOST_LEVELS."""
-    of_level, num_values = [root], 0
-    for _ in range(MOST_LEVELS + 1):
-        num_values += len(of_level)
-        if num_values > MOST_VALUES:
-            many = f"more than {MOST_VALUES:,} values, including repeated aliases"
-            raise ValueError(f"{path} contains {many}\nhint: {hint}")
-        yield from of_level
-        below = (part for value in of_level for part in parts_of(value))
-        of_level = list(islice(below, MOST_VALUES + 1))
-        if not of_level:
-            return
-    raise ValueError(_too_deep(path, hint))
-
-
-def _check_events(text: str, path: object, hint: str) -> None:
-    level = 0
-    for event in yaml.parse(text, Loader=YAML_LOADER):
-        if getattr(event, "tag", None) is not None:
-            line = event.start_mark.line + 1
-            raise ValueError(f"{path} has the tag {event.tag} at line {line}\nhint: remove it; {hint}")
-        if isinstance(event, yaml.CollectionStartEvent):
-            level += 1
-            if level > MOST_LEVELS:
-                raise ValueError(_too_deep(path, hint))
-        elif isinstance(event, yaml.CollectionEndEvent):
-            level -= 1
-
-
-def _not_yaml(error: yaml.YAMLError, path: object, hint: str) -> ValueError:
+def _not_yaml(error: Exception, path: object, hint: str) -> ValueError:
     mark = getattr(error, "problem_mark", None)
     line = f" at line {mark.line + 1}" if mark else ""
     problem = getattr(error, "problem", None) or str(error).splitlines()[0]
     return ValueError(f"{path} is not YAML{line}: {problem}\nhint: {hint}")
 
 
-def _parts_of_value(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return [key_or_value for pair in value.items() for key_or_value in pair]
-    return value if isinstance(value, list) else ()
-
-
 def check_values(value: Any, path: object, hint: str) -> None:
     """Raise ValueError for values that no setting can have, or that would break arithmetic or printing."""
-    for part in _each_value(value, _parts_of_value, path, hint):
-        if isinstance(part, dict):
-            for key in part:
-                if not isinstance(key, str):
-                    raise ValueError(f"{path} has the key {key!r}, which is not text\nhint: quote it; {hint}")
-        elif not isinstance(part, list) and (problem := _problem(part)):
-            raise ValueError(f"{path} contains {problem}\nhint: {hint}")
+    of_level = [value]
+    for _ in range(MOST_LEVELS + 1):
+        below: list[Any] = []
+        for part in of_level:
+            if isinstance(part, dict):
+                if odd := [key for key in part if not isinstance(key, str)]:
+                    raise ValueError(
+                        f"{path} has the key {odd[0]!r}, which is not text\nhint: quote it; {hint}"
+                    )
+                below += [*part, *part.values()]
+            elif isinstance(part, list):
+                below += part
+            elif problem := _problem(part):
+                raise ValueError(f"{path} contains {problem}\nhint: {hint}")
+        if not below:
+            return
+        of_level = below
+    raise ValueError(_too_deep(path, hint))
 
 
 def _problem(value: Any) -> str | None:
@@ -220,4 +170,4 @@ def _no_constant(word: str) -> float:
 
 
 def _too_deep(path: object, hint: str) -> str:
-    return f"{path} has settings nested more than {MOST_LEVELS} levels deep\nhint: {hint}"
+    return f"{path} has over {MOST_LEVELS} nested levels, or over {MOST_ALIASES} aliases\nhint: {hint}"

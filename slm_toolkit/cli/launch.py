@@ -34,14 +34,9 @@ from slm_toolkit.launch.rendezvous import (
 from slm_toolkit.model.names import check_hub_names, find_model
 from slm_toolkit.predict.choices import completed
 from slm_toolkit.run.checkpoint.start import check_before_launch
-from slm_toolkit.strategy.checked_run import checked_run
-from slm_toolkit.strategy.groups import check_groups, fit_groups, group_sizes, with_group_options
-from slm_toolkit.strategy.strategy import (
-    Strategy,
-    check_passed_on,
-    find_strategy,
-    read_strategy,
-)
+from slm_toolkit.strategy.checked_run import check_groups, check_passed_on, checked_run
+from slm_toolkit.strategy.groups import fit_groups, group_sizes, with_group_options
+from slm_toolkit.strategy.strategy import Strategy, find_strategy, read_strategy
 
 _DEFAULT_PORT = 29500  # accelerate's
 _LARGEST_PORT = 65535

@@ -11,8 +11,7 @@ if _COLLECTS := gc.isenabled():
 
 # isort: split
 from slm_toolkit import __version__
-from slm_toolkit.base.errors import about_path, user_errors
-from slm_toolkit.base.interrupts import ending_at_once
+from slm_toolkit.base.errors import about_path, ending_at_once, user_errors
 from slm_toolkit.config.parser import Parser, with_flags_of, with_underscores
 
 _VERBS = {  # name, which is also its module in cli/: help
@@ -29,12 +28,10 @@ _VERBS = {  # name, which is also its module in cli/: help
 }
 _EPILOG = """\
 examples:
-  slm train --strategy ddp --model slm-1m --max_steps 20  one run under one strategy
   slm compare                                             six strategies on this machine, and a table
   slm estimate --model slm-2b --gpu a100-40gb             does it fit? nothing runs
   slm recommend --model slm-1b --gpu a100-40gb h100-80gb  the cheapest way to train it on these GPUs
   slm report runs --export report.html                    the table and charts as one page
-  slm recipes                                             scripts to copy: LoRA, two nodes, a small GPU, ...
 """
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from slm_toolkit.base.user_files import exists, is_dir, is_file, typed_path
 
+# suffix: name of the loader in `datasets`
 FILE_FORMATS = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-"suffix: name of the loader in `datasets`"
 _LONGEST_PATH = 1000  # glob.glob takes quadratic time in a pattern's brackets
 _HUB_CONFIGURATION = r"(\w[\w.-]*(?:/[\w.-]+)?):([^:/*?]+)"
 _LOCAL = r"^[./]|[*?[~]|/.*/|.{1001}"  # a hub id is org/name

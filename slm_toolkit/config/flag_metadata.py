@@ -2,39 +2,28 @@
 
 import dataclasses
 import functools
-import math
+import operator
 from collections.abc import Collection, Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, TypeVar, dataclass_transform
 
+# limit of every flag that has no smaller one
 LARGEST_NUMBER = 10**12
-"limit of every flag that has no smaller one"
 _LONGEST_QUOTE = 40  # characters
 _Config = TypeVar("_Config")
 
 
 @dataclass(frozen=True)
 class Excludes:
-    """A flag that can't be combined with this one, and the sentence that says why."""
+    """A flag that can't be combined with this one, or strategies under which this one can't be used."""
 
     other: str
+    "name of a flag, or of a boolean property of Strategy"
     why: str
     values: tuple[Any, ...] = ()
     "values of the other flag that are excluded; empty: any but its default"
     own: tuple[Any, ...] = ()
     "values of this flag that exclude it; empty: any but the default"
-
-
-@dataclass(frozen=True)
-class ExcludesStrategy:
-    """Strategies under which a flag can't be used."""
-
-    property: str
-    "name of a boolean property of Strategy"
-    why: str
-    "the sentence; {flag} becomes the flag as typed, {strategy} the strategy's name"
-    own: tuple[Any, ...] = ()
-    "values of this flag that exclude the strategies; empty: any but the default"
 
 
 @dataclass(frozen=True)
@@ -45,8 +34,8 @@ class Flag:
     help: str
     "argparse.SUPPRESS: only the script has the flag, for the commands that `slm compare` writes"
     _: KW_ONLY
-    group: str
-    "heading of --help under which the flag stands"
+    group: str | None = None
+    "heading of --help under which the flag stands; None: that of the field before"
     basic: bool = False
     "whether `--help` shows it; `--help all` shows every flag"
     choices: tuple[str, ...] | None = None
@@ -64,14 +53,13 @@ class Flag:
     one_run_only: bool = False
     "True if the flag makes no sense for several runs: `slm compare` does not have it"
 
-    least: float | None = None
-    most: float | None = None
+    least: float = -LARGEST_NUMBER
+    most: float = LARGEST_NUMBER
     above: float | None = None
     below: float | None = None
     needs: tuple[str, ...] = ()
     "flags that must be given with it"
     excludes: tuple[Excludes, ...] = ()
-    excludes_strategies: tuple[ExcludesStrategy, ...] = ()
 
     identity: bool = True
     "whether another value makes another run"
@@ -122,8 +110,10 @@ class Flag:
 @dataclass_transform(frozen_default=True, field_specifiers=(Flag,))
 def dataclass_of_flags(cls: type[_Config]) -> type[_Config]:
     """Make a frozen dataclass. Each field gets its Flag's default, and the Flag as metadata."""
+    group = None
     for name in cls.__annotations__:
-        of_flag = vars(cls)[name]
+        group = vars(cls)[name].group or group
+        of_flag = dataclasses.replace(vars(cls)[name], group=group)
         setattr(cls, name, dataclasses.field(default=of_flag.default, metadata={"flag": of_flag}))
     return dataclass(frozen=True)(cls)
 
@@ -139,31 +129,19 @@ def shortened(text: str) -> str:
     return text if len(text) <= _LONGEST_QUOTE else f"{text[:20]}...{text[-10:]}"
 
 
-def field_problems(config: Any) -> list[str]:
-    """Return a sentence for each value outside its range or choices, and for each contradicting pair."""
-    known = flags_of_fields(type(config))
-    return [
-        problem
-        for name, of_flag in known.items()
-        for problem in (
-            *_value_problems(name, of_flag, getattr(config, name)),
-            *_pair_problems(name, of_flag, config, known),
-        )
-    ]
+def field_problems(config: Any, strategy: Any = None) -> list[str]:
+    """Return a sentence for each value outside its range or choices, and for each contradicting pair.
 
-
-def strategy_problems(config: Any, strategy: Any) -> list[str]:
-    """Return a sentence for each flag of a RunConfig that can't be used under a Strategy, without repeats."""
+    With a Strategy, return only the sentences about flags that can't be used under it.
+    """
     known = flags_of_fields(type(config))
-    sentences = [
-        rule.why.format(flag=_as_typed(config, name, known), strategy=strategy.name)
-        for name, of_flag in known.items()
-        if of_flag.excludes_strategies and _is_given(config, name)
-        for rule in of_flag.excludes_strategies
-        if getattr(strategy, rule.property)
-        and (not rule.own or any(part in rule.own for part in of_flag.parts_of(getattr(config, name))))
-    ]
-    return list(dict.fromkeys(sentences))
+    problems = []
+    for name, of_flag in known.items():
+        if strategy is None:
+            problems += _value_problems(name, of_flag, getattr(config, name))
+        if _is_given(config, name):
+            problems += _pair_problems(name, of_flag, config, known, strategy)
+    return problems
 
 
 def _value_problems(name: str, of_flag: Flag, value: Any) -> Iterator[str]:
@@ -179,58 +157,38 @@ def _value_problems(name: str, of_flag: Flag, value: Any) -> Iterator[str]:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return
     number = f"{value:g}" if isinstance(value, float) else shortened(str(value))
-    if not _is_within(of_flag, value):
-        yield f"--{name} is {number}: {_range_text(of_flag)}{_meant(of_flag, value)}"
-    elif not -LARGEST_NUMBER <= value <= LARGEST_NUMBER:  # NaN is in no range
-        yield f"--{name} is {number}: at most {LARGEST_NUMBER:,}"
+    for limit, words, is_within in (
+        (of_flag.least, "at least", operator.ge),
+        (of_flag.above, "above", operator.gt),
+        (of_flag.most, "at most", operator.le),
+        (of_flag.below, "below", operator.lt),
+    ):
+        if limit is not None and not is_within(value, limit):  # NaN is within no limit
+            yield f"--{name} is {number}: {words} {limit:,}"
+            return
 
 
-def _is_within(of_flag: Flag, value: float) -> bool:
-    """True if the value is in the flag's range. NaN is only in a range without limits."""
-    return (
-        (of_flag.least is None or value >= of_flag.least)
-        and (of_flag.above is None or value > of_flag.above)
-        and (of_flag.most is None or value <= of_flag.most)
-        and (of_flag.below is None or value < of_flag.below)
-        and (of_flag.above is None or value < math.inf)
-    )
-
-
-def _range_text(of_flag: Flag) -> str:
-    """Return the range as text: 1 to 50, 0 to below 1, at least 1, not below 0, above 0, ..."""
-    if of_flag.least is not None and of_flag.most is not None:
-        return f"{of_flag.least} to {of_flag.most}"
-    if of_flag.least is not None and of_flag.below is not None:
-        return f"{of_flag.least} to below {of_flag.below}"
-    limits = (
-        ("not below 0" if of_flag.least == 0 else f"at least {of_flag.least}", of_flag.least),
-        (f"above {of_flag.above}", of_flag.above),
-        (f"at most {of_flag.most}", of_flag.most),
-    )
-    return ", ".join(text for text, limit in limits if limit is not None)
-
-
-def _meant(of_flag: Flag, value: float) -> str:
-    """Suggest 3e-4 for 3e4 if the flag is at most 1: a minus is missing."""
-    if of_flag.most != 1 or not 10 <= value <= LARGEST_NUMBER:
-        return ""
-    mantissa, _, power = f"{value:e}".partition("e+")
-    return f"; did you mean {float(mantissa):g}e-{int(power)}?"
-
-
-def _pair_problems(name: str, of_flag: Flag, config: Any, known: dict[str, Flag]) -> Iterator[str]:
-    if not _is_given(config, name):
-        return
+def _pair_problems(
+    name: str, of_flag: Flag, config: Any, known: dict[str, Flag], strategy: Any
+) -> Iterator[str]:
     this = _as_typed(config, name, known)
-    for other in of_flag.needs:
+    for other in of_flag.needs if strategy is None else ():
         if not _is_given(config, other):
             yield f"{this} without --{other}"
     for rule in of_flag.excludes:
-        values = known[rule.other].parts_of(getattr(config, rule.other))
-        if rule.own and not any(part in rule.own for part in of_flag.parts_of(getattr(config, name))):
+        other, is_flag = rule.other, rule.other in known
+        own_parts = of_flag.parts_of(getattr(config, name))
+        if is_flag == (strategy is not None) or (rule.own and not set(rule.own).intersection(own_parts)):
             continue
-        if any(part in rule.values for part in values) if rule.values else _is_given(config, rule.other):
-            yield f"{this} with {_as_typed(config, rule.other, known, named=rule.values)}: {rule.why}"
+        if not is_flag:
+            if getattr(strategy, other):
+                yield f"{this}: {rule.why}"
+        elif (
+            set(rule.values).intersection(known[other].parts_of(getattr(config, other)))
+            if rule.values
+            else _is_given(config, other)
+        ):
+            yield f"{this} with {_as_typed(config, other, known, named=rule.values)}: {rule.why}"
 
 
 def _is_given(config: Any, name: str) -> bool:

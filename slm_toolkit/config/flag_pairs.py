@@ -26,10 +26,6 @@ class Pair:
             return None
         return f"--{self.flag} {'without' if self.is_needed else 'with'} --{self.other}{self.why}"
 
-    @property
-    def hint(self) -> str:
-        return f"add --{self.other}" if self.is_needed else "give one"
-
 
 def flags_given(args: argparse.Namespace) -> list[str]:
     """Return the names of a verb's flags whose value is not the default."""
@@ -43,13 +39,10 @@ def pair_problems(given: Collection[str], pairs: Iterable[Pair], *, has_gpu: boo
     return [problem for problem in broken if problem is not None]
 
 
-def check_pairs(
-    given: Collection[str], pairs: Collection[Pair], *, has_gpu: bool = False, hint: str | None = None
-) -> None:
+def check_pairs(given: Collection[str], pairs: Iterable[Pair], *, has_gpu: bool = False) -> None:
     """Raise one ValueError with all `pair_problems`."""
     if problems := pair_problems(given, pairs, has_gpu=has_gpu):
-        hints = dict.fromkeys(pair.hint for pair in pairs if pair.problem(given) in problems)
-        raise ValueError("\n".join(problems) + f"\nhint: {hint or '; '.join(hints)}")
+        raise ValueError("\n".join(problems) + "\nhint: leave one out, or add the one that is missing")
 
 
 def _is_given(value: Any) -> bool:

@@ -11,8 +11,8 @@ from slm_toolkit.config.flag_metadata import Flag
 from slm_toolkit.config.parser import Parser, foreign_flags, with_underscores
 from slm_toolkit.config.run_config import FLAGS, RunConfig
 
+# flags that make no sense for several runs
 ONE_RUN_ONLY = tuple(name for name, flag in FLAGS.items() if flag.one_run_only)
-"flags that make no sense for several runs"
 
 
 def add_flags(parser: Parser, *, grid: bool, leave_out: tuple[str, ...] = (), hidden: bool = False) -> None:

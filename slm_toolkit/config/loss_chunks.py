@@ -1,15 +1,16 @@
 """Tokens per chunk of the fused loss, for the kernels and for the closed forms."""
 
+# fp32 probabilities per chunk: 2^24 x 4 bytes = 64 MiB keep a GPU busy, and are small compared to the
+# logits
 _ELEMENTS = 2**24
-"fp32 probabilities per chunk: 2^24 x 4 bytes = 64 MiB keep a GPU busy, and are small compared to the logits"
+# tokens with which a chunk's matrix products fill a GPU: with 512 tokens and 768 hidden units, the
+# gradient of the hidden states has 12 tiles of 256 x 128 for the 132 multiprocessors of an H200
 _FULL_WAVES = 4096
-"""tokens with which a chunk's matrix products fill a GPU: with 512 tokens and 768 hidden units, the gradient
-of the hidden states has 12 tiles of 256 x 128 for the 132 multiprocessors of an H200"""
+# logits of a chunk of so many tokens, at most: 512 MiB in bf16
 _MOST_LOGITS = 2**28
-"logits of a chunk of so many tokens, at most: 512 MiB in bf16"
+# 16 MiB in bf16, small enough for a core's caches: a model of 256 units and a vocabulary of 32,000 takes
+# 1.30 s a step with chunks of 256 tokens, 1.48 with 512, 1.57 with 2048 (bench/throughput.py, 2026-11-26)
 _LOGITS_ON_CPU = _ELEMENTS // 2
-"""16 MiB in bf16, small enough for a core's caches: a model of 256 units and a vocabulary of 32,000 takes
-1.30 s a step with chunks of 256 tokens, 1.48 with 512, 1.57 with 2048 (bench/throughput.py, 2026-11-26)"""
 
 
 def tokens_of_chunk(num_tokens: int, *, vocab_size: int, hidden_size: int, on_cpu: bool = False) -> int:

@@ -14,6 +14,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from slm_toolkit.base.user_files import read_text, typed_path, yaml_node, yaml_of
 
 _OF_THE_LAUNCHER = (
@@ -30,12 +32,12 @@ def foreign_flags(kind: str) -> dict[str, str]:
 
 
 _LAUNCHERS_OWN = ("strategy", "config_file", "num_processes", "num_machines", "machine_rank")
+# switches of Trainer: our flag and its value; without --bf16 and with its false, our default stays
 _SWITCHES = {
     "bf16": ("numerics", "aligned"),
     "fp16": ("numerics", "fp16"),
     "torch_compile": ("kernels", "compiled"),
 }
-"switches of Trainer: our flag and its value; without --bf16 and with its false, our default stays"
 
 
 class _Switch(argparse.Action):
@@ -100,16 +102,19 @@ def with_config_files(words: list[str], actions: Mapping[str, argparse.Action]) 
 
 def _words_of_file(path: str, actions: Mapping[str, argparse.Action]) -> list[str]:
     text = read_text(typed_path(path), what="--config", hint=_CONFIG_HINT)
-    settings = yaml_of(text, path, hint=_CONFIG_HINT)
-    if not isinstance(settings, dict):
+    node = yaml_node(text, path, hint=_CONFIG_HINT)
+    if not isinstance(node, yaml.MappingNode):
         raise ValueError(f"{path} is not a mapping\nhint: {_CONFIG_HINT}")
-    nodes = yaml_node(text, path, hint=_CONFIG_HINT).value
-    values = [(key.value, settings[key.value], node.value) for key, node in nodes]
-    typed = [  # YAML reads 1:12:00:00 as a number in base 60
-        (name, text if isinstance(value, int | float) and ":" in text else value)
-        for name, value, text in values
-    ]
-    return words_of(typed, actions, where=f"{path}: ", hint=_CONFIG_HINT)
+    # values stay as they are written: YAML reads 1:12:00:00 as a number in base 60
+    settings = [(str(key.value), _value_as_typed(value)) for key, value in node.value]
+    return words_of(settings, actions, where=f"{path}: ", hint=_CONFIG_HINT)
+
+
+def _value_as_typed(node: yaml.Node) -> Any:
+    if isinstance(node, yaml.CollectionNode):
+        is_list = isinstance(node, yaml.SequenceNode)
+        return [_value_as_typed(value) for value in node.value] if is_list else {"a mapping"}
+    return None if node.tag == "tag:yaml.org,2002:null" else node.value
 
 
 def words_of(
@@ -128,37 +133,31 @@ def words_of(
         hint = "; ".join(filter(None, (_hint(flag, actions) for flag in unknown))) or hint
         names = ", ".join(flag[2:] for flag in unknown)
         raise ValueError(f"{where}unknown {names}" + (f"\nhint: {hint}" if hint else ""))
-    flags = [actions[flag].option_strings[0] for flag in typed]
-    names = [
-        actions[flag].dest
-        for flag, (_, value) in zip(flags, settings, strict=True)
-        if not (isinstance(actions[flag], _Switch) and not value)
-    ]
-    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+    words, given = [], []
+    for flag, (_, value) in zip(typed, settings, strict=True):
+        action = actions[flag]
+        of_setting = _words_of_setting(action.option_strings[0], value, action, where)
+        words += of_setting
+        given += [action.dest] * bool(of_setting)
+    if twice := [name for name in dict.fromkeys(given) if given.count(name) > 1]:
         raise ValueError(f"{where}{', '.join(twice)} given twice\nhint: keep one value")
-    return [
-        word
-        for flag, (_, value) in zip(flags, settings, strict=True)
-        for word in _words_of_setting(flag, value, actions[flag], where)
-    ]
+    return words
 
 
 def _words_of_setting(flag: str, value: Any, action: argparse.Action, where: str) -> list[str]:
     """`--seed=1`, or `--seed 1 2` of a list; nothing for null, and for false if the flag is a switch."""
-    is_switch = action.nargs == 0 or isinstance(action, _Switch)
-    if value is None or (is_switch and value is False):
+    is_switch, several = action.nargs == 0 or isinstance(action, _Switch), action.nargs in ("+", "*")
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    texts = [str(each).lower() if isinstance(each, bool) else str(each) for each in values]
+    switched = texts[0].lower() if is_switch and len(texts) == 1 else None
+    if value is None or switched == "false":
         return []
-    if is_switch and value is True:
+    if switched == "true":
         return [flag]
-    value = list(value) if isinstance(value, tuple) else value
-    values = value if isinstance(value, list) else [value]
-    several = action.nargs in ("+", "*")
-    if is_switch or (isinstance(value, list) and not (several and value)):
+    is_nested = any(isinstance(each, dict | list | set | None) for each in values)
+    if is_switch or not values or is_nested or (isinstance(value, list | tuple) and not several):
         takes = "true or false" if is_switch else "a list of values" if several else "one value"
         raise ValueError(f"{where}{flag[2:]} is {value!r}\nhint: it takes {takes}")
-    if any(isinstance(each, dict | list | None) for each in values):
-        raise ValueError(f"{where}{flag[2:]} holds {value!r}\nhint: it takes texts and numbers")
-    texts = [str(each).lower() if isinstance(each, bool) else str(each) for each in values]
     return [flag, *texts] if several else [f"{flag}={texts[0]}"]
 
 

@@ -7,11 +7,9 @@ from argparse import SUPPRESS
 from pathlib import Path
 from typing import Any
 
-from slm_toolkit.base.errors import pip_install
 from slm_toolkit.config.dataset_files import Source, sources_of
 from slm_toolkit.config.flag_metadata import (
     Excludes,
-    ExcludesStrategy,
     Flag,
     dataclass_of_flags,
     field_problems,
@@ -20,36 +18,33 @@ from slm_toolkit.config.flag_metadata import (
 )
 
 SYNTHETIC = "synthetic"
+# the default --lr_scheduler_type; the others are transformers'
 OWN_SCHEDULE = "cosine_to_tenth"
-"the default --lr_scheduler_type; the others are transformers'"
+# most ranks of a node; a rehearsal has no nodes to count them on
 REHEARSED_RANKS_PER_NODE = 8
-"most ranks of a node; a rehearsal has no nodes to count them on"
+# sequences per process where nothing is known of the GPU
 DEFAULT_BATCH = 4
-"sequences per process where nothing is known of the GPU"
+# cuBLAS multiplies float8 matrices if their widths and numbers of tokens are multiples of it
 FP8_MULTIPLE = 16
-"cuBLAS multiplies float8 matrices if their widths and numbers of tokens are multiples of it"
+# seconds; torch's own timeout of a collective, see run/peers/machines.py
 MOST_DDP_TIMEOUT = 3600
-"seconds; torch's own timeout of a collective, see run/peers/machines.py"
 ESTIMATED_ATTENTION = (  # names of transformers 5.23; all but eager keep no scores
     *("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"),
-    *("sdpa_flash", "sdpa_efficient", "sdpa_cudnn"),  # sdpa_math is missing: it keeps scores in its own way
 )
 _DEFAULT_STEPS = 33  # 3 of warm-up and 3 blocks of 10
-_LONGEST_NAME = 200  # of a folder: file systems take 255 bytes
 
 _LEARNS_NOTHING = (Excludes("rehearse", "a rehearsal learns nothing"),)
 _NO_DOCUMENTS = Excludes("dataset", "synthetic tokens are no documents", values=(SYNTHETIC,))
 _NO_LOW_PRECISION = Excludes("numerics", "it has no low precision", values=("fp32",))
-_NO_CHECKPOINTS = (
-    ExcludesStrategy(
-        "is_fsdp1",
-        "no checkpoints under FSDP1, whose flat parameters have no names: use fsdp_version: 2",
+_CHECKPOINTS = (
+    *_LEARNS_NOTHING,
+    Excludes(
+        "is_fsdp1", "no checkpoints under FSDP1, whose flat parameters have no names: use fsdp_version: 2"
     ),
-    ExcludesStrategy("is_zero_0", "no checkpoints under ZeRO-0, which shards nothing: use DDP"),
-    ExcludesStrategy(
-        "offloads_part_of_optimizer", "no checkpoints with part of the optimizer offloaded: ratio 1.0"
-    ),
+    Excludes("is_zero_0", "no checkpoints under ZeRO-0, which shards nothing: use DDP"),
+    Excludes("offloads_part_of_optimizer", "no checkpoints with part of the optimizer offloaded: ratio 1.0"),
 )
+# values of --kernels and the parts of each; until a verb has replaced it, auto has none
 KERNEL_SETS = {
     **dict.fromkeys(("auto", "plain"), ()),
     "fused": ("loss", "norm", "triton"),
@@ -57,7 +52,6 @@ KERNEL_SETS = {
     **{part: (part,) for part in ("loss", "norm", "triton", "compile")},
     "graphs": ("compile", "graphs"),
 }
-"values of --kernels and the parts of each; until a verb has replaced it, auto has none"
 
 
 def in_todays_names(flags: dict[str, Any]) -> dict[str, Any]:
@@ -106,9 +100,7 @@ class RunConfig:
     )
     attn_implementation: str = Flag(
         "sdpa",
-        "attention kernel by transformers' name: eager, sdpa, flex_attention, flash_attention_2, _3 or "
-        "_4. Or one backend of sdpa: sdpa_math, sdpa_flash, sdpa_efficient, sdpa_cudnn",
-        group="model",
+        "attention kernel by transformers' name: eager, sdpa, flex_attention, flash_attention_2, _3 or _4",
         grid=True,
         losses="rounded",
         estimate="counts",
@@ -119,12 +111,10 @@ class RunConfig:
     )
     kernels: str = Flag(
         "auto",
-        "plain: Hugging Face's own. fused: head and loss in chunks of tokens, so that the logits of many "
-        "tokens never exist as a whole; norms that keep only their input for backward; and on a GPU Triton's "
-        "loss and, where the engine leaves the step to us, AdamW. compiled: fused, and torch.compile of the "
-        "decoder layers. auto: the fastest for this GPU, shape and number of steps. Or parts of them joined "
-        "by +: loss, norm, triton, compile, graphs (CUDA graphs of the compiled layers)",
-        group="model",
+        "plain: Hugging Face's own. fused: loss in chunks of tokens, norms that keep only their input "
+        "for backward, and on a GPU Triton's loss and AdamW. compiled: fused, and torch.compile of the "
+        "decoder layers. auto: the fastest for this GPU, shape and number of steps. Or parts joined by "
+        "+: loss, norm, triton, compile, graphs (CUDA graphs)",
         basic=True,
         sets=KERNEL_SETS,
         metavar="auto|plain|fused|compiled",
@@ -144,12 +134,9 @@ class RunConfig:
                 "CUDA graphs overwrite the gradients of the pass before",
                 own=("graphs",),
             ),
-        ),
-        excludes_strategies=(
-            ExcludesStrategy(
+            Excludes(
                 "shards_parameters",
-                "{flag} records CUDA graphs, which need every parameter to stay where it is: leave graphs "
-                "out under FSDP and ZeRO-3",
+                "CUDA graphs need every parameter to stay where it is: not FSDP or ZeRO-3",
                 own=("graphs",),
             ),
         ),
@@ -163,13 +150,10 @@ class RunConfig:
         False,
         "pad FFN and vocabulary with zeros to multiples of 64, which a GPU multiplies faster. The model "
         "computes the same, and is saved without padding",
-        group="model",
         grid=True,
-        excludes=(Excludes("peft", "an adapter fits the unpadded model"),),
-        excludes_strategies=(
-            ExcludesStrategy(
-                "builds_in_shards", "{flag}: the model is built in shards: set zero3_init_flag: false"
-            ),
+        excludes=(
+            Excludes("peft", "an adapter fits the unpadded model"),
+            Excludes("builds_in_shards", "the model is built in shards: set zero3_init_flag: false"),
         ),
         may_change_on_resume=False,
         losses="rounded",
@@ -179,19 +163,17 @@ class RunConfig:
     )
     gradient_checkpointing: str = Flag(
         "none",
-        "recompute activations in backward, which saves memory. full, or the flag alone: every layer; "
-        "about a third more time. selective_layer: every second layer. selective_op: all but attention "
-        "and every second matrix product",
-        group="model",
+        "recompute activations in backward, which saves memory. full: every layer; about a third more "
+        "time. selective_layer: every second layer. selective_op: all but attention and every second "
+        "matrix product",
         basic=True,
         choices=("none", "full", "selective_op", "selective_layer"),
         bare="full",
         synonyms={"true": "full", "false": "none"},  # it was a switch once, as other trainers' still is
         grid=True,
-        excludes_strategies=(
-            ExcludesStrategy(
-                "checkpoints_activations",
-                "fsdp_activation_checkpointing already checkpoints every layer: leave out {flag}",
+        excludes=(
+            Excludes(
+                "checkpoints_activations", "fsdp_activation_checkpointing already checkpoints all layers"
             ),
         ),
         losses="same",
@@ -201,18 +183,14 @@ class RunConfig:
     )
     numerics: str = Flag(
         "aligned",
-        "aligned: bf16 compute, fp32 master weights and bf16 reduction under every engine. stock: "
-        "accelerate's own numerics for the YAML's mixed_precision (bf16 if it has none). pure_bf16: like "
-        "aligned, but weights and Adam's moments in bf16 only. fp16: like aligned, but in fp16 with a loss "
-        "scale, for GPUs without bf16 (T4, V100). fp32: no low precision",
-        group="model",
+        "aligned: bf16 compute, fp32 master weights, bf16 reduction. stock: accelerate's own for the "
+        "YAML's mixed_precision. pure_bf16: weights and Adam's moments in bf16 only. fp16: like "
+        "aligned, with a loss scale, for GPUs without bf16 (T4, V100). fp32: no low precision",
         choices=("aligned", "stock", "pure_bf16", "fp16", "fp32"),
         grid=True,
-        excludes_strategies=(
-            ExcludesStrategy(
-                "is_zero_0", "{flag} needs ZeRO-1, 2 or 3 under DeepSpeed", own=("pure_bf16", "fp16")
-            ),
-            ExcludesStrategy("is_fsdp1", "{flag} under FSDP1: use fsdp_version: 2", own=("fp16",)),
+        excludes=(
+            Excludes("is_zero_0", "under DeepSpeed it needs ZeRO-1, 2 or 3", own=("pure_bf16", "fp16")),
+            Excludes("is_fsdp1", "not under FSDP1: use fsdp_version: 2", own=("fp16",)),
         ),
         may_change_on_resume=False,
         losses="rounded",
@@ -221,10 +199,8 @@ class RunConfig:
     )
     fp8: str = Flag(
         "none",
-        "run matrix products of the decoder layers in float8, with a scale per tensor or per row. Emulated "
-        "below compute capability 8.9 and on CPU, except in a rehearsal. Needs torchao: "
-        f"`{pip_install('fp8')}`",
-        group="model",
+        "run matrix products of the decoder layers in float8, with a scale per tensor or per row. "
+        "Emulated below compute capability 8.9 and on CPU. Needs `pip install torchao`",
         choices=("none", "tensorwise", "rowwise"),
         grid=True,
         excludes=(
@@ -238,8 +214,8 @@ class RunConfig:
     )
     peft: str = Flag(
         "none",
-        "lora: freeze the weights and train low-rank matrices. qlora: the same, with the weights in 4 "
-        f"bits (NF4). Needs `{pip_install('peft')}`",
+        "lora: freeze the weights and train low-rank matrices. qlora: the same, with 4-bit weights "
+        "(NF4). Needs `pip install peft bitsandbytes`",
         group="adapters",
         basic=True,
         choices=("none", "lora", "qlora"),
@@ -248,12 +224,9 @@ class RunConfig:
             Excludes(
                 "numerics", "its weights compute in bf16", values=("fp32", "stock", "fp16"), own=("qlora",)
             ),
-        ),
-        excludes_strategies=(
-            ExcludesStrategy(
+            Excludes(
                 "is_zero_3",
-                "{flag} with ZeRO-3, which cuts weights apart without their scales: use ZeRO-2, DDP or one "
-                "GPU",
+                "ZeRO-3 cuts weights apart without their scales: use ZeRO-2, DDP or one GPU",
                 own=("qlora",),
             ),
         ),
@@ -265,7 +238,6 @@ class RunConfig:
     lora_r: int = Flag(
         16,
         "rank of LoRA's matrices",
-        group="adapters",
         grid=True,
         least=1,
         needs=("peft",),
@@ -277,7 +249,6 @@ class RunConfig:
     lora_alpha: float = Flag(
         32.0,
         "LoRA's scale, before it is divided by the rank",
-        group="adapters",
         grid=True,
         above=0,
         needs=("peft",),
@@ -287,7 +258,6 @@ class RunConfig:
     lora_dropout: float = Flag(
         0.0,
         "dropout before LoRA's matrices",
-        group="adapters",
         least=0,
         below=1,
         needs=("peft",),
@@ -298,7 +268,6 @@ class RunConfig:
         "all-linear",
         "modules that get an adapter, such as q_proj,v_proj. all-linear: every linear module of the "
         "decoder layers",
-        group="adapters",
         needs=("peft",),
         may_change_on_resume=False,
         estimate="counts",
@@ -319,10 +288,8 @@ class RunConfig:
     )
     per_device_train_batch_size: int | None = Flag(
         None,
-        "sequences per process and micro-step. auto, the default: on a GPU the largest power of two that "
-        "fits under every compared strategy and gains at least 3 % over half of it; 4 on CPU and on an "
-        "unknown GPU",
-        group="batch",
+        "sequences per process and micro-step. auto, the default: on a GPU the largest power of two "
+        "that fits under every compared strategy and gains at least 3 % over half of it; else 4",
         basic=True,
         grid=True,
         least=1,
@@ -334,7 +301,6 @@ class RunConfig:
     gradient_accumulation_steps: int = Flag(
         1,
         "micro-steps per optimizer step",
-        group="batch",
         grid=True,
         least=1,
         losses="same",
@@ -344,10 +310,9 @@ class RunConfig:
     )
     dataset: str = Flag(
         SYNTHETIC,
-        "hub id, folder, glob, or local .txt, .jsonl or .parquet file. The configuration of a hub dataset "
-        "follows its id: HuggingFaceFW/fineweb-edu:sample-10BT. Several are mixed by weight: A=3,B=1. "
-        "Without weights all of each is used. The loss of each is reported. synthetic: a generated Markov "
-        "chain, the same on every machine",
+        "hub id, folder, glob, or local .txt, .jsonl or .parquet file. A hub dataset's configuration "
+        "follows its id: HuggingFaceFW/fineweb-edu:sample-10BT. Several are mixed by weight: A=3,B=1; "
+        "without weights all of each is used. synthetic: a generated Markov chain",
         group="data",
         basic=True,
         aliases=("dataset_name",),
@@ -357,17 +322,14 @@ class RunConfig:
     parity: int | None = Flag(  # `slm compare --parity` sets it for its ranks; no verb has it as a flag
         None,
         SUPPRESS,
-        group="data",
         excludes=(Excludes("peft", "its weights compute in bf16", values=("qlora",)),),
         estimate="ignores",
         column="",
     )
     eval_dataset: str | None = Flag(
         None,
-        "held-out sets, separated by commas, for --eval_steps. Loss and perplexity of each are reported. Or "
-        "1% to 50%: the share of each --dataset to hold out (default: 5%; of a stream: its first "
-        "--eval_batches)",
-        group="data",
+        "held-out sets, separated by commas, for --eval_steps. Or 1% to 50%: the share of each "
+        "--dataset to hold out (default: 5%; of a stream: its first --eval_batches)",
         needs=("eval_steps",),
         excludes=(_NO_DOCUMENTS,),
         may_change_on_resume=False,
@@ -377,7 +339,6 @@ class RunConfig:
         "auto",
         "format of a row. messages: role and content. alpaca: instruction, input, output. sharegpt: "
         "conversations. tokens: input_ids, and labels if present. auto: decided by the columns",
-        group="data",
         choices=("auto", "text", "messages", "prompt_completion", "alpaca", "sharegpt", "tokens"),
         excludes=(_NO_DOCUMENTS,),
         may_change_on_resume=False,
@@ -386,18 +347,15 @@ class RunConfig:
     loss_on: str = Flag(
         "answers",
         "tokens of chat data that count in the loss: the answers, or all",
-        group="data",
         choices=("answers", "all"),
         grid=True,
         may_change_on_resume=False,
     )
     packing: str = Flag(
         "auto",
-        "how documents fill sequences. concat: joined and cut; tokens attend across documents. "
-        "block_diagonal: the same, but each document attends only to itself. multipack: whole documents, "
-        "combined to leave little padding; each attends only to itself. none: one document each, padded. "
-        "auto: concat for text, multipack for chat",
-        group="data",
+        "how documents fill sequences. concat: joined and cut. block_diagonal: the same, but each "
+        "attends only to itself. multipack: whole documents, combined to leave little padding; each "
+        "attends only to itself. none: one each, padded. auto: concat for text, multipack for chat",
         choices=("auto", "concat", "block_diagonal", "multipack", "none"),
         grid=True,
         excludes=(_NO_DOCUMENTS,),
@@ -411,27 +369,23 @@ class RunConfig:
     text_column: str = Flag(
         "text",
         "column with the documents",
-        group="data",
         may_change_on_resume=False,
     )
     tokenizer_name: str | None = Flag(
         None,
         "hub id or folder. byte: 256 bytes, no download (default: the model's own; byte for a model of 384 "
         "tokens)",
-        group="data",
         may_change_on_resume=False,
         estimate="ignores",
     )
     streaming: bool | None = Flag(
         None,
         "read documents as they are needed (default: if they are over 1 GiB)",
-        group="data",
         may_change_on_resume=False,
     )
     dataloader_num_workers: int = Flag(
         0,
         "processes per rank that read batches ahead",
-        group="data",
         grid=True,
         least=0,
         losses="same",
@@ -448,9 +402,7 @@ class RunConfig:
     )
     max_tokens: str | None = Flag(
         None,
-        "tokens to train on, such as 50M or 2B, instead of --max_steps. The number of steps follows from the "
-        "batch and the number of ranks",
-        group="length",
+        "tokens to train on, such as 50M or 2B, instead of --max_steps",
         excludes=(
             Excludes("max_steps", "give one of them"),
             Excludes("num_train_epochs", "give one of them"),
@@ -461,7 +413,6 @@ class RunConfig:
     num_train_epochs: float | None = Flag(
         None,
         "passes over the dataset, instead of --max_steps",
-        group="length",
         above=0,
         excludes=(
             Excludes("max_steps", "give one of them"),
@@ -470,9 +421,8 @@ class RunConfig:
     )
     max_time: str | None = Flag(
         None,
-        "stop after this time since the start: DD:HH:MM:SS, HH:MM:SS or seconds. The run saves a checkpoint "
-        "and exits with 0; --resume_from_checkpoint latest continues",
-        group="length",
+        "stop after this time since the start: DD:HH:MM:SS, HH:MM:SS or seconds. The run saves a "
+        "checkpoint and exits with 0; --resume_from_checkpoint latest continues",
         one_run_only=True,
         needs=("save_steps",),
         excludes=_LEARNS_NOTHING,
@@ -480,10 +430,9 @@ class RunConfig:
     )
     profile: str = Flag(
         "none",
-        "look into steps after the last timed one. time, or the flag alone: four steps under torch.profiler, "
-        "which show where the time goes; writes a trace. memory: every allocation of two steps, a timeline "
-        "by part and module. A rehearsal without a GPU always has the timeline",
-        group="length",
+        "look into steps after the last timed one. time, or the flag alone: four steps under "
+        "torch.profiler; writes a trace. memory: every allocation of two steps, a timeline by part and "
+        "module",
         choices=("none", "time", "memory"),
         bare="time",
         synonyms={"true": "time", "false": "none"},  # it was a switch once
@@ -492,18 +441,17 @@ class RunConfig:
     )
     rehearse: int | None = Flag(
         None,
-        "let one process play rank 0 of N, with the real engine and sizes. Nothing is sent, and losses "
-        "mean nothing. Without a GPU tensors take no memory, and every allocation is traced",
-        group="length",
+        "let one process play rank 0 of N, with the real engine and sizes. Losses mean nothing. Without "
+        "a GPU tensors take no memory, and every allocation is traced",
         grid=True,
         least=1,
         column="",
     )
     optim: str = Flag(
         "adamw_torch_fused",
-        "adamw_torch_fused: one kernel for all parameters. adamw_torch: takes a temporary as large as the "
-        "parameters. muon: Muon for the matrices of the layers (4 bytes less per parameter), fused AdamW for "
-        "the rest",
+        "adamw_torch_fused: one kernel for all parameters. adamw_torch: takes a temporary as large as "
+        "the parameters. muon: Muon for the layers' matrices (4 bytes less per parameter), fused AdamW "
+        "for the rest",
         group="optimizer",
         choices=("adamw_torch", "adamw_torch_fused", "muon"),
         grid=True,
@@ -512,19 +460,13 @@ class RunConfig:
             Excludes("numerics", "Muon's matrix products are in bf16", values=("fp16",), own=("muon",)),
             Excludes("peft", "Muon is for whole matrices, not for adapters", own=("muon",)),
             Excludes("pad_widths", "Muon's updates grow with the padded widths", own=("muon",)),
-        ),
-        excludes_strategies=(
-            ExcludesStrategy(
-                "offloads",
-                "{flag} with offload, whose optimizer runs on the CPU",
+            Excludes("offloads", "offload's optimizer runs on the CPU", own=("muon",)),
+            Excludes("is_fsdp1", "FSDP1's parameters are flat: use fsdp_version: 2", own=("muon",)),
+            Excludes(
+                "is_deepspeed",
+                "DeepSpeed shards without regard to matrices: use DDP or FSDP2",
                 own=("muon",),
             ),
-            ExcludesStrategy(
-                "is_fsdp1",
-                "{flag} under FSDP1, whose parameters are flat: use fsdp_version: 2",
-                own=("muon",),
-            ),
-            ExcludesStrategy("is_zero_0", "{flag} under ZeRO-0: use DDP", own=("muon",)),
         ),
         may_change_on_resume=False,
         losses="same",
@@ -535,7 +477,6 @@ class RunConfig:
     learning_rate: float = Flag(
         3e-4,
         "peak learning rate",
-        group="optimizer",
         basic=True,
         above=0,
         most=1,  # AdamW moves each weight by about the rate in a step; they begin with a deviation of 0.02
@@ -543,10 +484,8 @@ class RunConfig:
     )
     lr_scheduler_type: str = Flag(
         OWN_SCHEDULE,
-        "learning-rate schedule. cosine_to_tenth: after --warmup_steps a cosine to a tenth of the peak. The "
-        "others are transformers' own: cosine and linear fall to 0, warmup_stable_decay falls only in the "
-        "last tenth of the steps",
-        group="optimizer",
+        "learning-rate schedule. cosine_to_tenth: a cosine to a tenth of the peak. The others are "
+        "transformers' own; warmup_stable_decay falls in the last tenth of the steps",
         choices=(
             *(OWN_SCHEDULE, "cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt"),
             "warmup_stable_decay",
@@ -560,21 +499,18 @@ class RunConfig:
     warmup_steps: int = Flag(
         0,
         "steps over which the learning rate rises from near 0",
-        group="optimizer",
         least=0,
         estimate="ignores",
     )
     weight_decay: float = Flag(
         0.1,
         "AdamW's decoupled weight decay",
-        group="optimizer",
         least=0,
         estimate="ignores",
     )
     adam_beta1: float = Flag(
         0.9,
         "decay of AdamW's first moment",
-        group="optimizer",
         least=0,
         below=1,
         estimate="ignores",
@@ -582,7 +518,6 @@ class RunConfig:
     adam_beta2: float = Flag(
         0.95,
         "decay of AdamW's second moment",
-        group="optimizer",
         least=0,
         below=1,
         estimate="ignores",
@@ -590,7 +525,6 @@ class RunConfig:
     adam_epsilon: float = Flag(
         1e-8,
         "AdamW's epsilon, which is added to the root of the second moment",
-        group="optimizer",
         above=0,
         most=1,
         estimate="ignores",
@@ -600,17 +534,14 @@ class RunConfig:
         None,
         "gradient clipping, the same under every engine. 0: no clipping (default: 1.0; with --numerics "
         "stock, the engine's own)",
-        group="optimizer",
         least=0,
         estimate="counts",
     )
     on_bad_step: str = Flag(
         "stop",
-        "on a NaN or infinite loss or gradient, or a loss above twice ln(vocabulary size). stop: end the run "
-        "and name the step's sequences. skip: skip the step, at most 10 in a row. Weights are never updated "
-        "with a NaN or infinite value. In fp16 an infinite gradient halves the loss scale instead, 20 times "
-        "at most",
-        group="optimizer",
+        "on a NaN or infinite loss or gradient, or a loss above twice ln(vocabulary size). stop: end "
+        "the run and name the step's sequences. skip: skip the step, at most 10 in a row. In fp16 an "
+        "infinite gradient halves the loss scale instead, 20 times at most",
         choices=("stop", "skip"),
         losses="same",
         column="",
@@ -618,7 +549,6 @@ class RunConfig:
     seed: int = Flag(
         0,
         "random seed of weights and data",
-        group="optimizer",
         grid=True,
         least=0,
         most=2**32 - 1,  # numpy takes no larger one
@@ -633,51 +563,40 @@ class RunConfig:
         excludes=_LEARNS_NOTHING,
         column="",
     )
-    eval_batches: int = Flag(20, "batches per process in one evaluation", group="saving", least=1, column="")
+    eval_batches: int = Flag(20, "batches per process in one evaluation", least=1, column="")
     save_steps: int | None = Flag(
         None,
         "write a checkpoint every N steps",
-        group="saving",
         basic=True,
         least=1,
-        excludes=_LEARNS_NOTHING,
-        excludes_strategies=_NO_CHECKPOINTS,
+        excludes=_CHECKPOINTS,
         losses="same",
         column="",
     )
-    save_total_limit: int = Flag(2, "checkpoints to keep", group="saving", least=1, identity=False)
+    save_total_limit: int = Flag(2, "checkpoints to keep", least=1, identity=False)
     save_final_model: str | None = Flag(
         None,
-        "write a Hugging Face model folder at the end. merged: also the base model with the adapter of "
-        "--peft merged into its weights (default: true with a dataset, false with synthetic tokens and in "
-        "slm compare)",
-        group="saving",
-        choices=("true", "false", "merged"),
+        "write a Hugging Face model folder at the end (default: true with a dataset, false with synthetic "
+        "tokens and in slm compare)",
+        choices=("true", "false"),
         bare="true",
         synonyms={"true": "true", "yes": "true", "1": "true", "false": "false", "no": "false", "0": "false"},
-        excludes=(
-            Excludes("rehearse", "a rehearsal learns nothing", own=("true", "merged")),
-            Excludes("peft", "there is no adapter", values=("none",), own=("merged",)),
-        ),
+        excludes=(Excludes("rehearse", "a rehearsal learns nothing", own=("true",)),),
         identity=False,
     )
     resume_from_checkpoint: str | None = Flag(
         None,
         "folder of a checkpoint, or of a run for its newest one. latest: the newest of this run. auto: "
-        "the same, or start from the beginning if there is none. Strategy and number of processes may "
-        "differ. Also a folder of accelerate's FSDP or of DeepSpeed",
-        group="saving",
+        "the same, or start from the beginning. Strategy and number of processes may differ. Also a "
+        "folder of accelerate's FSDP or of DeepSpeed",
         one_run_only=True,
         basic=True,
-        excludes=_LEARNS_NOTHING,
-        excludes_strategies=_NO_CHECKPOINTS,
+        excludes=_CHECKPOINTS,
         identity=False,
     )
     overwrite_output_dir: bool = Flag(
         False,
-        "start from the beginning in a folder with an earlier run. Its checkpoints, model and record are "
-        "deleted before the first step",
-        group="saving",
+        "delete an earlier run in the folder, with its checkpoints, before the first step",
         excludes=(
             *_LEARNS_NOTHING,
             Excludes(
@@ -689,10 +608,8 @@ class RunConfig:
     )
     ddp_timeout: float = Flag(
         600.0,
-        "time limit in seconds for one step, evaluation or checkpoint. After that the run stops and names "
-        "the hanging rank. The first step of --kernels compiled gets an hour. Building model, data and "
-        "engine is not limited",
-        group="saving",
+        "time limit in seconds for one step, evaluation or checkpoint. After that the run stops and "
+        "names the hanging rank. The first step of --kernels compiled gets an hour",
         least=1,
         most=MOST_DDP_TIMEOUT,
         identity=False,
@@ -700,26 +617,21 @@ class RunConfig:
     )
     logging_steps: int | None = Flag(
         None,
-        "every N steps, log the mean loss to --report_to and print a line (default: log every step, and "
-        "print a line every ten seconds)",
-        group="saving",
+        "log the mean loss to --report_to every N steps, and print a line (default: log every step, "
+        "print every ten seconds)",
         least=1,
         identity=False,
     )
-    report_to: str = Flag(
-        "none", "an accelerate tracker: tensorboard, trackio, wandb, ...", group="saving", identity=False
-    )
+    report_to: str = Flag("none", "an accelerate tracker: tensorboard, trackio, wandb, ...", identity=False)
     output_dir: str = Flag(
         "runs",
         "folder in which each run gets its own folder",
-        group="saving",
         basic=True,
         identity=False,
     )
     run_name: str | None = Flag(
         None,
         "name of the run's folder (default: model, strategy and a hash of the flags)",
-        group="saving",
         one_run_only=True,
         identity=False,
     )
@@ -829,7 +741,7 @@ class RunConfig:
 
     @property
     def saves_model(self) -> bool:
-        return self.save_final_model in ("true", "merged")
+        return self.save_final_model == "true"
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -866,40 +778,24 @@ class RunConfig:
 
     def problems(self) -> list[str]:
         """Return a sentence for each value that is invalid, alone or together with another flag."""
-        return [
-            *field_problems(self),
-            *_size_problems(self),
-            *_text_problems(self),
-            *_name_problems(self),
-        ]
+        return [*field_problems(self), *_text_problems(self)]
 
 
+# each flag by its name, in the order of --help
 FLAGS = flags_of_fields(RunConfig)
-"each flag by its name, in the order of --help"
+# titles of the flags that have a column in tables
 COLUMN_TITLES = {
     name: flag.column or name.replace("_", " ")
     for name, flag in FLAGS.items()
     if flag.identity and flag.column != ""
 }
-"titles of the flags that have a column in tables"
+# flags whose columns come first
 FIRST_COLUMNS = ("numerics", "seq_len", "per_device_train_batch_size", "gradient_accumulation_steps")
-"flags whose columns come first"
 
 
 def fits_float8(*widths: int) -> bool:
     """Return whether --fp8 multiplies a matrix of these widths in float8."""
     return all(width % FP8_MULTIPLE == 0 for width in widths)
-
-
-def _size_problems(config: RunConfig) -> list[str]:
-    batch = config.per_device_train_batch_size or FP8_MULTIPLE
-    num_tokens = batch * (config.seq_len or FP8_MULTIPLE)
-    if config.fp8 == "none" or num_tokens % FP8_MULTIPLE == 0:
-        return []
-    return [
-        f"--fp8 {config.fp8} with {num_tokens} tokens per process: float8 matrix products need a "
-        f"multiple of {FP8_MULTIPLE}"
-    ]
 
 
 def number_of_tokens(text: str) -> float:
@@ -913,7 +809,7 @@ def number_of_tokens(text: str) -> float:
 
 
 def _text_problems(config: RunConfig) -> list[str]:
-    """Return a sentence for each text that can't be parsed."""
+    """Return a sentence for each text that can't be parsed, and for sizes that float8 does not have."""
     problems = []
     for name in ("max_seconds", "num_tokens", "sources", "eval_sources"):
         try:
@@ -924,23 +820,19 @@ def _text_problems(config: RunConfig) -> list[str]:
         paths = [source.path for source in parsed] if name.endswith("sources") else []
         if SYNTHETIC in paths and (len(paths) > 1 or name == "eval_sources"):
             problems.append("synthetic tokens can't be mixed with, or held out of, documents")
+    if config.resume_from_checkpoint == "":
+        problems.append("--resume_from_checkpoint is empty: is a variable unset?")
+    name, batch, seq_len = config.run_name, config.per_device_train_batch_size, config.seq_len
+    if name is not None and (Path(name).name != name or name in ("", "..")):
+        problems.append(f"--run_name is {name!r}: use a name, not a path; --output_dir sets the folder")
+    if config.fp8 != "none" and batch and seq_len and not fits_float8(batch * seq_len):
+        problems.append(
+            f"--fp8 {config.fp8} with {batch * seq_len} tokens per process: float8 matrix products need a "
+            f"multiple of {FP8_MULTIPLE}"
+        )
     return problems
 
 
 def rule_of(optim: str) -> str:
     """Return what a value of `--optim` updates the weights by: adamw or muon."""
     return optim.split("_")[0]
-
-
-def _name_problems(config: RunConfig) -> list[str]:
-    problems = []
-    if config.resume_from_checkpoint == "":
-        problems.append(
-            "--resume_from_checkpoint is empty: is a variable unset? auto may start from the beginning"
-        )
-    name = config.run_name
-    if name is not None and (Path(name).name != name or name in ("", "..")):
-        problems.append(f"--run_name is {name!r}: use a name, not a path; --output_dir sets the folder")
-    elif name is not None and len(name.encode(errors="replace")) > _LONGEST_NAME:
-        problems.append(f"--run_name is {shortened(name)}: at most {_LONGEST_NAME} bytes")
-    return problems

@@ -15,8 +15,9 @@ from slm_toolkit.doctor.finding import (
     wrong,
 )
 from slm_toolkit.hardware.gpus import gpu_of_name
+from slm_toolkit.strategy.checked_run import json_contradictions
 from slm_toolkit.strategy.deepspeed_json import KEYS_OF_THE_JSON
-from slm_toolkit.strategy.strategy import Strategy, json_contradictions
+from slm_toolkit.strategy.strategy import Strategy
 
 ZERO = "zero_optimization"
 OFFLOADED = ("offload_optimizer", "offload_param")
@@ -214,7 +215,7 @@ def in_its_file(finding: Finding, case: Case) -> Finding:
 
 # Flags
 
-_IN_16_BITS = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "sdpa_flash", "sdpa_cudnn")
+_IN_16_BITS = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 
 def _reduces_in(case: Case) -> tuple[str, ...]:

@@ -16,14 +16,9 @@ from slm_toolkit.predict.bottleneck import WORTH_SAYING, alignment_gain, levers,
 from slm_toolkit.predict.estimate import estimate, largest_batch
 from slm_toolkit.predict.flag_checks import placement_problems
 from slm_toolkit.predict.setup.setup import Deployment, Setup, known_to_estimates, unlike_the_model
-from slm_toolkit.strategy.sharding import product_problem
-from slm_toolkit.strategy.strategy import (
-    Strategy,
-    contradictions,
-    find_strategy,
-    is_shipped,
-    strategy_of,
-)
+from slm_toolkit.strategy.checked_run import contradictions
+from slm_toolkit.strategy.settings import product_problem
+from slm_toolkit.strategy.strategy import Strategy, find_strategy, is_shipped, strategy_of
 
 _CHECKS = (
     key_faults,

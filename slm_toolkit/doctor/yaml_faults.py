@@ -15,9 +15,9 @@ from slm_toolkit.doctor.finding import (
     in_yaml,
     wrong,
 )
+from slm_toolkit.strategy.checked_run import precision_problem
 from slm_toolkit.strategy.passed_on import refused_of_json, refused_of_yaml
 from slm_toolkit.strategy.settings import fsdp_settings, is_true, value_at
-from slm_toolkit.strategy.strategy import precision_problem
 
 _SUPPORTED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
 _ON_SEVERAL_GPUS = ("MULTI_GPU", "FSDP", "DEEPSPEED")

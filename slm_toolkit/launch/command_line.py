@@ -19,7 +19,7 @@ from slm_toolkit.base.user_files import exists, typed_path
 from slm_toolkit.config.dataset_files import is_saved_dataset, local_files
 from slm_toolkit.config.flags import MODULE, training_config
 from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
-from slm_toolkit.model.from_config import check_trainable
+from slm_toolkit.model.families import kernel_problems
 from slm_toolkit.model.names import check_adapter_base, find_model, is_hub_id
 from slm_toolkit.record.run_record import installed_versions
 from slm_toolkit.strategy.checked_run import all_of, run_problems
@@ -51,7 +51,8 @@ def check_training(configs: list[RunConfig], strategies: Sequence[Strategy] = ()
     if problems:
         raise all_of(problems)
     for config, spec in specs.items():
-        check_trainable(spec, config)
+        if problems := kernel_problems(spec, config):
+            raise all_of(problems)
         check_adapter_base(config, spec)
     if configs[0].rehearse is None:  # a rehearsal may name the cluster's files
         _check_files(configs[0])

@@ -4,7 +4,7 @@ accelerate and torch alone print a traceback for every failure and always exit w
 distinguish a run that was stopped and saved (143) from a failed run.
 """
 
-from slm_toolkit.base.interrupts import SAME_SECONDS, end_at_once
+from slm_toolkit.base.errors import SAME_SECONDS, end_at_once
 
 if __name__ == "__main__":
     end_at_once()  # importing accelerate takes seconds

@@ -27,7 +27,7 @@ def begin(name: str) -> Callable[[], None]:
 
 
 def _prepare_script() -> None:
-    from slm_toolkit.base.interrupts import end_at_once
+    from slm_toolkit.base.errors import end_at_once
     from slm_toolkit.launch.processes import end_with_launcher, leave_out_working_folder
 
     end_with_launcher()

@@ -1,147 +1,60 @@
-"""Make a ModelSpec from a Hugging Face config.json. GPTs can only be estimated."""
+"""Make a ModelSpec from a Hugging Face config.json."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+from msgspec import Meta
+
+from slm_toolkit.base.typed_files import Positive, converted
 from slm_toolkit.base.user_files import check_name, json_of, read_text
-from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.model.families import (
-    FAMILIES,
-    after_head,
-    ignored_keys,
-    kernel_problems,
-    sliding_window,
-    unsupported_keys,
-)
+from slm_toolkit.model.families import FAMILIES, Family
 from slm_toolkit.model.model_spec import ModelSpec
 
-LARGEST_SIZE, MOST_LAYERS = 10**9, 10**5
-
-_KIND = {
-    bool: ("true or false", lambda value: isinstance(value, bool)),
-    dict: ("an object", lambda value: isinstance(value, dict)),
-    str: ("a string", lambda value: isinstance(value, str)),
-    int: ("a whole number above 0", lambda value: is_size(value)),
-    float: (
-        "a number above 0",
-        lambda value: isinstance(value, float | int) and value is not True and value > 0,
-    ),
-}
+# estimates loop over layers
+MOST_LAYERS = 10**5
+_Size = Annotated[int, Meta(ge=1, le=10**9)]
+_HINT = "is it the config.json of a language model?"
 
 
-def check_kinds(config: Mapping[str, Any], path: str, **kinds: type) -> None:
-    """Raise ValueError for the first key whose value has the wrong type; absent keys are allowed."""
-    for key, kind in kinds.items():
-        expected, is_kind = _KIND[kind]
-        if config.get(key) is not None and not is_kind(config[key]):
-            raise ValueError(f"{path}: {key} is {config[key]!r}\nhint: it must be {expected}")
+class _Rope(msgspec.Struct):
+    rope_theta: Positive | None = None
 
 
-def check_layers(num_layers: int, path: str) -> None:
-    """Raise ValueError for more layers than the estimates can loop over."""
-    if num_layers > MOST_LAYERS:
-        raise ValueError(f"{path}: {num_layers:,} layers\nhint: at most {MOST_LAYERS:,}")
+class _HfConfig(msgspec.Struct):
+    """The keys of a config.json that decide the shape, or that no estimate and no training here obeys."""
 
-
-def is_size(value: object) -> bool:
-    """Return whether a value can be a dimension or a count: a whole number from 1 to LARGEST_SIZE."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST_SIZE
-
-
-GPT_TYPES = ("gpt2", "gpt_neox", "mpt")
-
-
-def gpt_spec(config: Mapping[str, Any], *, name: str, path: str) -> ModelSpec:
-    """Return the ModelSpec of a GPT: an FFN of two matrices, LayerNorm.
-
-    Raise one ValueError that names all required keys that are missing or invalid.
-    """
-    model_type = config["model_type"]
-    layers, hidden, heads, positions = _KEYS[model_type]
-    required = (layers, hidden, heads, "vocab_size")
-    bad = [key for key in required if not is_size(config.get(key))]
-    if not bad and config[hidden] % config[heads]:
-        bad = [hidden, heads]
-    if bad:
-        raise ValueError(
-            f"{path}: {', '.join(bad)} must be positive whole numbers, and heads must divide the width\n"
-            f"hint: is it a {model_type} model?"
-        )
-    kinds = {positions: int, "n_inner": int, "intermediate_size": int, "tie_word_embeddings": bool}
-    check_kinds(
-        config,
-        path,
-        **kinds,
-        **{"attn_config": dict, "expansion_ratio": float, "no_bias": bool, "attention_bias": bool},
-    )
-    check_layers(config[layers], path)
-    width = config[hidden]
-    alibi = (config.get("attn_config") or {}).get("alibi", True)  # transformers' default for MPT
-    learned = model_type == "gpt2" or (model_type == "mpt" and not alibi)
-    ffn_size = {
-        "gpt2": config.get("n_inner") or 4 * width,
-        "gpt_neox": config.get("intermediate_size") or 4 * width,
-        "mpt": int(min(width * (config.get("expansion_ratio") or 4), 1e18)),
-    }[model_type]
-    if not is_size(ffn_size):
-        raise ValueError(
-            f"{path}: expansion_ratio makes the FFN {ffn_size:,} wide\nhint: the usual ratio is 4"
-        )
-    has_biases = not _value_or(config, "no_bias", model_type == "mpt")
-    in_attention = has_biases and (model_type != "gpt_neox" or _value_or(config, "attention_bias", True))
-    return ModelSpec(
-        name,
-        config[layers],
-        width,
-        config[heads],
-        config[heads],
-        width // config[heads],
-        ffn_size,
-        config["vocab_size"],
-        tied=_value_or(config, "tie_word_embeddings", model_type != "gpt_neox"),
-        model_type=model_type,
-        max_position_embeddings=config.get(positions) or 2048,
-        source=path,
-        path=path,
-        gated_ffn=False,
-        layer_norm=True,
-        qkv_bias=in_attention,
-        output_bias=in_attention,
-        ffn_bias=has_biases,
-        learned_positions=(config.get(positions) or 2048) if learned else 0,
-    )
-
-
-def check_trainable(spec: ModelSpec, config: RunConfig) -> None:
-    """Raise ValueError for a model that can only be estimated, or whose kernels would be another model's."""
-    if spec.model_type in GPT_TYPES:
-        raise ValueError(
-            f"model_type {spec.model_type!r} can be estimated, not trained here\n"
-            f"hint: these can be trained: {', '.join(FAMILIES)}"
-        )
-    if problems := kernel_problems(spec, config):
-        raise ValueError("\n".join(problems))
-
-
-_KEYS = {  # layers, hidden size, heads, positions
-    "gpt2": ("n_layer", "n_embd", "n_head", "n_positions"),
-    "gpt_neox": (*("num_hidden_layers", "hidden_size", "num_attention_heads"), "max_position_embeddings"),
-    "mpt": ("n_layers", "d_model", "n_heads", "max_seq_len"),
-}
-
-
-def _value_or(config: Mapping[str, Any], key: str, default: bool) -> bool:
-    return default if config.get(key) is None else config[key]
-
-
-def position_problem(spec: ModelSpec, seq_len: int) -> str | None:
-    """Return an error if seq_len is larger than the number of learned positions, else None."""
-    if not 0 < spec.learned_positions < seq_len:
-        return None
-    most = spec.learned_positions
-    return f"--seq_len {seq_len}: {spec.name} has {most} learned positions, --seq_len {most} at most"
+    num_hidden_layers: Annotated[int, Meta(ge=1, le=MOST_LAYERS)]
+    hidden_size: _Size
+    num_attention_heads: _Size
+    intermediate_size: _Size
+    vocab_size: _Size
+    num_key_value_heads: _Size | None = None
+    head_dim: _Size | None = None
+    tie_word_embeddings: bool | None = None
+    max_position_embeddings: _Size | None = None
+    rope_parameters: _Rope | None = None
+    rope_theta: Positive | None = None
+    hidden_act: str | None = None
+    hidden_activation: str | None = None
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    attention_dropout: Annotated[float, Meta(ge=0, lt=1)] | None = None
+    sliding_window: _Size | None = None
+    use_sliding_window: bool | None = None
+    layer_types: list[str] | None = None
+    max_window_layers: int = 28
+    no_rope_layers: list[int] | None = None
+    no_rope_layer_interval: _Size = 4
+    sliding_window_pattern: _Size = 6
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    num_experts: int | None = None
+    num_local_experts: int | None = None
+    quantization_config: Any = None
+    use_bidirectional_attention: Any = None
+    resid_pdrop: Any = None
 
 
 def spec_from_config_file(path: Path) -> ModelSpec:
@@ -152,119 +65,113 @@ def spec_from_config_file(path: Path) -> ModelSpec:
     return spec_from_config(config, name=check_name(name, "a model called"), path=str(path))
 
 
-_EXPERTS_OR_LATENT = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank")
-
-
 def spec_from_config(config: object, name: str, path: str) -> ModelSpec:
-    """Return the ModelSpec of a Hugging Face configuration.
-
-    Raise one ValueError that names all required keys that are missing or invalid.
-    """
+    """Return the ModelSpec of a Hugging Face configuration. Raises ValueError if it can't be trained."""
     if not isinstance(config, dict):
         raise ValueError(f"{path} is not a JSON object\nhint: give a Hugging Face config.json")
     model_type = config.get("model_type", "llama")
-    if model_type in GPT_TYPES:
-        return gpt_spec(config, name=name, path=path)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        parts = "".join(f", {key} {config[key]!r}" for key in _EXPERTS_OR_LATENT if config.get(key))
         raise ValueError(
-            f"{path}: model_type {model_type!r}{parts} is not supported\n"
-            f"hint: {', '.join(FAMILIES)} can be trained; {', '.join(GPT_TYPES)} can only be estimated"
+            f"{path}: model_type {model_type!r} is not supported\nhint: there are {', '.join(FAMILIES)}"
         )
     family = FAMILIES[model_type]
-    required = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-    bad = [key for key in required if not is_size(config.get(key))]
-    if bad:
+    try:
+        hf = converted({**family.defaults, **config}, _HfConfig)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}\nhint: {_HINT}") from None
+    _check_honoured(hf, model_type, path)
+    heads = hf.num_attention_heads
+    kv_heads, head_dim = hf.num_key_value_heads or heads, hf.head_dim or hf.hidden_size // heads
+    if heads % kv_heads or not head_dim or (hf.hidden_size % heads and family.heads_divide_width):
         raise ValueError(
-            f"{path}: {', '.join(bad)} must be positive whole numbers, at most {LARGEST_SIZE:,}\n"
-            "hint: is it a language model?"
-        )
-    check_layers(config["num_hidden_layers"], path)
-    _check_honoured(config, model_type, path)
-    heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads", family.kv_heads) or heads
-    head_dim = config.get("head_dim") or family.head_dim or config["hidden_size"] // heads
-    if not (is_size(kv_heads) and is_size(head_dim)) or heads % kv_heads:
-        raise ValueError(
-            f"{path}: {heads} heads can't share {kv_heads} key-value heads\nhint: see num_key_value_heads"
-        )
-    if config["hidden_size"] % heads and family.heads_divide_width:
-        raise ValueError(
-            f"{path}: {heads} heads don't divide hidden_size {config['hidden_size']}\n"
+            f"{path}: {heads} heads, {kv_heads} key-value heads, hidden_size {hf.hidden_size} don't divide\n"
             "hint: transformers refuses such a model"
         )
-    rope = config.get("rope_parameters")
-    check_kinds(
-        {**config, "rope_parameters.rope_theta": rope.get("rope_theta") if isinstance(rope, dict) else None},
-        path,
-        **{"tie_word_embeddings": bool, "rope_parameters": dict, "max_position_embeddings": int},
-        **{"rope_theta": float, "rope_parameters.rope_theta": float, family.activation_key: str},
-    )
-    rope = rope or {}
-    window, num_window_layers = sliding_window(config, model_type)
-    attention_bias = "attention_bias" in family.bias_keys and bool(config.get("attention_bias"))
+    window, num_window_layers = _sliding_window(hf, family, model_type)
+    rope = hf.rope_parameters or _Rope()
+    attention_bias = "attention_bias" in family.bias_keys and bool(hf.attention_bias)
     return ModelSpec(
         name,
-        config["num_hidden_layers"],
-        config["hidden_size"],
+        hf.num_hidden_layers,
+        hf.hidden_size,
         heads,
         kv_heads,
         head_dim,
-        config["intermediate_size"],
-        config["vocab_size"],
-        tied=_value_or(config, "tie_word_embeddings", family.tied),
+        hf.intermediate_size,
+        hf.vocab_size,
+        tied=family.tied if hf.tie_word_embeddings is None else hf.tie_word_embeddings,
         qkv_bias=family.has_qkv_bias or attention_bias,
         output_bias=attention_bias,
-        ffn_bias="mlp_bias" in family.bias_keys and bool(config.get("mlp_bias")),
+        ffn_bias="mlp_bias" in family.bias_keys and bool(hf.mlp_bias),
         sliding_window=window,
         num_window_layers=num_window_layers,
-        hidden_act=config.get(family.activation_key) or family.activation,
-        attention_dropout=float(config.get("attention_dropout") or 0.0),
+        hidden_act=getattr(hf, family.activation_key) or family.activation,
+        attention_dropout=hf.attention_dropout or 0.0,
         model_type=model_type,
-        max_position_embeddings=config.get("max_position_embeddings") or 2048,
-        rope_theta=rope.get("rope_theta") or config.get("rope_theta") or 10_000.0,
-        source=path,
+        max_position_embeddings=hf.max_position_embeddings or 2048,
+        rope_theta=rope.rope_theta or hf.rope_theta or 10_000.0,
         path=path,
         norms=family.norms,
         qk_norm=family.qk_norm,
         norm_scales_in_fp32=family.norm_scales_in_fp32,
         fused_projections=family.fused_projections,
-        attention_softcap=bool(_softcap(config, model_type)),
-        after_head=after_head(config, model_type),
+        attention_softcap=family.is_gemma and bool(hf.attn_logit_softcapping),
+        after_head=_after_head(hf, family, model_type),
     )
 
 
-def _softcap(config: Mapping[str, Any], model_type: str) -> float | None:
-    default = {"gemma2": 50.0}.get(model_type)
-    return config.get("attn_logit_softcapping", default) if model_type.startswith("gemma") else None
+def _after_head(hf: _HfConfig, family: Family, model_type: str) -> str:
+    """Return what the model does with the head's logits, as in ModelSpec."""
+    if model_type == "granite":
+        return "scaling"
+    return "softcap" if family.is_gemma and hf.final_logit_softcapping is not None else "nothing"
 
 
-def _check_honoured(config: dict[str, Any], model_type: str, path: str) -> None:
+def _sliding_window(hf: _HfConfig, family: Family, model_type: str) -> tuple[int | None, int]:
+    """Return the window that transformers' class of this model_type sets, and the number of its layers."""
+    num_layers, window = hf.num_hidden_layers, hf.sliding_window
+    is_off = family.window_switch is not None and not getattr(hf, family.window_switch)
+    if family.windows == "none" or is_off or window is None:
+        return None, 0
+    if hf.layer_types is not None:
+        num_windows = hf.layer_types.count("sliding_attention")
+    elif family.windows == "all":
+        num_windows = num_layers
+    elif model_type == "smollm3":  # the layers without RoPE
+        has_rope = hf.no_rope_layers or [(i + 1) % hf.no_rope_layer_interval for i in range(num_layers)]
+        num_windows = sum(not rope for rope in has_rope)
+    elif family.is_gemma:  # all but every second or sixth layer
+        pattern = 2 if model_type == "gemma2" else hf.sliding_window_pattern
+        num_windows = num_layers - num_layers // pattern
+    else:  # Qwen: the layers from max_window_layers on
+        num_windows = max(0, num_layers - hf.max_window_layers)
+    return (window, num_windows) if num_windows else (None, 0)
+
+
+def _check_honoured(hf: _HfConfig, model_type: str, path: str) -> None:
     """Raise ValueError for a key that changes the model but that training from this file would ignore."""
-    if config.get("quantization_config") is not None:
+    if hf.quantization_config is not None:
         raise ValueError(
             f"{path}: quantization_config: weights that are quantized already can't be trained\n"
             "hint: give the unquantized model; --peft qlora quantizes it and trains an adapter"
         )
-    kinds = {"attention_bias": bool, "mlp_bias": bool, "use_sliding_window": bool, "sliding_window": int}
-    check_kinds(config, path, **kinds)
-    layer_types, dropout = config.get("layer_types") or [], config.get("attention_dropout") or 0.0
-    if not isinstance(layer_types, list) or not all(isinstance(kind, str) for kind in layer_types):
+    family = FAMILIES[model_type]
+    known = {"full_attention", "sliding_attention"} if family.windows == "layer_types" else {"full_attention"}
+    built = {"attention_bias": family.has_qkv_bias, "mlp_bias": False}
+    unlike = [
+        key
+        for key, value in built.items()
+        if key not in family.bias_keys and getattr(hf, key) not in (None, value)
+    ]
+    unlike += [key for key in ("num_experts", "num_local_experts") if getattr(hf, key) not in (None, 0, 1)]
+    unlike += [key for key in ("use_bidirectional_attention", "resid_pdrop") if getattr(hf, key)]
+    if family.windows == "none" and hf.sliding_window is not None:
+        unlike.append("sliding_window")
+    if set(hf.layer_types or ()) - known:
+        unlike.append("layer_types")
+    if unlike:
+        values = ", ".join(f"{key} {getattr(hf, key)!r}" for key in unlike)
         raise ValueError(
-            f"{path}: layer_types is {layer_types!r}\nhint: it must be a list with one string per layer"
-        )
-    if not isinstance(dropout, float | int) or not 0 <= dropout < 1:
-        raise ValueError(f"{path}: attention_dropout is {dropout!r}\nhint: it must be at least 0 and below 1")
-    if type(config.get("max_window_layers", 0)) is not int:
-        raise ValueError(
-            f"{path}: max_window_layers is {config['max_window_layers']!r}\nhint: it must be a whole number"
-        )
-    if unsupported := unsupported_keys(config):
-        raise ValueError(f"{path}: {unsupported[0]}\nhint: remove the key, or choose another model")
-    ignored = ignored_keys(config, model_type)
-    if ignored:
-        values = ", ".join(f"{key} {config[key]!r}" for key in ignored)
-        raise ValueError(
-            f"{path}: {values}: transformers' {model_type} ignores it and would train a different model\n"
-            "hint: correct model_type, or remove the key"
+            f"{path}: {values}: a {model_type} with this is not trained here\n"
+            "hint: correct model_type, remove the key, or choose another model"
         )

@@ -9,15 +9,15 @@ from functools import lru_cache
 
 from slm_toolkit.hardware.gpus import Gpu
 
+# of ByT5's tokenizer: 256 bytes, 3 special tokens and 125 that nothing uses
 NUM_BYTE_TOKENS = 384
-"of ByT5's tokenizer: 256 bytes, 3 special tokens and 125 that nothing uses"
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     """Shape of a decoder-only model. Models with RMSNorm, a gated FFN and RoPE can be trained.
 
-    gated_ffn, layer_norm and learned_positions describe GPT-2, GPT-NeoX and MPT, which can only be estimated.
+    gated_ffn, layer_norm and learned_positions describe GPT-2, of which there are published speeds.
     """
 
     name: str
@@ -36,8 +36,6 @@ class ModelSpec:
     "transformers' name of the architecture"
     max_position_embeddings: int = 2048
     rope_theta: float = 10_000.0
-    source: str = ""
-    "where the shape comes from"
     path: str | None = None
     "a local folder or hub id, whose weights are loaded if there are any, or a config.json"
     gated_ffn: bool = True
@@ -157,83 +155,75 @@ def _has_bias(spec: ModelSpec, name: str) -> bool:
     return spec.output_bias if name == "o_proj" else spec.ffn_bias
 
 
-def _paper(name: str, num_layers: int, hidden_size: int, ffn_size: int, source: str) -> ModelSpec:
+def _paper(name: str, num_layers: int, hidden_size: int, ffn_size: int) -> ModelSpec:
     """A model of the paper's family: vocabulary 32000, untied, full attention, heads 64 wide."""
     heads = hidden_size // 64
-    return ModelSpec(name, num_layers, hidden_size, heads, heads, 64, ffn_size, 32_000, source=source)
+    return ModelSpec(name, num_layers, hidden_size, heads, heads, 64, ffn_size, 32_000)
 
 
 def _byte_level(name: str, num_layers: int, hidden_size: int, ffn_size: int) -> ModelSpec:
     """A model small enough for a CPU."""
     heads = hidden_size // 64
     shape = (num_layers, hidden_size, heads, heads, 64, ffn_size)
-    return ModelSpec(name, *shape, NUM_BYTE_TOKENS, source="this project")
+    return ModelSpec(name, *shape, NUM_BYTE_TOKENS)
 
-
-_PAPER = "paper, appendix B, table 2; heads and FFN recovered from its printed parameter counts"
-_HW = "the paper's size with widths in multiples of 128"
-_LITGPT = "litgpt config.py @26857050fe"
 
 PRESETS: dict[str, ModelSpec] = {
     spec.name: spec
     for spec in (
-        _paper("slm-100m", 9, 832, 2332, _PAPER),  # the paper prints 864; its 130,569,920 parameters say 832
-        _paper("slm-500m", 15, 1536, 4147, _PAPER),
-        _paper("slm-1b", 19, 1920, 5184, _PAPER),
-        _paper("slm-2b", 24, 2496, 6739, _PAPER),
-        _paper("slm-100m-hw", 9, 896, 2432, _HW),
-        _paper("slm-500m-hw", 15, 1536, 4096, _HW),
-        _paper("slm-1b-hw", 19, 1920, 5120, _HW),
-        _paper("slm-2b-hw", 24, 2560, 6912, _HW),
+        # the paper, appendix B, table 2; heads and FFN recovered from its printed parameter counts
+        _paper("slm-100m", 9, 832, 2332),  # the paper prints 864; its 130,569,920 parameters say 832
+        _paper("slm-500m", 15, 1536, 4147),
+        _paper("slm-1b", 19, 1920, 5184),
+        _paper("slm-2b", 24, 2496, 6739),
+        # the paper's sizes with widths in multiples of 128
+        _paper("slm-100m-hw", 9, 896, 2432),
+        _paper("slm-500m-hw", 15, 1536, 4096),
+        _paper("slm-1b-hw", 19, 1920, 5120),
+        _paper("slm-2b-hw", 24, 2560, 6912),
         _byte_level("slm-1m", 4, 128, 384),  # 951,424 parameters
         _byte_level("slm-3m", 4, 256, 640),  # 3,213,568
         _byte_level("slm-10m", 8, 320, 864),  # 10,163,520
         _byte_level("slm-30m", 10, 512, 1344),  # 31,533,568
+        # published shapes, from litgpt config.py @26857050fe
         ModelSpec(
             *("smollm2-135m", 30, 576, 9, 3, 64, 1536, 49_152, True),
             max_position_embeddings=8192,
             rope_theta=100_000.0,
-            source=_LITGPT,
             hub_id="HuggingFaceTB/SmolLM2-135M",
         ),
         ModelSpec(
             *("smollm2-360m", 32, 960, 15, 5, 64, 2560, 49_152, True),
             max_position_embeddings=8192,
             rope_theta=100_000.0,
-            source=_LITGPT,
             hub_id="HuggingFaceTB/SmolLM2-360M",
         ),
         ModelSpec(
             *("smollm2-1.7b", 24, 2048, 32, 32, 64, 8192, 49_152, True),
             max_position_embeddings=8192,
             rope_theta=130_000.0,
-            source=_LITGPT,
             hub_id="HuggingFaceTB/SmolLM2-1.7B",
         ),
         ModelSpec(
             *("tinyllama-1.1b", 22, 2048, 32, 4, 64, 5632, 32_000),
-            source=_LITGPT,
             hub_id="TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T",
         ),
         ModelSpec(
             *("llama-3.2-1b", 16, 2048, 32, 8, 64, 8192, 128_256, True),
             max_position_embeddings=131_072,
             rope_theta=500_000.0,
-            source=_LITGPT,
             hub_id="meta-llama/Llama-3.2-1B",
         ),
         ModelSpec(
             *("qwen2.5-0.5b", 24, 896, 14, 2, 64, 4864, 151_936, True, True, "qwen2"),
             max_position_embeddings=32_768,
             rope_theta=1_000_000.0,
-            source=_LITGPT,
             hub_id="Qwen/Qwen2.5-0.5B",
         ),
         ModelSpec(
             *("qwen2.5-1.5b", 28, 1536, 12, 2, 128, 8960, 151_936, True, True, "qwen2"),
             max_position_embeddings=32_768,
             rope_theta=1_000_000.0,
-            source=_LITGPT,
             hub_id="Qwen/Qwen2.5-1.5B",
         ),
     )
@@ -267,7 +257,7 @@ def spec_from_size(billions: float, name: str) -> ModelSpec:
         )
     width = 96 * round(fitted_hidden_size(billions) / 96)
     num_layers = round(fitted_num_layers(billions))
-    return _paper(name, num_layers, 64 * (width // 64), int(2.7 * width), "paper, appendix B, figure 5's fit")
+    return _paper(name, num_layers, 64 * (width // 64), int(2.7 * width))
 
 
 def small_models() -> list[str]:
@@ -275,8 +265,8 @@ def small_models() -> list[str]:
     return [spec.name for spec in PRESETS.values() if spec.vocab_size == 384]
 
 
+# elements to which widths are padded or rounded: the edge of a tile; tensor cores need multiples of 8
 ALIGNED_TO = 64
-"elements to which widths are padded or rounded: the edge of a tile; tensor cores need multiples of 8"
 
 
 def padded_spec(spec: ModelSpec) -> ModelSpec:

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import threading
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -106,26 +107,19 @@ def check_tokenizer(config: RunConfig, spec: ModelSpec) -> None:
 
 
 def _spec_from_hub(hub_id: str) -> ModelSpec:
-    from huggingface_hub import constants, hf_hub_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub import hf_hub_download
 
     check_hub(hub_id, "model")
     try:
         path = Path(hf_hub_download(hub_id, "config.json"))
-    except GatedRepoError:
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # says if it is gated, absent or private
+        reason = " ".join(str(error).split())
         raise ValueError(
-            f"model {hub_id!r} is gated\n"
-            f"hint: accept its terms at {constants.ENDPOINT}/{hub_id}, then `hf auth login` or HF_TOKEN"
-        ) from None
-    except RepositoryNotFoundError:
-        raise ValueError(
-            f"the hub has no model {hub_id!r}, or it is private\n"
-            f"hint: check the name, or use a preset: {', '.join(PRESETS)}"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"can't get model {hub_id!r} from the hub: {str(error).splitlines()[0]}\n"
-            f"hint: check the name and the network, or use a preset: {', '.join(PRESETS)}"
+            f"can't get model {hub_id!r} from the hub: {reason}\n"
+            f"hint: check the name, `hf auth login` and the network, or use a preset: {', '.join(PRESETS)}"
         ) from None
     text = read_text(path, what="the model configuration", hint="give a folder with config.json")
     config = json_of(text, path, hint="the cached copy may be damaged: delete it and try again")
@@ -134,8 +128,8 @@ def _spec_from_hub(hub_id: str) -> ModelSpec:
 
 # The Hugging Face hub: whether it answers, and which of its models and datasets are cached here.
 
+# time limit for the hub's first answer if HF_HUB_ETAG_TIMEOUT is not set; an answer usually takes 0.2 s
 _SECONDS = 2.0
-"time limit for the hub's first answer if HF_HUB_ETAG_TIMEOUT is not set; an answer usually takes 0.2 s"
 
 
 def is_hub_id(name: str) -> bool:
@@ -144,15 +138,19 @@ def is_hub_id(name: str) -> bool:
 
 
 def check_hub(hub_id: str, kind: str) -> None:
-    """Raise ValueError if the hub does not answer and the cache has no `hub_id`.
+    """Raise ValueError if the hub does not answer and its cache has no `hub_id`.
 
-    `kind` is model, tokenizer or dataset. Once the hub has not answered, this process and the processes that
-    it starts use cached copies only.
+    `kind` is model, tokenizer or dataset.
     """
-    reason = why_offline()
-    if reason is None:
+    if (reason := why_offline()) is None:
         return
-    if not _is_cached(hub_id, kind):
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    folder = repo_folder_name(repo_id=hub_id, repo_type="dataset" if kind == "dataset" else "model")
+    made = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets")).expanduser()
+    names = {_plain(path.name.replace("___", "/")) for path in made.glob("*___*") if kind == "dataset"}
+    if not Path(constants.HF_HUB_CACHE, folder).is_dir() and _plain(hub_id) not in names:
         raise ValueError(
             f"{reason}, and there is no cached copy of the {kind} {hub_id!r}\n"
             "hint: download it once where there is a network, or give a file or folder of this machine"
@@ -172,24 +170,25 @@ def check_hub_names(config: RunConfig) -> None:
 
 @cache
 def why_offline() -> str | None:
-    """Return None if the hub answers; else return the reason and make the hub's libraries use their cache."""
+    """Return None if the hub answers; else the reason, and let its libraries use their caches at once.
+
+    The libraries would try again and again. This process and the processes that it starts get the setting.
+    """
     from huggingface_hub import constants, get_session, is_offline_mode
 
     if is_offline_mode():
         return "HF_HUB_OFFLINE is set"
     seconds = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or _SECONDS)
-    status_codes: list[int] = []
+    answers: list[object] = []
 
     def request_head() -> None:
-        try:
-            status_codes.append(get_session().head(constants.ENDPOINT, timeout=seconds).status_code)
-        except Exception:  # each version of huggingface_hub may use another HTTP client, with its own errors
-            return
+        with suppress(Exception):  # each version of huggingface_hub has other errors
+            answers.append(get_session().head(constants.ENDPOINT, timeout=seconds).status_code < 500)
 
     request = threading.Thread(target=request_head, daemon=True)
     request.start()
     request.join(seconds)  # a DNS lookup ignores the request's timeout
-    if status_codes and status_codes[0] < 500:
+    if answers and answers[0]:
         return None
     os.environ["HF_HUB_OFFLINE"] = "1"  # for the processes that this process starts
     constants.HF_HUB_OFFLINE = True
@@ -202,18 +201,6 @@ def why_offline() -> str | None:
 def _note_cached_copies(reason: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         print(f"note: {reason}: using cached copies", file=sys.stderr)
-
-
-def _is_cached(hub_id: str, kind: str) -> bool:
-    from huggingface_hub import constants
-    from huggingface_hub.file_download import repo_folder_name
-
-    repo_type = "dataset" if kind == "dataset" else "model"
-    if Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=hub_id, repo_type=repo_type)).is_dir():
-        return True
-    made = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets")).expanduser()
-    names = {_plain(path.name.replace("___", "/")) for path in made.glob("*___*")}
-    return kind == "dataset" and _plain(hub_id) in names
 
 
 def _plain(hub_id: str) -> str:

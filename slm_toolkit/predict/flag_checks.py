@@ -11,7 +11,8 @@ from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.setup.other_trainers import NAMES
 from slm_toolkit.predict.setup.setup import placement_of, unknown_to_estimates
-from slm_toolkit.strategy.groups import fit_groups, parallel_problems, ranks_of_each_node
+from slm_toolkit.strategy.checked_run import parallel_problems
+from slm_toolkit.strategy.groups import fit_groups, ranks_of_each_node
 from slm_toolkit.strategy.strategy import Strategy
 
 NOT_OF_AN_ESTIMATE = tuple(name for name, flag in FLAGS.items() if flag.estimate == "refuses")
@@ -66,12 +67,9 @@ def gpus_asked(words: list[str], num_gpus: list[int] | None) -> tuple[list[str],
     names, counts = [], set()
     for word in words:
         parsed = gpus_and_count(word)
-        if parsed is None:
-            raise ValueError(f"--gpu {word}: not NAME or NAME:COUNT\nhint: --gpu a100-40gb --num_gpus 8")
-        of_word, numbers, usd_per_hour = parsed
-        if usd_per_hour is not None:
-            hint = f"hint: --gpu {' '.join(of_word)} --prices {usd_per_hour:g}"
-            raise ValueError(f"--gpu {word}: a price\n{hint}")
+        if parsed is None or parsed[2] is not None:
+            raise ValueError(f"--gpu {word}: not NAME or NAME:COUNT\nhint: --gpu a100-40gb:8 --prices 2.49")
+        of_word, numbers, _ = parsed
         names += of_word
         counts.add(numbers)
     if counts == {()}:

@@ -134,9 +134,6 @@ class Tracker(Observer):
             "learning_rate": learning_rate(config, step, self._run.num_steps),
             "tokens_per_second": self._watch.last_tokens_per_second(),
         }
-        if self._watch.dataset_losses is not None:
-            dataset_losses = self._watch.dataset_losses.of_last_step(accelerator)
-            values |= {f"loss/{name}": loss for name, loss in dataset_losses.items()}
         accelerator.log(values, step=step + 1)
 
     def log_evaluation(self, step: int, eval_loss: float, of_sets: dict[str, float]) -> None:

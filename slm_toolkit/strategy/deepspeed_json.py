@@ -21,8 +21,8 @@ KEYS_OF_THE_JSON = {
     "zero3_save_16bit_model": ("zero_optimization", "stage3_gather_16bit_weights_on_model_save"),
 }
 
+# keys that only a DeepSpeed JSON has; in TrainingArguments bf16 and fp16 are true or false
 _MARKS = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "bf16", "fp16")
-"keys that only a DeepSpeed JSON has; in TrainingArguments bf16 and fp16 are true or false"
 
 
 def is_deepspeed_config(settings: dict[str, Any]) -> bool:
@@ -60,11 +60,16 @@ def read_deepspeed_config(
     config = json_of(read_text(json_path, hint=hint), json_path, hint=hint) if content is None else content
     _check_types(config, json_path)
     check_no_secrets(config, json_path)
-    if problems := _set_twice(section, config, path, json_path, mixed_precision):
-        raise ValueError(
-            "\n".join(problems) + "\nhint: keep these settings in the JSON only: accelerate refuses them "
-            "in a YAML that names a JSON"
-        )
+    twice = [
+        f"{path}: {key} {section[key]!r} contradicts {json_path.name}, "
+        f"where {'.'.join(json_keys)} is {value_at(config, json_keys)!r}"
+        for key, json_keys in KEYS_OF_THE_JSON.items()
+        if key in section
+    ]
+    if mixed_precision is not None:
+        twice.append(f"{path}: mixed_precision {mixed_precision!r} together with {json_path.name}")
+    if twice:
+        raise ValueError("\n".join(twice) + "\nhint: accelerate refuses them: keep them in the JSON only")
     return config
 
 
@@ -80,23 +85,9 @@ def settings_of_yaml(section: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _set_twice(
-    section: dict[str, Any], config: dict[str, Any], path: Path, json_path: Path, mixed_precision: object
-) -> list[str]:
-    problems = []
-    if mixed_precision is not None:
-        problems.append(f"{path}: mixed_precision {mixed_precision!r} together with {json_path.name}")
-    return problems + [
-        f"{path}: {key} {section[key]!r} contradicts {json_path.name}, "
-        f"where {'.'.join(json_keys)} is {value_at(config, json_keys)!r}"
-        for key, json_keys in KEYS_OF_THE_JSON.items()
-        if key in section
-    ]
-
-
 def _check_types(config: Any, path: Path) -> None:
     try:
         converted(config, DeepSpeedSettings)
     except ValueError as error:
-        hint = "sizes are numbers, a device is none, cpu or nvme; compare with ds_configs/zero3.json"
+        hint = "compare with ds_configs/zero3.json: a stage is 0 to 3, a device none, cpu or nvme"
         raise ValueError(f"{path}: {error}\nhint: {hint}") from None

@@ -1,4 +1,4 @@
-"""Groups of ranks: check the supported kinds, and fit the shipped YAMLs to a launch."""
+"""Fit the groups of ranks of the shipped YAMLs to a launch; the default strategies of a command."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -6,15 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from slm_toolkit.config.flags import every_config
-from slm_toolkit.strategy.sharding import (
-    PARALLEL_SIZES,
-    PREFIX,
-    product_problem,
-)
+from slm_toolkit.strategy.checked_run import contradictions
+from slm_toolkit.strategy.settings import PARALLEL_SIZES, PREFIX
 from slm_toolkit.strategy.strategy import (
     STUDIED_STRATEGIES,
     Strategy,
-    contradictions,
     find_strategy,
     is_shipped,
     notes_on,
@@ -22,47 +18,6 @@ from slm_toolkit.strategy.strategy import (
 )
 
 _COPIES, _SHARD = f"{PREFIX}dp_replicate_size", f"{PREFIX}dp_shard_size"
-_NOT_RUN = {
-    "tp_size": "slm_toolkit does not run tensor parallelism: FSDP and ZeRO shard the weights",
-    "cp_size": "slm_toolkit does not run context parallelism",
-    "sp_size": "slm_toolkit does not run sequence parallelism",
-}
-
-
-def parallel_problems(strategy: Strategy, *, num_ranks: int | None = None) -> list[str]:
-    """Return why a strategy's `parallelism_config` can't run; with `num_ranks`, check the product too."""
-    section = (strategy.accelerate_config or {}).get("parallelism_config") or {}
-    where = f"{strategy.path or strategy.name}: parallelism_config"
-    problems = [
-        f"{where}.{name}: accelerate does not read this key: write {PREFIX}{name}"
-        for name in section
-        if not name.startswith(PREFIX)
-    ]
-    sizes = strategy.parallel_sizes
-    problems += [f"{where}: {sentence}" for sentence in not_run_yet(sizes)]
-    if num_ranks is None or strategy.path is None:
-        return problems
-    # the groups of a shipped file are fitted to the ranks
-    is_fitted = not strategy.is_fsdp2 or is_shipped(Path(strategy.path))
-    if problem := None if is_fitted else product_problem(sizes, num_ranks):
-        problems.append(f"{where}: {problem}: the product must be the number of ranks")
-    if num_ranks % (secondary := strategy.sharding.secondary_ranks):
-        problems.append(
-            f"{strategy.path}: zero_hpz_partition_size {secondary} with {num_ranks} ranks: "
-            "the ranks must be a multiple of it"
-        )
-    return problems
-
-
-def check_groups(strategy: Strategy, *, num_ranks: int | None = None) -> None:
-    """Raise one ValueError with all `parallel_problems`."""
-    if problems := parallel_problems(strategy, num_ranks=num_ranks):
-        raise ValueError("\n".join(problems) + "\nhint: set dp_replicate_size and dp_shard_size only")
-
-
-def not_run_yet(sizes: Mapping[str, int]) -> list[str]:
-    """Return a sentence for each kind of parallelism that slm_toolkit does not read from a YAML."""
-    return [f"{name} {sizes[name]}: {why}" for name, why in _NOT_RUN.items() if sizes.get(name, 1) > 1]
 
 
 def ranks_of_each_node(num_ranks: int, most: int) -> int:
@@ -112,9 +67,8 @@ def group_options(strategy: Strategy) -> list[str]:
 
 def group_sizes(strategy: Strategy) -> dict[str, int]:
     """Return a hybrid shard's number of copies and ranks per copy, by YAML key; else an empty dict."""
-    if not strategy.sharding.is_hybrid:
-        return {}
-    return {_COPIES: strategy.sharding.num_copies, _SHARD: strategy.sharding.copy_ranks}
+    sharding = strategy.sharding
+    return {_COPIES: sharding.num_copies, _SHARD: sharding.copy_ranks} if sharding.is_hybrid else {}
 
 
 def with_group_options(strategy: Strategy, option: Callable[[str], str | bool | None]) -> Strategy:

@@ -32,8 +32,8 @@ _CONTENT = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 YAML_SETTINGS, JSON_SETTINGS, _REASONS = map(
     _rules, (_CONTENT["yaml"], _CONTENT["json"], _CONTENT["reasons"])
 )
+# prefix that accelerate adds to a section's keys if it is missing
 _PREFIXES = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_"}
-"prefix that accelerate adds to a section's keys if it is missing"
 
 
 @dataclass(frozen=True)
@@ -50,30 +50,20 @@ class Refused:
 
     @property
     def sentence(self) -> str:
-        section = ".".join(self.keys[:-1]) or "this file"
         if self.known:
-            return f"{self.keys[-1]} is not a known key of {section}"
+            return f"{self.keys[-1]} is not a known key of {'.'.join(self.keys[:-1]) or 'this file'}"
         return f"{'.'.join(self.keys)} is {shortened(json.dumps(self.value, default=str))}"
 
     @property
     def why(self) -> str:
-        if self.known:
-            return "an unknown key may name a file, a host, a launcher or a module"
-        return self._reason[0]
+        reasons = (_REASONS[key] for key in reversed(self.keys) if key in _REASONS)
+        return next(reasons, "it may name a file, a host, a launcher or a module")
 
     @property
     def change(self) -> str:
-        """The text to write or the key to remove, and what to use instead."""
-        instead = f": {self._reason[1]}" if self._reason[1] else ""
         if len(self.allowed) == 1:
-            return f"{self.keys[-1]}: {self.allowed[0]}{instead}"
-        choices = f", or use one of {', '.join(self.allowed)}" if self.allowed and not instead else ""
-        return f"remove {self.keys[-1]}{choices}{instead}"
-
-    @property
-    def _reason(self) -> tuple[str, str | None]:
-        reasons = (_REASONS[key] for key in reversed(self.keys) if key in _REASONS)
-        return next(reasons, ("it may name a file, a host, a launcher or a module", None))
+            return f"{self.keys[-1]}: {self.allowed[0]}"
+        return f"remove {self.keys[-1]}" + f", or use one of {', '.join(self.allowed)}" * bool(self.allowed)
 
 
 def refused_of_yaml(config: dict[str, Any]) -> list[Refused]:
@@ -84,11 +74,7 @@ def refused_of_yaml(config: dict[str, Any]) -> list[Refused]:
 def refused_of_json(config: dict[str, Any]) -> list[Refused]:
     """Return the settings of a DeepSpeed JSON that are not passed on; keys like _comment are allowed."""
     refused = _refused(config, JSON_SETTINGS, ())
-    return [
-        setting
-        for setting in refused
-        if not (setting.known and setting.keys[-1].startswith(("_", "//", "#")))
-    ]
+    return [setting for setting in refused if not setting.keys[-1].startswith(("_", "//", "#"))]
 
 
 def _refused(content: dict[str, Any], rules: dict[str, Any], above: tuple[str, ...]) -> Iterator[Refused]:

@@ -3,7 +3,9 @@
 Nothing here raises an error: other modules check the files. A value that is not valid counts as absent.
 """
 
+import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -12,8 +14,8 @@ from msgspec import Meta
 
 from slm_toolkit.base.typed_files import LARGEST, NonNegative, PositiveInt
 
+# names of torch.distributed.fsdp.ShardingStrategy in its order; a YAML has the name, or its number from 1
 FSDP1_SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-"names of torch.distributed.fsdp.ShardingStrategy in its order; a YAML has the name, or its number from 1"
 _Section = TypeVar("_Section", bound=msgspec.Struct)
 
 
@@ -45,8 +47,7 @@ class ParameterOffload(msgspec.Struct, frozen=True):
 class ZeroSettings(msgspec.Struct, frozen=True):
     """The section zero_optimization; sizes are numbers of elements."""
 
-    stage: Any = 0
-    "0 to 3, checked by `strategy_of`"
+    stage: Annotated[int, Meta(ge=0, le=3)] = 0
     reduce_bucket_size: _Elements | Auto | None = 500_000_000
     "auto: the square of the hidden size"
     overlap_comm: bool | None = None
@@ -154,17 +155,11 @@ def _settings(section: object, kind: type[_Section]) -> _Section:
         value = section.get(field.name)
         if isinstance(field.default, msgspec.Struct):
             values[field.name] = _settings(value, type(field.default))
-        elif value is not None and _is_of_type(value, field.type):
-            values[field.name] = int(value) if isinstance(value, float) and value.is_integer() else value
+        elif value is not None:
+            with suppress(msgspec.ValidationError):
+                msgspec.convert(value, field.type)
+                values[field.name] = int(value) if isinstance(value, float) and value.is_integer() else value
     return kind(**values)
-
-
-def _is_of_type(value: object, kind: Any) -> bool:
-    try:
-        msgspec.convert(value, kind)
-    except msgspec.ValidationError:
-        return False
-    return True
 
 
 def fsdp_settings(section: Mapping[str, Any]) -> FsdpSettings:
@@ -199,3 +194,56 @@ def value_at(content: Any, keys: Iterable[str]) -> Any:
 def is_true(value: object) -> bool:
     """Return True if accelerate reads a YAML value as true: `true` or `"true"`."""
     return str(value).lower() == "true"
+
+
+# The ranks and devices that store the training state, with the same fields for all engines.
+
+PREFIX = "parallelism_config_"
+# sizes in accelerate 1.15's ParallelismConfig; their product is the number of ranks
+PARALLEL_SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Placement of the training state: devices, and groups of ranks."""
+
+    reshard_after_forward: bool = True
+    "False: gathered parameters stay on the GPU until their backward"
+    optimizer_device: str = "none"
+    "none: GPU; cpu or nvme: master weights, moments and gradients are offloaded (DeepSpeed's names)"
+    parameter_device: str = "none"
+    copy_ranks: int | None = None
+    "hybrid shard: ranks that share one copy of the state; None: all ranks share it"
+    num_copies: int | None = None
+    "hybrid shard: number of copies in the YAML"
+    node_holds_copy: bool = False
+    "FSDP1's hybrid shard: one copy per node"
+    secondary_ranks: int = 1
+    "hpZ: ranks that share a second copy of the parameters"
+    zero_init: bool = False
+    "ZeRO-3: only rank 0 builds the whole model in host RAM"
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether FSDP2 keeps several copies of the training state, each sharded over some ranks."""
+        return (self.num_copies or 1) > 1
+
+    def ranks_of_a_copy(self, *, num_gpus: int, gpus_per_node: int) -> int:
+        """Return the number of ranks over which one copy of the state is sharded."""
+        return gpus_per_node if self.node_holds_copy else self.copy_ranks or num_gpus
+
+
+def parallel_sizes(section: Mapping[str, Any]) -> dict[str, int]:
+    """Return the five sizes of a `parallelism_config`; an absent size is 1, accelerate's default."""
+    return {name: section.get(PREFIX + name) or 1 for name in PARALLEL_SIZES}
+
+
+def product_problem(sizes: Mapping[str, int], num_ranks: int) -> str | None:
+    """Return `dp_shard_size 4 x tp_size 2 with 6 ranks` if the product is not the number of ranks, else None.
+
+    accelerate 1.15 makes no groups if all sizes are 1. DeepSpeed checks the sizes if sp_size is above 1.
+    """
+    if math.prod(sizes.values()) in (1, num_ranks) or sizes.get("sp_size", 1) > 1:
+        return None
+    shown = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    return f"{shown} with {num_ranks} ranks"

@@ -11,26 +11,24 @@ from typing import Any
 
 import yaml
 
-from slm_toolkit.base.safe_files import make_folder, write_new
+from slm_toolkit.base.safe_files import make_folder, write_beside, write_new
 from slm_toolkit.base.secrets import check_no_secrets
 from slm_toolkit.base.user_files import check_name, is_file, json_of, read_text, typed_path, yaml_of
-from slm_toolkit.config.flag_metadata import strategy_problems
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.strategy.deepspeed_json import is_deepspeed_config, read_deepspeed_config
-from slm_toolkit.strategy.deepspeed_optimizer import optimizer_problems
-from slm_toolkit.strategy.deepspeed_parts import part_problems
 from slm_toolkit.strategy.settings import (
     DeepSpeedSettings,
     FsdpSettings,
+    Sharding,
     deepspeed_settings,
     fsdp_settings,
     is_true,
+    parallel_sizes,
     value_at,
 )
-from slm_toolkit.strategy.sharding import Sharding, parallel_sizes
 
+# the default strategies of `slm compare`
 STUDIED_STRATEGIES = ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "ds_zero1", "ds_zero2", "ds_zero3")
-"the default strategies of `slm compare`"
 
 
 @dataclass(frozen=True)
@@ -253,28 +251,14 @@ def is_shipped(path: Path) -> bool:
     return path.resolve().parent == config_dir("accel_configs").resolve()
 
 
-def shipped_files() -> list[Path]:
-    """Return the paths of all shipped YAMLs, then of all shipped JSONs."""
-    return [
-        *sorted(config_dir("accel_configs").glob("*.yaml")),
-        *sorted(config_dir("ds_configs").glob("*.json")),
-    ]
-
-
 def copy_configs(target: Path) -> list[Path]:
     """Write the shipped files under `target`; return the paths written.
 
     Raises ValueError if a file exists already.
     """
-    copies = {target / source.parent.name / source.name: source.read_text() for source in shipped_files()}
-    if present := [str(copy) for copy in copies if copy.exists()]:
-        raise ValueError(
-            f"{present[0]} exists ({len(present)} of the files exist)\nhint: give an empty folder to --copy"
-        )
-    for copy, text in copies.items():
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_text(text)
-    return list(copies)
+    sources = [*config_dir("accel_configs").glob("*.yaml"), *config_dir("ds_configs").glob("*.json")]
+    texts = {target / source.parent.name / source.name: source.read_text() for source in sorted(sources)}
+    return write_beside(texts, flag="--copy")
 
 
 def find_strategy(name_or_path: str) -> Strategy:
@@ -360,10 +344,6 @@ def strategy_of(config: dict[str, Any], path: Path, deepspeed: dict[str, Any] | 
         section, precision = config.get("deepspeed_config") or {}, config.get("mixed_precision")
         deepspeed = read_deepspeed_config(section, path, mixed_precision=precision, content=deepspeed)
         stage = deepspeed.get("zero_optimization", {}).get("stage", 0)
-        if type(stage) is not int or not 0 <= stage <= 3:
-            raise ValueError(
-                f"{path}: ZeRO stage is {stage!r}\nhint: set zero_optimization.stage to 0, 1, 2 or 3"
-            )
         settings = {"zero_stage": stage, "deepspeed_config": deepspeed}
     if engine is None:
         raise ValueError(
@@ -378,70 +358,6 @@ def strategy_of(config: dict[str, Any], path: Path, deepspeed: dict[str, Any] | 
         accelerate_config=config,
         **settings,
     )
-
-
-def check_passed_on(strategy: Strategy) -> None:
-    """Raise one ValueError with all settings that are not passed on to accelerate or DeepSpeed."""
-    if problems := passed_on_problems(strategy):
-        raise ValueError("\n".join(problems))
-
-
-def launch_problems(strategy: Strategy, config: RunConfig) -> list[str]:
-    """Return a sentence for each setting of the files with which a launch fails, or trains something else."""
-    settings = strategy.accelerate_config or {}
-    precision, gpu_ids = settings.get("mixed_precision"), settings.get("gpu_ids")
-    dynamo = settings.get("dynamo_config") or {}
-    backend = settings.get("dynamo_backend") or dynamo.get("dynamo_backend") or dynamo.get("backend") or "no"
-    zero = strategy.deepspeed.zero_optimization if strategy.deepspeed and strategy.zero_stage == 3 else None
-    offloads = [zero.offload_optimizer, zero.offload_param] if zero else []
-    gather = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-    gathers = str(value_at(strategy.deepspeed_config, gather.split("."))).lower() == "true"
-    cases = (
-        (precision is False, "mixed_precision: no is false in YAML, and accelerate fails on it: write 'no'"),
-        (
-            precision not in (None, False, "no", "bf16", "fp16", "fp8"),
-            f"mixed_precision is {precision}: write no, bf16, fp16 or fp8",
-        ),
-        (not isinstance(gpu_ids, str | None), "gpu_ids is no text: write all, or '0,1' in quotes"),
-        (
-            str(backend).lower() != "no",
-            f"dynamo_backend {backend} compiles this strategy only: remove it, and use --kernels compiled",
-        ),
-        (
-            any(part.device == "nvme" and part.nvme_path is None for part in offloads),
-            "offload to nvme without an nvme_path in the JSON",
-        ),
-        (
-            zero is not None and config.saves_model and not gathers,
-            f"{gather} is not true, so the model can't be saved after the last step: write true",
-        ),
-    )
-    name = strategy.path or strategy.name
-    hint = f"`slm doctor --strategy {name}` explains it; --fix writes a corrected copy"
-    return [f"{name}: {sentence}\nhint: {hint}" for applies, sentence in cases if applies]
-
-
-def passed_on_problems(strategy: Strategy) -> list[str]:
-    """Return one sentence, with a hint, if settings of the files are not passed on."""
-    from slm_toolkit.strategy.passed_on import (  # its lists take 20 ms to read
-        refused_of_json,
-        refused_of_yaml,
-    )
-
-    json_path = strategy.deepspeed_config_file or strategy.path
-    lines = [
-        f"{file}: {setting.sentence}: {setting.why}. Change: {setting.change}"
-        for file, settings in (
-            (strategy.path, refused_of_yaml(strategy.accelerate_config or {})),
-            (json_path, refused_of_json(strategy.deepspeed_config or {})),
-        )
-        for setting in settings
-    ]
-    hint = (
-        "hint: nothing is launched with such settings; "
-        f"`slm doctor --strategy {strategy.path} --fix DIR` writes corrected copies"
-    )
-    return ["\n".join([*lines, hint])] if lines else []
 
 
 def check_one_machine(strategies: Iterable[Strategy]) -> None:
@@ -504,22 +420,6 @@ def precision_note(mixed_precision: str | None, config: RunConfig) -> str | None
     )
 
 
-def precision_problem(mixed_precision: str | None, config: RunConfig, *, has_gpu: bool = True) -> str | None:
-    """Return why a run can't compute in this mixed precision, and what to do; None if it can."""
-    if mixed_precision == "fp8":
-        return "mixed precision fp8 is not supported: remove it; --fp8 tensorwise trains in float8"
-    if config.numerics == "stock":
-        if mixed_precision == "fp16" and not has_gpu:
-            return "mixed precision fp16 needs a GPU: on a CPU accelerate computes in fp32"
-    elif mixed_precision in ("bf16", "fp16") and mixed_precision != config.computes_in:
-        other = "fp16" if mixed_precision == "fp16" else "aligned"
-        return (
-            f"mixed precision is {mixed_precision}, but --numerics {config.numerics} computes in "
-            f"{config.computes_in}: use --numerics {other} for {mixed_precision}, or remove it"
-        )
-    return None
-
-
 def micro_steps(strategy: Strategy, config: RunConfig) -> int:
     """Return the micro-steps per step: the flag's, or in `stock` the DeepSpeed JSON's if it has a number."""
     json_steps = strategy.deepspeed.num_micro_steps if strategy.deepspeed is not None else None
@@ -532,94 +432,17 @@ def sequences_per_step(config: RunConfig, strategy: Strategy, num_processes: int
     return config.per_device_train_batch_size * micro_steps(strategy, config) * num_processes
 
 
-def contradictions(
-    strategy: Strategy,
-    config: RunConfig,
-    *,
-    num_processes: int | None = None,
-    mixed_precision: str | None = None,
-    has_gpu: bool = True,
-) -> list[str]:
-    """Return a sentence for each setting of a strategy that contradicts the flags.
-
-    `num_processes`: number of ranks; None: the JSON's `train_batch_size` is not checked.
-    `mixed_precision`: the value of the launcher's option or variable; None: the files' value applies.
-    """
-    deepspeed = strategy.deepspeed_config or {}
-    precision = mixed_precision or strategy.mixed_precision
-    in_json = json_contradictions(strategy, config, num_processes, precision)
-    problems = []
-    if problem := precision_problem(precision, config, has_gpu=has_gpu):
-        in_json.pop("fp16.enabled", None)  # the same problem
-        source = "" if precision == strategy.mixed_precision else "accelerate's --mixed_precision: "
-        problems.append(source + problem)
-    problems += [f'{sentence}: write "auto", so that the flags decide' for sentence in in_json.values()]
-    problems += [*part_problems(deepspeed), *optimizer_problems(deepspeed, config)]
-    problems += strategy_problems(config, strategy)
-    fake = _fake_problems(strategy, config) if config.rehearse is not None and not has_gpu else []
-    return [*(f"{strategy.path or strategy.name}: {problem}" for problem in problems), *fake]
-
-
-def _fake_problems(strategy: Strategy, config: RunConfig) -> list[str]:
-    """Return a sentence for each setting that tensors without memory don't have, or would measure wrongly."""
-    packs = config.packing not in ("auto", "concat")
-    cases = (
-        (config.compiles, f"--kernels {config.kernels}: fake tensors can't be compiled"),
-        (packs, f"--packing {config.packing}: fake tokens have no documents"),
-        (config.peft == "qlora", "--peft qlora: fake tensors can't be quantized"),
-        (strategy.offloads, f"{strategy.name}: fake tensors are all on the CPU"),
-    )
-    helps = "use `slm estimate`, or rehearse on a GPU"
-    return [f"--rehearse without a GPU with {sentence}; {helps}" for applies, sentence in cases if applies]
-
-
-def json_contradictions(
-    strategy: Strategy, config: RunConfig, num_ranks: int | None, precision: str | None
-) -> dict[str, str]:
-    """Return a sentence for each DeepSpeed key whose value contradicts the flags; "auto" never does.
-
-    Under `--numerics stock` the JSON's clipping and accumulation apply, as in a user's own script.
-    """
-    batch, numerics = config.per_device_train_batch_size, f"--numerics {config.numerics}"
-    in_bf16 = config.computes_in == "bf16" and precision != "fp16"
-    expected = {
-        "train_micro_batch_size_per_gpu": ("--per_device_train_batch_size", batch),
-        "bf16.enabled": (numerics, in_bf16),
-    }
-    if config.numerics != "stock":
-        expected |= {
-            "gradient_accumulation_steps": (
-                "--gradient_accumulation_steps",
-                config.gradient_accumulation_steps,
-            ),
-            "gradient_clipping": ("--max_grad_norm", config.max_grad_norm),
-            "fp16.enabled": (numerics, config.computes_in == "fp16"),
-        }
-    if num_ranks is not None:
-        product = batch * micro_steps(strategy, config) * num_ranks
-        expected["train_batch_size"] = ("batch x micro-steps x ranks", product)
-    values = {key: value_at(strategy.deepspeed_config, key.split(".")) for key in expected}
-    return {
-        key: f"DeepSpeed's settings have {key} {str(values[key]).lower()}, {source} says {str(right).lower()}"
-        for key, (source, right) in expected.items()
-        if values[key] not in (None, "auto", right)
-    }
-
-
 def _no_accelerate_config(settings: dict[str, Any], path: Path) -> str:
     """Return the error for a file without distributed_type; its keys show what kind of file it is."""
     if is_deepspeed_config(settings):
-        return (
-            f"{path} contains DeepSpeed settings, but an accelerate YAML is needed here\n"
-            "hint: name it as deepspeed_config_file in a YAML; --strategy takes the .json itself"
+        hint = (
+            "name this DeepSpeed JSON as deepspeed_config_file in a YAML; --strategy takes the .json itself"
         )
-    if "model_type" in settings or "architectures" in settings:
-        return f"{path} describes a model, not a strategy\nhint: --model {path}"
-    keys = ", ".join(map(str, list(settings)[:5]))
-    return (
-        f"{path} has no distributed_type ({keys}): it is neither an accelerate YAML nor a DeepSpeed JSON\n"
-        "hint: `slm configs --copy DIR` writes examples of both"
-    )
+    elif "model_type" in settings or "architectures" in settings:
+        hint = f"it describes a model: --model {path}"
+    else:
+        hint = "`slm configs --copy DIR` writes examples"
+    return f"{path} has no distributed_type: it is not an accelerate YAML\nhint: {hint}"
 
 
 def _read_settings(path: Path) -> dict[str, Any]:

@@ -1,111 +1,434 @@
-"""What we lean on and nobody promised to keep is as we use it, in the versions installed here, and is listed.
+"""What we lean on in other packages and no test of a run would name: words, names and defaults.
 
-A new private name of somebody else's needs a row in a table of drift_*.py; drift_engines.py and drift_zero.py
-ask theirs of real engines in a process of their own.
+Each test names the place of ours that must change if it fails.
 """
 
+import errno
+import functools
+import importlib
+import inspect
+import json
+import os
 import re
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from drift import ROOT, Leaning, own_uses, uses_in
-from drift_engines import ENGINES, broken_engines
-from drift_extras import EXTRAS
-from drift_kernels import KERNELS
-from drift_launch import LAUNCHES
-from drift_models import MODELS
-from drift_pretend import PRETEND
-from drift_torch import TORCH
-from drift_words import WORDS
+from conftest import ROOT
+from torch.profiler import ProfilerActivity, profile
 
-HERE = (*TORCH, *KERNELS, *MODELS, *EXTRAS, *LAUNCHES, *WORDS, *PRETEND)
-ALL = (*HERE, *ENGINES)
+_RANKS = """
+import json, os, signal, sys
+from pathlib import Path
+import torch
+from accelerate import PartialState
+from torch.profiler import ProfilerActivity, profile
+from slm_toolkit.run.peers.peer_store import open_peer_store
+state = PartialState(cpu=True)
+board = open_peer_store()
+if state.process_index == 0:
+    board.write("word", "from rank 0")
+    board.is_first("asked", 0)
+torch.distributed.barrier()
+on_board = [board.read("word"), board.is_first("asked", state.process_index)]
+with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
+    torch.distributed.all_reduce(torch.ones(4, dtype=torch.bfloat16))
+events = [(e.name(), e.shapes(), e.dtypes()) for e in profiled.profiler.kineto_results.events()]
+said = {"rank": state.process_index, "environment": dict(os.environ), "events": events}
+said["board"] = on_board
+Path(sys.argv[1], f"{state.process_index}.json").write_text(json.dumps(said))
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, which may come before the error is seen
+torch.distributed.barrier()
+if state.process_index == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    while True:
+        torch.distributed.all_reduce(torch.ones(4))
+except RuntimeError as error:
+    Path(sys.argv[1], "error.json").write_text(json.dumps({"rank": 0, "error": str(error)}))
+    raise
+"""
 
 
-def thing(row: Leaning) -> str:
-    return row.thing
+@functools.cache
+def launched() -> tuple[list[dict[str, Any]], str]:
+    """What the ranks said, rank 0 first, and all that launcher and ranks wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "ranks.py")
+        script.write_text(_RANKS)
+        config = ROOT / "accel_configs" / "ddp.yaml"
+        path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"),
+                *("--config_file", str(config), "--num_processes", "2", str(script), folder),
+            ],
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": 300},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        )
+        said = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
+    assert said, f"the ranks said nothing:\n{done.stdout[-2000:]}"
+    return said, done.stdout
 
 
-@pytest.mark.parametrize("row", HERE, ids=thing)
-def test_what_we_lean_on_is_still_so(row: Leaning) -> None:
+_TOO_LARGE = """
+import resource, sys
+import numpy
+from safetensors.numpy import save_file
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+save_file({"zeros": numpy.zeros(8192)}, sys.argv[1])
+"""
+
+
+def test_torchs_launcher_sets_the_variables_that_ranks_read() -> None:
+    """run/peers/peer_store.py: open_peer_store."""
+    said = next(one for one in launched()[0] if one["rank"] == 1)
+    wanted = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    wanted |= {"GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
+    for name, value in wanted.items():
+        found = said["environment"].get(name)
+        assert found == value, f"rank 1 of 2 on one machine has {name}={found}, not {value}"
+    assert int(said["environment"]["MASTER_PORT"]) > 0
+    assert said["environment"]["MASTER_ADDR"]
+    # of MASTER_PORT somebody listens, who takes a second store: the agent, or rank 0
+    assert "TORCHELASTIC_USE_AGENT_STORE" in said["environment"]
+    # run/peers/peer_store.py knows torch's launcher by its id, and asks its store, which both ranks share
+    assert said["environment"]["TORCHELASTIC_RUN_ID"]
+    assert said["board"] == ["from rank 0", False], f"two ranks on the launcher's store: {said['board']}"
+
+
+def test_a_profile_names_gloos_collectives_and_dtypes() -> None:
+    """run/observe/probe.py: _REDUCTION; record/step_breakdown.py: _COLLECTIVE."""
+    from slm_toolkit.run.observe.probe import _REDUCTION
+
+    events = launched()[0][0]["events"]
+    reductions = [(name, shapes, dtypes) for name, shapes, dtypes in events if _REDUCTION.match(name)]
+    assert reductions, f"all_reduce over gloo is none of {sorted({name for name, *_ in events})}"
+    assert any(shapes[:1] == [[4]] and dtypes[:1] == ["c10::BFloat16"] for _, shapes, dtypes in reductions)
+
+
+def test_gloo_names_a_peer_that_is_gone() -> None:
+    """compare/outcome.py: own_record; run/peers/machines.py: UNREACHED."""
+    from slm_toolkit.run.peers.machines import UNREACHED
+
+    errors = [one["error"] for one in launched()[0] if "error" in one]
+    assert errors, "a collective whose other rank is gone raises no RuntimeError"
+    assert "peer" in errors[0], f"gloo now says: {errors[0]}"
+    assert UNREACHED.search(errors[0])
+
+
+def test_the_launcher_names_the_rank_and_signal_that_died() -> None:
+    """compare/outcome.py: killed_process, crash."""
+    from slm_toolkit.compare.outcome import crash, killed_process
+
+    _, log = launched()
+    assert killed_process(log, 1) == "rank 1", f"torch's launcher now says:\n{log[-1500:]}"
+    assert "Root Cause (first observed failure)" in log
+    assert crash(log) == "SIGKILL", f"torch's launcher now says:\n{log[-1500:]}"
+    assert "ChildFailedError" in log
+
+
+def test_the_static_rendezvous_is_made_by_the_class_that_we_replace() -> None:
+    """launch/launcher.py: _Rendezvous."""
+    from torch.distributed.elastic.rendezvous import RendezvousParameters, static_tcp_rendezvous
+
+    from slm_toolkit.launch.launcher import _Rendezvous
+
+    asked = RendezvousParameters("static", "host:29500", "none", 2, 2, rank=1, timeout=9)
+    with patch.object(static_tcp_rendezvous, "StaticTCPRendezvous", _Rendezvous):
+        made = static_tcp_rendezvous.create_rdzv_handler(asked)
+    assert type(made) is _Rendezvous, f"torch's launcher now makes a {type(made)}"
+    assert (made.master_addr, made.master_port, made.rank, made.world_size) == ("host", 29500, 1, 2)
+    assert (made.timeout.total_seconds(), made._store) == (9, None)
+
+
+def test_accelerates_launcher_has_the_options_that_we_read() -> None:
+    """launch/command_line.py, run/peers/launch_info.py."""
+    from accelerate.commands.launch import launch_command_parser
+
+    from slm_toolkit.launch.command_line import option
+
+    parser = launch_command_parser()
+    words = ["--config_file", "a.yaml", "--num_processes", "2", "--num_machines", "2", "--machine_rank", "1"]
+    words += ["--main_process_ip", "host", "--main_process_port", "0", "--mixed_precision", "bf16"]
+    words += ["--rdzv_conf", "timeout=9", "--deepspeed_multinode_launcher", "standard", "--use_fsdp", "--cpu"]
+    args = parser.parse_args([*words, "-m", "slm_toolkit.train", "--seed", "1"])
+    for name in ("config_file", "num_processes", "num_machines", "machine_rank", "main_process_ip"):
+        assert str(getattr(args, name)) == option(words, name), f"--{name}: {getattr(args, name)}"
+    assert (args.module, args.training_script) == (True, "slm_toolkit.train")
+    assert args.training_script_args == ["--seed", "1"]
+
+
+def test_accelerates_launcher_hands_the_yaml_to_ranks_by_variables() -> None:
+    """run/peers/launch_info.py."""
+    from launcher_says import environment_of
+
+    fsdp = environment_of(str(ROOT / "accel_configs" / "fsdp_shard_grad_op.yaml"))
+    found = {name: str(fsdp.get(name)).lower() for name in ("ACCELERATE_USE_FSDP", "FSDP_VERSION")}
+    found["reshard"] = str(fsdp.get("FSDP_RESHARD_AFTER_FORWARD")).lower()
+    assert found == {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "reshard": "false"}, found
+    zero = environment_of(str(ROOT / "accel_configs" / "ds_zero3.yaml"))
+    assert str(zero.get("ACCELERATE_USE_DEEPSPEED")).lower() == "true"
+    assert str(zero.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")).endswith(".json"), (
+        "the JSON has another variable"
+    )
+    assert fsdp.get("ACCELERATE_MIXED_PRECISION") == "no", "the launcher writes no where nobody asks"
+    hybrid = environment_of(str(ROOT / "accel_configs" / "fsdp_hybrid_shard.yaml"))
+    assert str(hybrid.get("ACCELERATE_USE_PARALLELISM_CONFIG")).lower() == "true"
+    assert hybrid.get("PARALLELISM_CONFIG_DP_SHARD_SIZE") == "2"
+
+
+def test_the_launcher_logs_signals_in_the_words_that_we_leave_out() -> None:
+    """launch/launcher.py: _LOGS_OF_TORCH."""
+    from slm_toolkit.launch.launcher import _LOGS_OF_TORCH
+
+    for name, words in zip(_LOGS_OF_TORCH, ("death signal", "closing signal"), strict=True):
+        module = importlib.import_module(name)
+        assert module.logger.name == name
+        assert words in inspect.getsource(module), f"{name} reports signals in other words"
+
+
+def test_accelerate_reports_a_single_process_that_died() -> None:
+    """compare/outcome.py: killed_process, _EXIT_SIGNAL."""
+    from accelerate.commands import launch
+
+    from slm_toolkit.compare.outcome import _EXIT_SIGNAL, killed_process
+
+    source = inspect.getsource(launch.simple_launcher)
+    assert "subprocess.CalledProcessError(" in source, "accelerate reports one process in another way"
+    error = subprocess.CalledProcessError(-9, ["python"])
+    said = f'Traceback \n  File "{launch.__file__}"\nsubprocess.CalledProcessError: {error}'
+    assert killed_process(said, 1) == "rank 0", said
+    assert _EXIT_SIGNAL.search(str(subprocess.CalledProcessError(-11, ["python"])))[1] == "11"
+
+
+def test_deepspeeds_own_autocast_modules_are_the_ones_that_a_json_may_name() -> None:
+    """strategy/passed_on.yaml."""
+    from slm_toolkit.strategy.passed_on import JSON_SETTINGS
+
+    source = (Path(find_spec("deepspeed").origin).parent / "runtime" / "torch_autocast.py").read_text()
+    default = source.partition("LOWER_PRECISION_SAFE_MODULES = [")[2].partition("]")[0]
+    allowed = JSON_SETTINGS["torch_autocast"]["lower_precision_safe_modules"]
+    assert set(re.findall(r"[\w.]+", default)) == set(allowed), f"DeepSpeed's own are {default}"
+
+
+def test_the_cpu_allocators_words_are_known() -> None:
+    """base/errors.py: OUT_OF_MEMORY."""
+    from slm_toolkit.base.errors import OUT_OF_MEMORY
+
+    assert issubclass(torch.OutOfMemoryError, RuntimeError)
+    with pytest.raises(RuntimeError) as error:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert OUT_OF_MEMORY.search(str(error.value)), f"the CPU's allocator now says: {str(error.value)[:200]}"
+
+
+def test_words_for_a_full_disk_are_known() -> None:
+    """base/errors.py: DISK_FULL, SAYS_DISK_FULL."""
+    from slm_toolkit.base.errors import DISK_FULL, SAYS_DISK_FULL
+
+    for number in DISK_FULL:
+        assert SAYS_DISK_FULL.search(str(OSError(number, "any"))), number
+    for number in (errno.ENOSPC, errno.EDQUOT):  # as C++ says it
+        assert SAYS_DISK_FULL.search(os.strerror(number)), os.strerror(number)
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, "-c", _TOO_LARGE, f"{folder}/file"], capture_output=True, text=True, timeout=60
+        )
+    assert "SafetensorError" in done.stderr, f"a file over the limit on its size: {done.stderr[-500:]}"
+    assert SAYS_DISK_FULL.search(done.stderr), f"safetensors now says: {done.stderr[-500:]}"
+    with pytest.raises(OSError, match="28") as error:
+        Path("/dev/full").write_text("x")
+    assert SAYS_DISK_FULL.search(str(error.value)), error.value
+    assert error.value.errno in DISK_FULL
+    with pytest.raises(
+        (RuntimeError, OSError)
+    ):  # torch's own words name no cause: disk_full looks at the disk
+        torch.save(torch.ones(2**16), "/dev/full")
+
+
+def test_files_in_which_ranks_wait_are_known() -> None:
+    """run/faults/watchdog.py: _WAITING."""
+    from slm_toolkit.run.faults.watchdog import _WAITING
+
+    torch_files = [Path(inspect.getfile(torch.distributed.distributed_c10d))]
+    folder = Path(torch.__file__).parent
+    torch_files += [
+        folder / "autograd" / "graph.py",
+        folder / "cuda" / "streams.py",
+        folder / "cuda" / "__init__.py",
+    ]
+    comm = Path(find_spec("deepspeed").origin).parent / "comm" / "comm.py"
+    for path in (*torch_files, comm):
+        assert path.is_file(), f"no {path}"
+        assert _WAITING.search(str(path)), f"{path} is not known as a place to wait in"
+
+
+def test_zero_defaults_are_deepspeeds() -> None:
+    """strategy/settings.py: ZeroSettings."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.offload_config import (
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
+
+    from slm_toolkit.strategy.settings import OptimizerOffload, ParameterOffload, ZeroSettings
+
+    def same(ours: Any, theirs: Any, *but: str) -> None:
+        for name in ours.__struct_fields__:
+            their_name = name.removeprefix("stage3_")  # an alias, as only the JSON has it
+            assert name in but or getattr(ours, name) == getattr(theirs, their_name), name
+
+    for stage in (1, 2, 3):
+        ours, theirs = ZeroSettings(stage=stage), DeepSpeedZeroConfig(stage=stage)
+        same(ours, theirs, "overlap_comm", "offload_optimizer", "offload_param")
+        assert ours.overlaps == theirs.overlap_comm
+    same(OptimizerOffload(), DeepSpeedZeroOffloadOptimizerConfig(), "device", "buffer_size")
+    same(ParameterOffload(), DeepSpeedZeroOffloadParamConfig(), "device")
+
+
+def test_gloo_reads_the_interface_that_we_name() -> None:
+    """run/peers/machines.py, launch/launcher.py."""
+    gloo = list((Path(torch.__file__).parent / "lib").glob("libtorch_cpu*"))
+    assert gloo, "no libtorch_cpu"
+    assert any(b"GLOO_SOCKET_IFNAME" in path.read_bytes() for path in gloo), "gloo reads another variable"
+
+
+def test_fsdp2_has_the_operators_by_which_buffers_are_told_apart() -> None:
+    """run/observe/allocations.py: _COLLECTIVES, _GATHERS."""
+    tensor = torch.empty(4)
+    tensor.untyped_storage().resize_(0)
+    assert tensor.untyped_storage().nbytes() == 0
+    assert "resize_" in vars(torch.UntypedStorage) or hasattr(torch.UntypedStorage, "resize_")
+    from torch.distributed.fsdp import fully_shard  # noqa: F401 - with it come its operators
+
+    for name in ("chunk_cat", "split_with_sizes_copy", "all_gather_copy_in"):
+        assert hasattr(torch.ops.fsdp, name), f"torch.ops.fsdp has no {name}"
+    assert hasattr(torch.ops._c10d_functional, "reduce_scatter_tensor")
+
+
+def test_wrappers_call_the_module_in_them_as_we_strip_it() -> None:
+    """run/checkpoint/checkpoint.py, run/engine/training_state.py."""
+    from accelerate.utils import extract_model_from_parallel
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.fsdp import _common_utils, _flat_param
+
+    wrapped = checkpoint_wrapper(torch.nn.Linear(1, 1))
+    names = [name for name, _ in torch.nn.Sequential(wrapped).named_modules()]
+    assert "0._checkpoint_wrapped_module" in names, names
+    compiled = torch.compile(torch.nn.Linear(1, 1), backend="eager")
+    assert "_orig_mod.weight" in dict(compiled.named_parameters()), "torch.compile wraps under another name"
+    assert type(extract_model_from_parallel(compiled, keep_torch_compile=False)) is torch.nn.Linear
+    assert _common_utils.FSDP_WRAPPED_MODULE == "_fsdp_wrapped_module"
+    assert _common_utils.FSDP_FLATTENED == "_fsdp_flattened"
+    assert "_is_flat_param" in inspect.getsource(_flat_param.FlatParameter)
+
+
+def test_the_timeout_of_every_group_can_be_changed() -> None:
+    """run/peers/machines.py: let_collectives_wait."""
+    parameters = list(inspect.signature(torch.distributed.distributed_c10d._set_pg_timeout).parameters)
+    assert parameters[:2] == ["timeout", "group"], parameters
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
     try:
-        row.check()
-    except pytest.skip.Exception:
-        raise
-    except Exception as error:
-        pytest.fail(row.broken(f"{type(error).__name__}: {error}"))
+        other = torch.distributed.new_group(backend="gloo")
+        groups = list(torch.distributed.distributed_c10d._world.pg_map)
+        assert len(groups) == 2, f"of two groups it knows {len(groups)}"
+        assert other in groups, "groups of one's own are not in it"
+    finally:
+        torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("row", ENGINES, ids=thing)
-def test_what_we_lean_on_in_engines_is_still_so(row: Leaning) -> None:
-    if (found := broken_engines().get(row.thing)) is not None:
-        pytest.fail(row.broken(found))
+def test_the_profiler_has_the_names_shapes_and_dtypes_that_the_probe_reads() -> None:
+    """run/observe/probe.py: the tables of names."""
+    hidden = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
+    wide = torch.ones(1, 1, 4, 8, requires_grad=True)
+    weight = torch.nn.Parameter(torch.ones(4))
+    compiled = torch.compile(lambda tensor: tensor + 1, backend="eager")
+    compiled(torch.ones(2))
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
+        (hidden @ torch.ones(3, 5, dtype=torch.bfloat16)).exp_().sum().backward()
+        for backend in (torch.nn.attention.SDPBackend.FLASH_ATTENTION, torch.nn.attention.SDPBackend.MATH):
+            with torch.nn.attention.sdpa_kernel(backend):
+                torch.nn.functional.scaled_dot_product_attention(wide, wide, wide).sum().backward()
+        logits = torch.softmax(weight, dim=0).sum()
+        logits.backward()
+        torch.nn.functional.cross_entropy(weight.view(1, -1), torch.tensor([1])).backward()
+        for options in ({"foreach": True}, {"fused": True}, {"foreach": False}):
+            torch.optim.AdamW([weight], **options).step()
+        torch.ones(2).to(torch.float8_e4m3fn)
+        compiled(torch.ones(2))
+    events = profiled.profiler.kineto_results.events()
+    attention = next(event for event in events if event.name() == "aten::scaled_dot_product_attention")
+    assert len(attention.shapes()) >= 7, f"arguments of attention: {attention.shapes()}"
+    assert attention.concrete_inputs()[4:7] == [0.0, False, None], "not dropout, is_causal and scale"
+    assert attention.start_ns() < attention.end_ns()
+    names = {event.name() for event in events}
+    product = next(event for event in events if event.name() == "aten::mm")
+    assert product.shapes()[:2] == [[2, 3], [3, 5]], f"shapes of a product: {product.shapes()}"
+    assert product.dtypes()[:2] == ["c10::BFloat16"] * 2, f"dtypes of a product: {product.dtypes()}"
+    wanted = {
+        *("aten::exp_", "aten::_scaled_dot_product_flash_attention_for_cpu"),
+        *("aten::_scaled_dot_product_attention_math", "aten::_softmax", "aten::_softmax_backward_data"),
+        *("aten::cross_entropy_loss", "aten::_foreach_addcdiv_", "aten::_fused_adamw_", "aten::addcdiv_"),
+    }
+    assert wanted <= names, f"the profiler has no {', '.join(sorted(wanted - names))}"
+    assert any("backward" in name and "flash_attention" in name for name in names)
+    assert any(name.startswith("Torch-Compiled Region") for name in names), "compiled code has another name"
+    casts = {dtype for event in events if event.name() == "aten::_to_copy" for dtype in event.dtypes()}
+    floats = {dtype for event in events for dtype in event.dtypes()}
+    assert "float" in floats, f"fp32 is none of {floats}"
+    assert casts <= floats
 
 
-def test_every_private_or_undocumented_use_is_in_the_table() -> None:
-    listed = {name for row in ALL for name in row.names}
-    new = [f"{use.place}: {use.how}" for use in own_uses() if use.name not in listed]
-    hint = "a row in tests/contracts/drift_*.py: what, why, what to change, and a check of what is installed"
-    assert not new, "\n".join([*new, f"not promised by anybody; it needs {hint}"])
+def test_the_profilers_name_of_float8() -> None:
+    """run/observe/probe.py: _float8."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
+        torch.ones(2).to(torch.float8_e4m3fn).to(torch.float32)
+    events = profiled.profiler.kineto_results.events()
+    seen = {dtype for event in events if event.name() == "aten::_to_copy" for dtype in event.dtypes()}
+    assert "c10::Float8_e4m3fn" in seen, f"casts to float8 and back: {seen}"
 
 
-def test_every_row_is_of_something_that_we_use() -> None:
-    sources = [path.read_text() for path in (ROOT / "slm_toolkit").rglob("*.py")]
-    words = {word for source in sources for word in re.findall(r"[\w.:]+", source)}
-    used = words | {part for word in words for part in word.split(".")} | {use.name for use in own_uses()}
-    stale = [row.thing for row in ALL if not used & set(row.names)]
-    assert not stale, f"nothing uses it any more, so its row can go: {stale}"
-    assert len({row.thing for row in ALL}) == len(ALL)
+def test_operators_that_selective_checkpointing_saves_exist() -> None:
+    """run/model/model.py: _MATMULS, _ALWAYS_SAVED."""
+    from slm_toolkit.run.model.model import _ALWAYS_SAVED, _MATMULS
+
+    for name in (*_MATMULS, *_ALWAYS_SAVED):
+        namespace, _, operator = name.partition("::")
+        if namespace in ("aten", "_c10d_functional"):  # flash_attn's and flex's are there with them
+            assert hasattr(getattr(torch.ops, namespace), operator), (
+                f"torch.ops.{namespace} has no {operator}"
+            )
 
 
-@pytest.mark.parametrize(
-    ("source", "file", "name"),
-    [
-        ("import torch\ntorch._C._set_it(1)", "slm_toolkit/report/new.py", "_set_it"),
-        ("class Mine(Theirs):\n def _start(self):\n  super()._start()", "slm_toolkit/run/new.py", "_start"),
-        ("from accelerate.utils._hidden import thing", "slm_toolkit/run/new.py", "thing"),
-        ("from deepspeed.utils import _thing", "tests/new.py", "_thing"),
-        ("import torch._inner.part", "bench/new.py", "torch._inner.part"),
-        ("found = getattr(engine, 'secret_size', 0)", "slm_toolkit/run/new.py", "secret_size"),
-        ("with patch.object(torch.nn, 'Linear', Mine): pass", "slm_toolkit/run/new.py", "Linear"),
-        ("size = engine.optimizer.bit16_groups_flat[0]", "slm_toolkit/run/new.py", "bit16_groups_flat"),
-        ("name = os.environ['TORCHELASTIC_RUN_ID']", "slm_toolkit/run/new.py", "TORCHELASTIC_RUN_ID"),
-        (
-            "module = sys.modules['transformers.cache_utils']",
-            "slm_toolkit/cli/main.py",
-            "transformers.cache_utils",
-        ),
-        ("name = name.replace('_wrapped.', '')", "slm_toolkit/run/new.py", "_wrapped"),
-    ],
-)
-def test_a_new_use_is_seen(source: str, file: str, name: str) -> None:
-    (use,) = [use for use in uses_in(source, file) if use.name == name]
-    assert use.place.startswith(f"{file}:")
+def test_windows_of_attention_have_the_names_that_masks_are_built_by() -> None:
+    """run/model/model.py: _has_windows."""
+    from transformers import GemmaConfig, LlamaConfig, MistralConfig, Qwen2Config
+
+    from slm_toolkit.run.model.model import _has_windows
+
+    small = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 32}
+    assert _has_windows(MistralConfig(sliding_window=4, **small)), "Mistral's windows have another name"
+    windowed = Qwen2Config(use_sliding_window=True, sliding_window=4, max_window_layers=1, **small)
+    assert _has_windows(windowed), "Qwen2's windows have another name"
+    assert not _has_windows(LlamaConfig(**small))
+    assert not _has_windows(GemmaConfig(**small))
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "class Mine:\n def _part(self): pass\n def whole(self): self._part()",
-        "_TABLE = 1\nprint(_TABLE, self._made)\nself._made = 2",
-        "'''torch.secret._thing is only told of'''\nos._exit(0)",
-        "shape = model.weight.shape, getattr(args, 'own'), {'own': 1}\nown = 2",
-    ],
-)
-def test_what_is_our_own_or_documented_needs_no_row(source: str) -> None:
-    assert uses_in(source, "slm_toolkit/run/new.py") == []
+def test_a_model_can_be_built_whole_though_zero_3_is_announced() -> None:
+    """run/model/model.py: check_attention."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
+    from transformers.modeling_utils import set_zero3_state
 
-
-def test_a_row_that_no_longer_holds_says_where_why_and_what_to_change(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    (row,) = [row for row in KERNELS if "_foreach_norm" in row.names]
-    monkeypatch.delattr(torch, "_foreach_norm")
-    with pytest.raises(AttributeError) as error:
-        row.check()
-    said = row.broken(str(error.value)).splitlines()
-    assert said[0].startswith("torch: operators on lists of tensors: no longer as we use it: ")
-    lines = r"\.py:\d+(, \d+)+"
-    files = rf"slm_toolkit/run/engine/muon{lines}; slm_toolkit/run/engine/optimizer{lines}"
-    assert re.fullmatch(f"used in: {files}", said[1])
-    assert said[2:] == [f"why: {row.why}", f"what to change: {row.change}"]
+    held = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+    assert is_deepspeed_zero3_enabled()
+    with torch.device("meta"), set_zero3_state():
+        model = AutoModelForCausalLM.from_config(LlamaConfig(num_hidden_layers=1, hidden_size=64))
+    assert not hasattr(model.lm_head.weight, "ds_tensor"), "set_zero3_state no longer keeps a model whole"
+    assert held is not None

@@ -4,10 +4,7 @@ import re
 import subprocess
 import tomllib
 
-import pytest
 from conftest import ROOT
-
-from slm_toolkit.base.errors import PACKAGES
 
 _FILES = subprocess.run(
     ["git", "ls-files", "slm_toolkit", "docs", "recipes", "README.md"],
@@ -31,14 +28,6 @@ def test_no_message_installs_the_toolkit_from_an_index() -> None:
         assert not re.search(r"slm[-_]toolkit\[", text), name
         assert not re.search(r"pip install [^\n`]*\bslm[-_]toolkit\b", text), name
         assert not re.search(r"SLM_TOOLKIT: slm-toolkit", text), name
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("extra", PACKAGES)
-def test_the_packages_named_are_those_of_the_extra(extra: str) -> None:
-    # an extra may narrow the version of a package that is always installed
-    names = set(map(package, EXTRAS[extra])) - set(map(package, PROJECT["dependencies"]))
-    assert set(PACKAGES[extra].split()) == names
 
 
 def test_every_pip_install_of_a_message_is_of_packages_that_pyproject_knows() -> None:

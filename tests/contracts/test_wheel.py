@@ -17,15 +17,7 @@ def test_compare_works_from_a_wheel_in_an_empty_folder(tmp_path: Path) -> None:
     assert installed.code == 0, installed.err
     assert {path.name for path in site.iterdir() if path.is_dir()} >= {"slm_toolkit"}
     assert not (site / "tests").exists()
-    assert not (site / "recipes").exists()
     empty.mkdir()
-    recipes = run(
-        *(sys.executable, "-m", "slm_toolkit.cli.main", "recipes"),
-        cwd=empty,
-        env={"PYTHONPATH": str(site)},
-    )
-    shipped = sorted(path.stem for path in (ROOT / "recipes").glob("*.sh"))
-    assert all(name in recipes.out for name in shipped)
     # -P keeps the checkout's path out; PYTHONPATH goes before the editable install of the test environment
     done = run(
         *(sys.executable, "-m", "slm_toolkit.cli.main", "compare", "--json", "--strategy", "ddp", "ds_zero3"),
@@ -38,24 +30,6 @@ def test_compare_works_from_a_wheel_in_an_empty_folder(tmp_path: Path) -> None:
     assert [row["engine"] for row in rows] == ["ddp", "deepspeed"]
     launched = json.loads((Path(rows[1]["record"]).parent / "launch" / "deepspeed.json").read_text())
     assert launched["zero_optimization"]["stage"] == 3
-    (empty / "story.txt").write_text("Once upon a time. " * 100)
-    trained = run(
-        *(
-            sys.executable,
-            "-m",
-            "slm_toolkit.cli.main",
-            "train",
-            "--strategy",
-            "ds_zero1",
-            "--num_processes",
-            "1",
-        ),
-        *("--model", "slm-1m", "--dataset", "story.txt", "--seq_len", "32", "--max_steps", "1"),
-        cwd=empty,
-        env={"PYTHONPATH": str(site)},
-    )
-    assert trained.code == 0, trained.err
-    assert f"--config_file {site}/slm_toolkit/accel_configs/ds_zero1.yaml" in trained.err
     where = run(
         sys.executable,
         "-c",

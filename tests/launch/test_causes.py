@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import run, slm
 
-from slm_toolkit.compare.outcome import crash, killed_process, telling_lines
+from slm_toolkit.compare.outcome import crash, killed_process
 from slm_toolkit.hardware.machine import RamState, look_at_host_ram, who_killed
 
 GIB = 2**30
@@ -150,13 +150,3 @@ def test_the_crash_that_is_named_is_the_first_not_how_the_launcher_ended_the_oth
     assert crash(f"{one_process}<Signals.SIGSEGV: 11>.") == "SIGSEGV"
     assert crash(f"{one_process}unknown signal 35.") == "signal 35"
     assert crash("no summary") is None
-
-
-@pytest.mark.quick
-def test_a_log_is_quoted_up_to_the_reason_else_without_the_launchers_summary(tmp_path: Path) -> None:
-    log = tmp_path / "log.txt"
-    summary = "E1120 18:00:00.123000 99 torch/distributed/elastic/multiprocessing/api.py:988] failed"
-    log.write_text(f'step 1\n  raise Bad("x y")\nBad: x y\n\nclosed by peer\n{summary}\nmore\n')
-    assert telling_lines(log, 2, reason="x y") == ['  raise Bad("x y")', "Bad: x y"]
-    assert telling_lines(log, 2, reason="stopped") == ["Bad: x y", "closed by peer"]
-    assert telling_lines(tmp_path / "none.txt", 2, reason=None) == []

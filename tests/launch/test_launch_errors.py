@@ -8,12 +8,8 @@ from conftest import launch, own_strategy, run, slm, slm_here
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.run.peers.launch_info import Launch, check_devices, check_environment
-from slm_toolkit.strategy.strategy import (
-    contradictions,
-    find_strategy,
-    on_nodes,
-    read_strategy,
-)
+from slm_toolkit.strategy.checked_run import contradictions
+from slm_toolkit.strategy.strategy import find_strategy, on_nodes, read_strategy
 
 QUICK = ("--model", "slm-1m", "--max_steps", "2")
 ONE_GPU = """

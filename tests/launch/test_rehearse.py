@@ -291,7 +291,7 @@ def made_rehearsal(**changes: object) -> RunRecord:
 
 
 def rows(*records: RunRecord) -> list[Row]:
-    return ranked([Row([(Path(str(number)), record)]) for number, record in enumerate(records)], strict=False)
+    return ranked([Row([(Path(str(number)), record)]) for number, record in enumerate(records)])
 
 
 def shown(found: list[Row]) -> str:

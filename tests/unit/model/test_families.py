@@ -68,36 +68,41 @@ def test_models_of_published_sizes_have_the_parameters_that_transformers_builds(
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_defaults_of_absent_keys_are_those_of_transformers_configurations(model_type: str) -> None:
-    family, default = FAMILIES[model_type], type(AutoConfig.for_model(model_type))()
+    family = FAMILIES[model_type]
+    switch = {family.window_switch: True} if family.window_switch else {}
+    default = AutoConfig.for_model(model_type, **switch)
     assert family.tied == default.tie_word_embeddings
     assert family.activation == getattr(default, family.activation_key)
-    if family.kv_heads is not None:
-        assert family.kv_heads == default.num_key_value_heads
-    if family.head_dim is not None:
-        assert family.head_dim == default.head_dim
-    if family.windows != "none":
-        switch = {family.window_switch: True} if family.window_switch else {}
-        assert family.window == AutoConfig.for_model(model_type, **switch).sliding_window
-    if model_type == "gemma2":
-        assert (default.attn_logit_softcapping, default.final_logit_softcapping) == (50.0, 30.0)
+    for key, value in family.defaults.items():
+        assert value == getattr(default, key), key
 
 
 @pytest.mark.parametrize(
     ("model_type", "keys", "says"),
     [
-        ("qwen3_moe", {"num_experts": 128}, "'qwen3_moe', num_experts 128 is not supported"),
-        ("deepseek_v3", {"kv_lora_rank": 512}, "'deepseek_v3', kv_lora_rank 512 is not supported"),
-        ("llama", {"num_experts": 8}, "num_experts"),
-        ("gemma3_text", {"use_bidirectional_attention": True}, "attend to later tokens"),
+        ("qwen3_moe", {"num_experts": 128}, "'qwen3_moe' is not supported"),
+        ("gpt2", {}, "'gpt2' is not supported\nhint: there are llama, qwen2"),
+        ("llama", {"num_experts": 8}, "num_experts 8: a llama with this is not trained here"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop"),
-        ("phi3", {"attention_bias": True}, "transformers' phi3 ignores it"),
-        ("olmo2", {"sliding_window": 64}, "transformers' olmo2 ignores it"),
-        ("llama4", {}, "model_type 'llama4' is not supported"),
+        ("phi3", {"attention_bias": True}, "attention_bias True"),
+        ("olmo2", {"sliding_window": 64}, "sliding_window 64"),
+        ("qwen2", {"mlp_bias": True, "num_experts": 8}, "mlp_bias True, num_experts 8"),
+        ("llama", {"layer_types": ["sliding_attention"]}, "layer_types"),
+        ("llama", {"layer_types": [1]}, "layer_types"),
+        ("llama", {"attention_dropout": 2}, "attention_dropout"),
+        ("llama", {"attention_bias": "yes"}, "attention_bias"),
+        ("llama", {"hidden_size": "wide"}, "hidden_size"),
+        ("llama", {"num_hidden_layers": 0}, "num_hidden_layers"),
+        ("llama", {"num_attention_heads": 7}, "7 heads"),
+        ("llama", {"num_key_value_heads": 3}, "3 key-value heads"),
+        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantized already .*\nhint: .*qlora"),
     ],
 )
 def test_a_model_that_is_not_known_is_refused(model_type: str, keys: dict, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=says) as error:
         spec_of(model_type, **keys)
+    assert "hint:" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +116,9 @@ def test_a_model_that_is_not_known_is_refused(model_type: str, keys: dict, says:
         ("qwen3", {"use_sliding_window": True, "max_window_layers": 1, **QWEN}, (16, 3)),
         ("phi3", {"sliding_window": 16}, (16, 4)),
         ("phi3", {}, (None, 0)),
+        ("mistral", {"num_key_value_heads": 4}, (4096, 4)),
+        ("mistral", {"sliding_window": None, "num_key_value_heads": 4}, (None, 0)),
+        ("qwen2", {"sliding_window": 64, "num_key_value_heads": 4}, (None, 0)),
     ],
 )
 def test_windows_are_those_of_transformers(model_type: str, keys: dict, expected: tuple) -> None:

@@ -2,73 +2,29 @@
 
 from pathlib import Path
 
-import pytest
 from conftest import made_record
 from made_records import made
 
-from slm_toolkit.record.memory_timeline import Segment
-from slm_toolkit.report.charts.figures import MOST_POINTS, loss_panel, speed_panel, timeline_panel
+from slm_toolkit.report.charts.html_page import MOST_POINTS, loss_figure, speed_figure
 from slm_toolkit.report.rows import Row
 
 
-def priced(rate: float, usd: float, *, spread: float = 0.05, **changes: object) -> Row:
-    """A row with this rate, give or take a share of it, and dollars per million tokens."""
-    row = Row([(Path("made"), made(0))])
-    ends = {"tokens_per_second_lowest": rate * (1 - spread), "tokens_per_second_highest": rate * (1 + spread)}
-    return row.with_values(
-        tokens_per_second=rate,
-        usd_per_million_tokens=usd,
-        tokens_per_second_by_round={},
-        **ends | changes,
+def test_only_measured_rows_have_bars_each_with_its_rate_and_interval() -> None:
+    good = Row([(Path("made"), made(0))]).with_values(
+        tokens_per_second=100, tokens_per_second_lowest=95, tokens_per_second_highest=105
     )
-
-
-def test_a_bar_has_its_rate_and_the_interval_around_it() -> None:
-    ((bars,),) = [figure.data for figure in speed_panel({"one": priced(100, 1.0)}).figures]
-    assert (bars["x"], bars["error_x"]["array"], bars["error_x"]["arrayminus"]) == ([100], [5], [5])
-
-
-def test_only_measured_rows_with_a_rate_have_bars() -> None:
-    rows = {
-        "good": priced(100, 1.0),
-        "large": priced(100, 1.0).with_values(status="oom", tokens_per_second=None),
-        "played": priced(100, 1.0).with_values(evidence="rehearsed"),
-    }
-    ((bars,),) = [figure.data for figure in speed_panel(rows).figures]
-    assert bars["y"] == ["good"]
-    assert speed_panel({"large": rows["large"]}) is None
-
-
-def test_the_timeline_names_each_phase_where_it_starts_and_marks_the_peak() -> None:
-    gib = [1, 2, 3, 3, 2, 4]
-    phases = [*["forward"] * 3, *["backward"] * 2, "optimizer"]
-    segments = [
-        Segment(phase, "", count * 2**30, {"parameters": 2**30, "optimizer": (count - 1) * 2**30})
-        for phase, count in zip(phases, gib, strict=True)
-    ]
-    (figure,) = timeline_panel({"run": segments}).figures
-    assert [trace["y"] for trace in figure.data] == [[1] * 6, [0, 1, 2, 2, 1, 3]]
-    axis, (peak,) = figure.layout["xaxis"], figure.layout["annotations"]
-    assert dict(zip(axis["tickvals"], axis["ticktext"], strict=True)) == {
-        0: "forward",
-        3: "backward",
-        5: "optimizer",
-    }
-    assert (peak["x"], peak["y"], peak["text"]) == (5, 4, "peak 4.00 GiB")
-
-
-def test_a_long_timeline_keeps_the_highest_of_each_stretch() -> None:
-    segments = [Segment("forward", "", count, {"parameters": count}) for count in range(10 * MOST_POINTS)]
-    (figure,) = timeline_panel({"run": [*segments, Segment("optimizer", "", 1, {"parameters": 1})]}).figures
-    assert len(figure.data[0]["y"]) <= MOST_POINTS
-    assert figure.layout["xaxis"]["ticktext"] == ["forward", "optimizer"]
-    assert figure.layout["annotations"][0]["y"] == pytest.approx((10 * MOST_POINTS - 1) / 2**30, rel=1e-3)
+    large = good.with_values(status="oom", tokens_per_second=None)
+    (bars,) = speed_figure(
+        {"good": good, "large": large, "played": good.with_values(evidence="rehearsed")}
+    ).data
+    assert (bars["y"], bars["x"]) == (["good"], [100])
+    assert (bars["error_x"]["array"], bars["error_x"]["arrayminus"]) == ([5], [5])
+    assert speed_figure({"large": large}) is None
 
 
 def test_a_resumed_curve_begins_where_it_was_resumed_and_its_last_step_is_drawn() -> None:
     record = made_record(first_step=100, losses=[float(step) for step in range(650)])
-    (figure,) = loss_panel({"resumed": Row([(Path("made"), record)])}).figures
-    (curve,) = figure.data
+    (curve,) = loss_figure({"resumed": Row([(Path("made"), record)])}).data
     assert len(curve["x"]) <= MOST_POINTS
     assert (curve["x"][-1], curve["y"][-1]) == (750, 649)
     assert curve["x"][0] > 100

@@ -48,7 +48,6 @@ def out(tmp_path: Path) -> Path:
         ),
         (("--resume_from_checkpoint", "latest", "--seed", "1"), "belongs to another run: seed 0 in the "),
         (("--run_name", "new", "--dataset", "org/none"), "no cached copy of the dataset 'org/none'\n"),
-        (("--run_name", "new", "--dataset", "none"), "no cached copy of the dataset 'none'\n"),
         (
             ("--run_name", "new", "--dataset", "README.md", "--tokenizer_name", "none"),
             "no cached copy of the tokenizer 'none'\n",

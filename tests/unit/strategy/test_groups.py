@@ -12,7 +12,7 @@ from slm_toolkit.compare.grid import plan_runs
 from slm_toolkit.hardware.gpus import Machine
 from slm_toolkit.run.peers.launch_info import Launch, check_environment
 from slm_toolkit.strategy.groups import fit_groups, group_options, with_group_options
-from slm_toolkit.strategy.sharding import PARALLEL_SIZES, PREFIX, parallel_sizes, product_problem
+from slm_toolkit.strategy.settings import PARALLEL_SIZES, PREFIX, parallel_sizes, product_problem
 from slm_toolkit.strategy.strategy import Strategy, find_strategy
 
 

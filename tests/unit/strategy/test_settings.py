@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slm_toolkit.strategy.settings import ZeroSettings, deepspeed_settings, fsdp_settings
-from slm_toolkit.strategy.sharding import Sharding
+from slm_toolkit.strategy.settings import Sharding, ZeroSettings, deepspeed_settings, fsdp_settings
 from slm_toolkit.strategy.strategy import Strategy, find_strategy, on_nodes, read_strategy
 
 

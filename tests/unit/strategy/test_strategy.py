@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from conftest import slm_here
 
-from slm_toolkit.config.run_config import FLAGS, RunConfig
+from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import PRESETS
-from slm_toolkit.strategy.checked_run import checked_run
+from slm_toolkit.strategy.checked_run import checked_run, contradictions
 from slm_toolkit.strategy.strategy import (
-    Strategy,
+    STUDIED_STRATEGIES,
     config_dir,
-    contradictions,
     copy_configs,
     find_strategy,
     read_strategy,
@@ -97,6 +97,9 @@ def test_a_yaml_of_multi_cpu_is_launched_with_all_its_processes(tmp_path: Path) 
     assert config == {"distributed_type": "MULTI_GPU", "use_cpu": True, "num_processes": 2}
 
 
+JSON = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: mine.json\n"
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -104,57 +107,74 @@ def test_a_yaml_of_multi_cpu_is_launched_with_all_its_processes(tmp_path: Path) 
         ("- a\n- b\n", "contains no settings"),
         ("distributed_type: TPU\n", "not supported"),
         ("distributed_type: MULTI_GPU\nnum_processes: 0\n", "num_processes is 0"),
+        ("distributed_type: MULTI_GPU\nhub_token: hf_abcdefgh\n", "is a secret"),
         ("distributed_type: FSDP\nfsdp_config: yes please\n", "fsdp_config is"),
-        (
-            "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: nowhere.json\n",
-            "nowhere.json",
-        ),
-        ("distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 7\n", "ZeRO stage is 7"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 7\n", "zero_optimization.stage"),
+        (JSON.replace("mine", "nowhere"), "nowhere.json"),
+        (JSON + "  zero_stage: 2\n", "zero_stage 2 contradicts mine.json, where .*stage is 3"),
+        (JSON + "mixed_precision: bf16\n", "mixed_precision 'bf16' together with mine.json"),
+        ("model_type: llama\n", "it describes a model"),
     ],
 )
 def test_a_yaml_that_makes_no_sense_is_an_error_with_a_hint(tmp_path: Path, text: str, says: str) -> None:
+    write(tmp_path, json.dumps({"zero_optimization": {"stage": 3}}), "mine.json")
     with pytest.raises(ValueError, match=says) as error:
         read_strategy(write(tmp_path, text))
     assert "hint:" in str(error.value)
 
 
-def test_a_setting_beside_a_json_is_refused_with_all_its_company(tmp_path: Path) -> None:
-    write(tmp_path, json.dumps({"zero_optimization": {"stage": 3}}), "mine.json")
-    text = (
-        "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config:\n"
-        "  deepspeed_config_file: mine.json\n  zero_stage: 2\n  gradient_clipping: 1.0\n"
-    )
-    with pytest.raises(ValueError, match="zero_stage 2 contradicts mine.json, where .*stage is 3") as error:
-        read_strategy(write(tmp_path, text))
-    assert "gradient_clipping" in str(error.value)
-    assert "mixed_precision 'bf16'" in str(error.value)
+ON_HOST = {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}
+BATCH_AND_BF16 = {"train_micro_batch_size_per_gpu": 8, "bf16": {"enabled": True}}
 
 
-def test_a_json_that_contradicts_the_flags_is_named_with_both_values(tmp_path: Path) -> None:
-    config = {
-        "zero_optimization": {"stage": 2},
-        "train_micro_batch_size_per_gpu": 8,
-        "bf16": {"enabled": True},
-    }
-    write(tmp_path, json.dumps(config), "mine.json")
-    text = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: mine.json\n"
-    strategy = read_strategy(write(tmp_path, text))
-    assert contradictions(strategy, RunConfig(per_device_train_batch_size=8)) == []
-    batch, precision = contradictions(strategy, RunConfig(per_device_train_batch_size=4, numerics="fp32"))
-    assert "train_micro_batch_size_per_gpu 8" in batch
-    assert "--per_device_train_batch_size says 4" in batch
-    assert "bf16.enabled true" in precision
+@pytest.mark.parametrize(
+    ("content", "flags", "says"),
+    [
+        (BATCH_AND_BF16, {"per_device_train_batch_size": 8}, []),
+        (
+            BATCH_AND_BF16,
+            {"per_device_train_batch_size": 4, "numerics": "fp32"},
+            ["per_gpu 8, --per_device_train_batch_size says 4", "bf16.enabled true, --numerics fp32"],
+        ),
+        ({"compile": {"deepcompile": True}}, {}, ["compile.deepcompile: DeepCompile"]),
+        ({"tensor_parallel": {"autotp_size": 2}}, {}, ["autotp_size: slm_toolkit does not run tensor"]),
+        ({"zero_optimization": {"stage": 2, "zenflow": {}}}, {}, ["zenflow: ZenFlow applies most"]),
+        ({"zero_optimization": ON_HOST}, {}, ["slm_toolkit does not run SuperOffload"]),
+        ({"compile": {"deepcompile": False}, "tensor_parallel": {"autotp_size": 1}}, {}, []),
+        ({"zero_optimization": {"stage": 2, "zenflow": None, "offload_optimizer": None}}, {}, []),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, {}, []),
+        ({"optimizer": {"type": "Lamb"}}, {}, ["optimizer is Lamb: remove it"]),
+        ({"optimizer": "AdamW"}, {}, ["optimizer is None: remove it"]),
+        ({"optimizer": {"type": "AdamW"}}, {"numerics": "stock"}, ["remove it"]),
+        ({"fp16": {"enabled": True}}, {}, ["use --numerics fp16"]),
+    ],
+)
+def test_a_json_that_contradicts_the_flags_or_is_not_run_is_named(
+    tmp_path: Path, content: dict, flags: dict, says: list[str]
+) -> None:
+    content = {"zero_optimization": {"stage": 2}, **content}
+    strategy = find_strategy(str(write(tmp_path, json.dumps(content), "mine.json")))
+    config = RunConfig(**{"per_device_train_batch_size": 8, **flags})
+    for problem, word in zip(contradictions(strategy, config), says, strict=True):
+        assert word in problem
+
+
+def test_a_part_that_is_not_run_is_refused_by_estimates_too(tmp_path: Path) -> None:
+    content = {"zero_optimization": {"stage": 2, "zenflow": {}}}
+    file = write(tmp_path, json.dumps(content), "mine.json")
+    for words in (("compare", "--dry_run"), ("estimate",)):
+        done = slm_here(*words, "--model", "slm-1m", "--strategy", str(file))
+        assert (done.code, "ZenFlow" in done.err) == (2, True)
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"mixed_precision": False}, "mixed_precision: no is false in YAML"),
+        ({"mixed_precision": False}, "write 'no' in quotes"),
         ({"mixed_precision": "half"}, "mixed_precision is half"),
-        ({"gpu_ids": 0}, "gpu_ids is no text"),
         ({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "use --kernels compiled"),
         ({"zero_optimization": {"stage": 3}}, "the model can't be saved"),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "without an nvme_path"),
+        ({"fsdp_config": {"fsdp_version": 2, "log_dir": "/x"}}, "log_dir is not a known key of fsdp_config"),
     ],
 )
 def test_what_would_fail_after_the_launch_is_refused_before(
@@ -170,9 +190,32 @@ def test_what_would_fail_after_the_launch_is_refused_before(
         checked_run(config, PRESETS["slm-1m"], strategy, num_ranks=2)
 
 
+def test_a_checked_run_has_no_optimizer_of_the_json_and_says_so(tmp_path: Path) -> None:
+    content = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW"}, "scheduler": {}}
+    strategy = find_strategy(str(write(tmp_path, json.dumps(content), "mine.json")))
+    config = RunConfig().with_defaults(has_gpu=True)
+    checked = checked_run(config, PRESETS["slm-1m"], strategy, num_ranks=2)
+    assert checked.strategy.deepspeed_config == {"zero_optimization": {"stage": 2}}
+    assert checked.taken_out.startswith("note: removed from mine.json: optimizer and scheduler")
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"kernels": "compiled"}, "can't be compiled"),
+        ({"packing": "none"}, "needs documents"),
+        ({"peft": "qlora"}, "can't be quantized"),
+        ({}, "can't be offloaded"),
+    ],
+)
+def test_a_rehearsal_without_a_gpu_has_no_tensors_for_all(flags: dict, says: str) -> None:
+    offloading, config = find_strategy("ds_zero2_offload"), RunConfig(rehearse=4, **flags)
+    assert any(says in problem for problem in contradictions(offloading, config, has_gpu=False))
+    assert not any("rehearse" in problem for problem in contradictions(offloading, config, has_gpu=True))
+
+
 def test_copy_writes_both_folders_and_overwrites_nothing(tmp_path: Path) -> None:
     paths = copy_configs(tmp_path)
-    assert {path.parent.name for path in paths} == {"accel_configs", "ds_configs"}
     jsons = list(config_dir("ds_configs").glob("*.json"))
     assert len(paths) == len(shipped_strategies()) + len(jsons)
     assert read_strategy(tmp_path / "accel_configs" / "ds_zero1.yaml").zero_stage == 1
@@ -180,17 +223,14 @@ def test_copy_writes_both_folders_and_overwrites_nothing(tmp_path: Path) -> None
         copy_configs(tmp_path)
 
 
-def test_flags_exclude_strategies_by_properties_that_there_are() -> None:
-    rules = [rule for flag in FLAGS.values() for rule in flag.excludes_strategies]
-    assert rules
-    for name in shipped_strategies():
-        assert {type(getattr(find_strategy(name), rule.property)) for rule in rules} == {bool}
-
-
-def test_a_reason_against_two_flags_is_given_once() -> None:
-    config = RunConfig(save_steps=5, resume_from_checkpoint="auto")
-    (problem,) = contradictions(Strategy("mine", "deepspeed", 2, zero_stage=0), config)
-    assert problem == "mine: no checkpoints under ZeRO-0, which shards nothing: use DDP"
+def test_default_strategies_that_can_t_take_the_flags_are_left_out_and_named_ones_refused() -> None:
+    words = ("estimate", "--model", "slm-1b", "--gpu", "rtx-4090", "--num_gpus", "2", "--peft", "qlora")
+    done = slm_here(*words, "--json")
+    kept = [name for name in STUDIED_STRATEGIES if name != "ds_zero3"]
+    assert [row["strategy"] for row in json.loads(done.out)] == kept
+    assert "left out: ds_zero3: --peft qlora: ZeRO-3 cuts weights apart" in done.err
+    done = slm_here(*words, "--strategy", "ddp", "ds_zero3")
+    assert (done.code, "ZeRO-3 cuts weights apart" in done.err) == (2, True)
 
 
 def test_tritons_adamw_is_the_step_where_the_engine_leaves_the_step_to_us() -> None:
