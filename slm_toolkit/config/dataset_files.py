@@ -105,7 +105,12 @@ def local_files(dataset: str) -> list[str]:
 
 def _files_under(folder: Path) -> list[str]:
     """Return the data files of a folder at any depth. Links to folders are not followed."""
-    found = [str(path) for path in folder.rglob("*") if path.suffix.lower() in FILE_FORMATS]
+    found = [
+        os.path.join(below, name)
+        for below, _, names in os.walk(folder)
+        for name in names
+        if Path(name).suffix.lower() in FILE_FORMATS
+    ]
     if not found:
         raise ValueError(f"{folder} has no .txt, .jsonl or .parquet file\nhint: give a folder that has some")
     return sorted(found)
