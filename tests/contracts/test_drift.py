@@ -385,15 +385,6 @@ def test_the_profiler_has_the_names_shapes_and_dtypes_that_the_probe_reads() -> 
     assert casts <= floats
 
 
-def test_the_profilers_name_of_float8() -> None:
-    """run/observe/probe.py: _float8."""
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
-        torch.ones(2).to(torch.float8_e4m3fn).to(torch.float32)
-    events = profiled.profiler.kineto_results.events()
-    seen = {dtype for event in events if event.name() == "aten::_to_copy" for dtype in event.dtypes()}
-    assert "c10::Float8_e4m3fn" in seen, f"casts to float8 and back: {seen}"
-
-
 def test_operators_that_selective_checkpointing_saves_exist() -> None:
     """run/model/model.py: _MATMULS, _ALWAYS_SAVED."""
     from slm_toolkit.run.model.model import _ALWAYS_SAVED, _MATMULS
@@ -404,20 +395,6 @@ def test_operators_that_selective_checkpointing_saves_exist() -> None:
             assert hasattr(getattr(torch.ops, namespace), operator), (
                 f"torch.ops.{namespace} has no {operator}"
             )
-
-
-def test_windows_of_attention_have_the_names_that_masks_are_built_by() -> None:
-    """run/model/model.py: _has_windows."""
-    from transformers import GemmaConfig, LlamaConfig, MistralConfig, Qwen2Config
-
-    from slm_toolkit.run.model.model import _has_windows
-
-    small = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 32}
-    assert _has_windows(MistralConfig(sliding_window=4, **small)), "Mistral's windows have another name"
-    windowed = Qwen2Config(use_sliding_window=True, sliding_window=4, max_window_layers=1, **small)
-    assert _has_windows(windowed), "Qwen2's windows have another name"
-    assert not _has_windows(LlamaConfig(**small))
-    assert not _has_windows(GemmaConfig(**small))
 
 
 def test_a_model_can_be_built_whole_though_zero_3_is_announced() -> None:
