@@ -1,6 +1,6 @@
 """What docs/ shows is true: its commands parse or run, its tables are what the code and results/ say.
 
-Outputs that need no training are written by bench/generate_docs.py; tests/unit/docs compares them.
+Outputs that need no training are written by bench/generate_docs.py; test_generated_docs.py compares them.
 """
 
 import argparse
@@ -12,16 +12,12 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Comparison, free_port
+from conftest import ROOT, Comparison
 
-from slm_toolkit.cli.launch import plan_launch
 from slm_toolkit.cli.main import _VERBS, _parser
-from slm_toolkit.cli.train import launch_words
-from slm_toolkit.config.flags import add_flags, config_from_args
+from slm_toolkit.config.flags import add_flags
 from slm_toolkit.config.parser import Parser, with_underscores
-from slm_toolkit.launch.command_line import option
 from slm_toolkit.model.names import find_model
-from slm_toolkit.strategy.strategy import find_strategy
 
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 OTHER_PROGRAMS = ("hf", "lm_eval", "pip", "pytest", "mkdocs", "bash", "for")
@@ -90,28 +86,6 @@ def training_arguments(words: list[str]) -> None:
     parser = Parser(prog="train")
     add_flags(parser, grid=False)
     parser.parse_args(with_underscores(words))
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    "words", [w for w in commands(PAGES["clusters.md"]) if "launch" in w or "train" in w]
-)
-def test_a_command_for_several_machines_plans_sixteen_ranks_on_two(words: list[str]) -> None:
-    args = parsed(words)
-    if words[1] == "train":
-        args.main_process_ip = "127.0.0.1" if args.machine_rank == 0 else args.main_process_ip
-        args.main_process_port = free_port()
-        planned = plan_launch(launch_words(find_strategy(args.strategy), config_from_args(args), args))
-        assert (option(planned.words, "num_machines"), option(planned.words, "num_processes")) == ("2", "16")
-        return
-    assert args.words == words[2:]
-    here = ["127.0.0.1" if "10.0." in word else word for word in words[2:]]
-    planned = plan_launch(["--main_process_port", str(free_port()), *here])
-    assert (option(planned.words, "num_machines"), option(planned.words, "num_processes")) == ("2", "16")
-    assert planned.shared["problem"] is None
-    script = words[words.index("-m") + 1 :]
-    if script[0] == "slm_toolkit.train":
-        training_arguments(script[1:])
 
 
 @pytest.mark.quick

@@ -12,7 +12,7 @@ import pytest
 from conftest import COMPILING_SECONDS, ROOT, WARM, Finished, free_port, run, slm
 
 from slm_toolkit.cli.main import _parser
-from slm_toolkit.cli.recipes import read_recipe, shipped_recipes
+from slm_toolkit.cli.recipes import shipped_recipes
 from slm_toolkit.config.flags import every_config, given_flags
 from slm_toolkit.config.parser import with_underscores
 
@@ -146,10 +146,3 @@ def test_one_is_printed_as_it_is_and_an_unknown_one_answered_with_the_names() ->
     assert slm("recipes", "lora").out == (ROOT / "recipes" / "lora.sh").read_text()
     done = slm("recipes", "qlorra")
     assert (done.code, "there are chat_fine_tune, " in done.err) == (2, True)
-
-
-@pytest.mark.quick
-def test_a_head_that_is_none_is_not_read(tmp_path: Path) -> None:
-    (tmp_path / "x.sh").write_text(RECIPES["lora"].text.replace("# cost: ", "# price: "))
-    with pytest.raises(AttributeError):
-        read_recipe(tmp_path / "x.sh")
