@@ -66,7 +66,6 @@ def test_the_tables_name_flags_that_exist_and_no_name_twice(capsys: pytest.Captu
     same = foreign_flags("same")
     assert set(same.values()) <= flags
     assert not same.keys() & set(RunConfig.__dataclass_fields__)
-    assert not same.keys() & foreign_flags("hints").keys()
     for section in yaml.safe_load((ROOT / "slm_toolkit/config/foreign_flags.yaml").read_text()).values():
         names = " ".join(section).split()
         assert len(names) == len(set(names))
@@ -178,7 +177,7 @@ def test_a_family_of_gpus_is_all_its_types_and_one_number(words: list, counts: l
     if meant is not None:
         assert gpus_asked(words, counts) == meant
         return
-    with pytest.raises(ValueError, match="hint: --gpu h200"):
+    with pytest.raises(ValueError, match="hint: --gpu "):
         gpus_asked(words, counts)
 
 
