@@ -70,7 +70,7 @@ def test_the_tables_name_flags_that_exist_and_no_name_twice(capsys: pytest.Captu
         names = " ".join(section).split()
         assert len(names) == len(set(names))
     mentioned = {flag for text in foreign_flags("hints").values() for flag in re.findall(r"--(\w+)", text)}
-    assert mentioned <= flags | {"num_gpus"}  # estimate's
+    assert mentioned <= flags | {"num_gpus", "tokens"}  # estimate's, recommend's
 
 
 @pytest.mark.parametrize("verb", ["train", "compare"])
