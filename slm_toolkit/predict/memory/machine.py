@@ -83,7 +83,7 @@ def probability_that_fits(num_bytes: int, usable: int) -> float:
 
     The error is taken as normally distributed, with COVERAGE of it within OUTSIDE_ERROR.
     """
-    deviation = OUTSIDE_ERROR / 1.645  # standard deviations that hold COVERAGE of a normal distribution
+    deviation = OUTSIDE_ERROR / 1.644854  # standard deviations that hold COVERAGE of a normal distribution
     return (1 + erf((usable / num_bytes - 1) / deviation / 2**0.5)) / 2
 
 
