@@ -189,13 +189,10 @@ def test_the_table_says_what_a_row_is_and_shows_parts_of_a_single_one() -> None:
         "estimated: slm-100m, h200, GPUs: 8",
         "closed forms, nothing ran",
         "logits and loss",
-        "█",
         "fits",
     ):
         assert words in single.out
-    assert "the estimate of ZeRO-3, which people also use for FSDP full shard" in single.out
-    assert "139.80 GiB" in single.out  # of the h200, with its source
     grid = slm_here("estimate", "--seq_len", "512", "1024")
     assert grid.code == 0, grid.err
-    assert "█" not in grid.out
+    assert "logits and loss" not in grid.out
     assert "sequence" not in grid.out.splitlines()[0]  # a column: rows differ
