@@ -222,7 +222,7 @@ def command(*words: str) -> str:
         ) from None
     if done.returncode != 0:
         message = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise ValueError(f"{words[0]}: {message}\nhint: --slurm_only_write only writes the scripts")
+        raise ValueError(f"{words[0]}: {message}\nhint: --dry_run only writes the scripts")
     return done.stdout
 
 

@@ -12,10 +12,9 @@ from slm_toolkit.compare.grid import plan_runs
 from slm_toolkit.config.flags import flags_of
 from slm_toolkit.hardware.gpus import Machine
 from slm_toolkit.model.model_spec import PRESETS
-from slm_toolkit.record.files import write_record
 from slm_toolkit.record.memory_timeline import PARTS, MemoryTimeline, Segment, read_segments, write_timeline
 from slm_toolkit.record.parity import judge
-from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
+from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.report.rows import Row, ranked
 from slm_toolkit.report.tables.comparison import comparison_table
 from slm_toolkit.report.tables.memory import peak_table
@@ -138,7 +137,7 @@ def test_the_timeline_lies_beside_the_record_and_is_drawn(
     assert all(segment.num_bytes == sum(segment.parts.values()) for segment in segments)
     assert any(segment.parts["gathered_parameters"] for segment in segments if segment.phase == "forward")
     assert any(segment.parts["communication"] for segment in segments if segment.phase == "backward")
-    done = slm("report", str(Path(row["record"]).parent), "--memory")
+    done = slm("report", str(Path(row["record"]).parent))
     assert done.code == 0, done.err
     assert "memory of fsdp_full_shard, rehearsed on rank 0 of 8: peak" in done.out
 
@@ -201,9 +200,6 @@ def test_compare_refuses_before_it_launches(tmp_path: Path) -> None:
     done = slm("compare", "--rehearse", "8", "--num_processes", "2", "--output_dir", str(tmp_path / "runs"))
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith("error: --num_processes with --rehearse")
-    untraced = slm("compare", "--memory", "--output_dir", str(tmp_path / "runs"))
-    assert untraced.code == 2
-    assert "hint: add --profile memory" in untraced.err
     assert not (tmp_path / "runs").exists()
 
 
@@ -369,10 +365,3 @@ def test_the_owners_at_the_peak() -> None:
         ["logits and loss", "3.00 GiB", "33.3%"],
         ["parameters", "2.00 GiB", "22.2%"],
     ]
-
-
-def test_a_report_of_memory_nobody_followed_is_no_success(tmp_path: Path) -> None:
-    write_record(made_record(), tmp_path)
-    done = slm("report", "--memory", str(tmp_path / RECORD_FILE))
-    assert done.code == 1
-    assert "no memory timeline: only runs with --profile memory" in done.out
