@@ -49,7 +49,6 @@ def test_a_step_sends_the_papers_multiple_of_the_model(strategy: str, times: int
 
 
 HIDDEN = 77_306_112  # slm-100m: 9 layers of 4 x 832 x 832 and 3 x 832 x 2332
-NUM_MATRICES = 63
 
 
 @pytest.mark.parametrize(
@@ -58,8 +57,6 @@ NUM_MATRICES = 63
         ("ddp", 2 * HIDDEN * 7 / 8),  # every update to every rank, in bf16
         # each rank's eighth to the owners, and back
         ("fsdp_full_shard", 2 * 2 * HIDDEN / 8 * 7 / 8),
-        ("ds_zero3", 2 * 2 * HIDDEN / 8 * 7 / 8),
-        ("ds_zero2", 2 * 2 * HIDDEN * 7 / NUM_MATRICES / 8 * 7 / 8),  # 7 matrices lie on two ranks
     ],
 )
 def test_muon_sends_updates_to_where_matrices_are_whole(strategy: str, exchanged: float) -> None:
