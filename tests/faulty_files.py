@@ -120,7 +120,9 @@ OF_DEEPSPEED = (
     Planted("zero3-gathers-all", ZERO3, json={f"{_Z}stage3_max_live_parameters": 3e9}),
 )
 OF_FLAGS = (
-    Planted("flash-attn-in-fp32", DDP, flags={"attn_implementation": "sdpa_flash", "numerics": "fp32"}),
+    Planted(
+        "flash-attn-in-fp32", DDP, flags={"attn_implementation": "flash_attention_2", "numerics": "fp32"}
+    ),
     Planted("fp8-emulated", DDP, flags={"fp8": "rowwise"}, case={"gpu_names": ("a100-80gb",)}),
     Planted(
         *("flag-contradiction", ZERO3),
