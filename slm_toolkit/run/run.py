@@ -12,7 +12,7 @@ from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.run.checkpoint.checkpoint import CheckpointWriter
-from slm_toolkit.run.checkpoint.start import Checkpoint
+from slm_toolkit.run.checkpoint.files import Checkpoint
 from slm_toolkit.run.data.data import Data
 from slm_toolkit.run.first_loss import CheckedForward
 from slm_toolkit.run.model.loss_recorder import RecordedLoss

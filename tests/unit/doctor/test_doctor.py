@@ -64,6 +64,7 @@ def test_it_names_the_gain_of_aligned_widths_for_each_gpu_type(tmp_path: Path) -
     words = ("--model", str(tmp_path), "--gpu", "h100-80gb", "--strategy", "ddp", BATCH, "32")
     finding = doctored(*words, code=1)["widths-off-tensor-cores"]
     assert finding["change"] == "another shape"
+    assert "hidden 780, heads 780" in finding["sentence"]
 
 
 def test_what_does_not_fit_comes_with_the_batch_that_does() -> None:
