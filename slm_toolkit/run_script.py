@@ -1,9 +1,9 @@
-"""Run a user's own training script and record it, though it has no recorder.
+"""Run a user's own training script and record it.
 
     accelerate launch --config_file accel_configs/ddp.yaml -m slm_toolkit.run_script train.py --lr 1e-4
 
-`slm compare --script` starts it. It watches the Accelerator that prepares a model and an optimizer, or the
-Trainer. Without a GPU it lets every strategy run over gloo.
+`slm compare --script` starts it; by itself it writes runs/NAME/record.json. It watches the Accelerator that
+prepares a model and an optimizer, or the Trainer. Without a GPU it lets every strategy run over gloo.
 """
 
 # ruff: noqa: E402 - an exit function that is registered before all imports runs after all others
@@ -44,12 +44,9 @@ from slm_toolkit.base.errors import user_errors
 from slm_toolkit.hardware.machine import use_huge_pages
 from slm_toolkit.launch.torch_extensions import CompilerNews, remove_stale_locks, use_extensions_folder
 from slm_toolkit.record.run_record import RUN_DIR_VARIABLE
-from slm_toolkit.recorder import Recorder, RecorderCallback, open_recorders
+from slm_toolkit.recorder import Recorder, RecorderCallback
 from slm_toolkit.run.faults.watchdog import Standstill
 from slm_toolkit.run.peers.launch_info import absolute_deepspeed_config, find_launch
-
-_refused: list[str] = []
-"why trainings of the script are not recorded"
 
 
 def main() -> None:
@@ -59,7 +56,11 @@ def main() -> None:
         os.environ[RUN_DIR_VARIABLE] = words[1]
         words = words[2:]
     with user_errors():
-        script = _script(words)
+        script = words[0] if words else ""
+        if not Path(script).is_file():
+            raise ValueError(
+                f"no such script: {script}\nhint: python -m slm_toolkit.run_script train.py ARGUMENTS"
+            )
         absolute_deepspeed_config(find_launch().strategy)
     sys.argv = words
     # as `python script.py` has it; without -P the first entry is the working folder
@@ -75,14 +76,12 @@ def main() -> None:
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
-        if end.code not in (None, 0):
-            for recorder in open_recorders():  # other ranks may not come to the collectives of `close`
-                recorder.stop()
+        if end.code not in (None, 0):  # other ranks may not come to the collectives of `close`
             raise
-    for recorder in open_recorders():
-        recorder.close()
+    if Recorder.current is not None:
+        Recorder.current.close()
     if Recorder.num_steps_of_all == 0:
-        print(f"error: {script} was not recorded: {_why_not()}", file=sys.stderr)
+        print(f"error: {script} was not recorded: {Recorder.why_none}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -95,28 +94,6 @@ def _report_waits(folder: str) -> None:
         if compilers is not None and Recorder.num_steps_of_all == 0:
             compilers.look()
         standstill.look(Recorder.num_steps_of_all)
-
-
-def _why_not() -> str:
-    """Return why no step was recorded, with a hint."""
-    if _refused:
-        return _refused[0]
-    if Recorder.num_of_all:
-        return (
-            "no step was seen\nhint: call accelerator.backward(loss), then step() of the optimizer that the "
-            "Accelerator prepared"
-        )
-    return (
-        "no Accelerator prepared a model and an optimizer\n"
-        "hint: prepare both with one Accelerator, or use a Hugging Face Trainer"
-    )
-
-
-def _script(words: list[str]) -> str:
-    if not words or not Path(words[0]).is_file():
-        named = f"no such script: {words[0]}" if words else "no script"
-        raise ValueError(f"{named}\nhint: python -m slm_toolkit.run_script train.py ARGUMENTS")
-    return words[0]
 
 
 def _run_over_gloo() -> None:
@@ -165,11 +142,11 @@ def _record_if_complete(accelerator: Accelerator, prepared: list[Any]) -> None:
     optimizers = [part for part in prepared if isinstance(part, AcceleratedOptimizer)]
     models = [part for part in prepared if isinstance(part, torch.nn.Module)]
     if len(optimizers) > 1:
-        for recorder in open_recorders():
-            recorder.stop()
-        _refused.append(
+        if Recorder.current is not None:
+            Recorder.current.stop()
+        Recorder.why_none = (
             "it trains with several optimizers, whose steps and losses can't be told apart\n"
-            "hint: put a slm_toolkit.recorder.Recorder into the loop that counts"
+            "hint: compare a script with one optimizer"
         )
     elif optimizers and models and not hasattr(optimizers[0], "slm_recorder"):
         _record(accelerator, _model_of(optimizers[0], models), optimizers[0])

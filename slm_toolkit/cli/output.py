@@ -106,7 +106,7 @@ def print_records(
     unchecked = failed_references(records)
     if args.memory and all(row.memory_at_peak is None for row in rows):
         unchecked.append(
-            "no memory timeline: only runs with --profile memory, or --rehearse without a GPU, have one"
+            "no traced memory: only runs with --profile memory, or --rehearse without a GPU, have one"
         )
     parity_due = getattr(args, "parity", None) and not failed_references(records)
     if parity_due and all(row.parity_holds is None for row in rows):

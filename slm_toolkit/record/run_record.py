@@ -25,7 +25,7 @@ from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.hardware.machine import allocator
 from slm_toolkit.model.from_config import MOST_LAYERS
 from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.record.memory_timeline import PARTS
+from slm_toolkit.record.memory_parts import PARTS
 from slm_toolkit.record.numerics import Numerics
 from slm_toolkit.record.steady_rate import num_warmup_steps
 from slm_toolkit.record.step_breakdown import Anatomy
@@ -172,7 +172,7 @@ class MemoryAtPeak(TypedDict):
     phase: str
     module: str
     num_bytes: Count
-    parts: dict[Literal[PARTS], Count]
+    parts: dict[Literal[tuple(PARTS)], Count]
     "bytes by part"
     modules: dict[str, Count]
     "bytes by the module that allocated them"
@@ -301,7 +301,7 @@ class RunRecord:
     "peak resident memory of each rank's process"
     memory_at_peak: MemoryAtPeak | None = None
     """rank 0's peak in a step whose allocations were all traced: phase, module, num_bytes, bytes by part, and
-    bytes by allocating module; `memory_timeline.csv` in the record's folder has the whole step"""
+    bytes by allocating module"""
     deepspeed_estimate: DeepSpeedEstimate | None = None
     "DeepSpeed's own estimate: gpu_bytes per GPU and cpu_bytes per node; ZeRO-2 and ZeRO-3 only"
     model_dir: str | None = None

@@ -282,7 +282,7 @@ def _warnings(row: Row) -> list[str]:
     warnings = [warning for record in row.ok_records for warning in warnings_of(record)]
     if row.ok_records and row.rate is None:
         is_counted = row.tokens_per_step is not None
-        how = "tokens are unknown: give tokens_per_batch to the script's Recorder"
+        how = "tokens are unknown: the model was called without token ids"
         return ["no step was timed: all steps were warm-up" if is_counted else how, *warnings]
     return warnings
 

@@ -11,7 +11,6 @@ from conftest import slm
 from made_records import made, needs_browser, write_records, write_scaled_records
 
 from slm_toolkit.record.files import find_records, write_record
-from slm_toolkit.record.memory_timeline import PARTS
 from slm_toolkit.report.charts.files import html_page
 from slm_toolkit.report.rows import Row
 
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.quick
 
 NUM_RECORDS = 200
 SIZE_LIMIT_BYTES = 6e6
-PANELS = ("speed", "losses", "timeline")
+PANELS = ("speed", "losses")
 NUM_FIRST = 24
 "rows of a long table that are not folded up"
 
@@ -119,7 +118,6 @@ def test_every_chart_has_its_marks(tab: Browser) -> None:
     # 180 measured runs, of which 7 (24, 49, ... 174) are out of memory
     assert marks["speed"]["bars"] == 173
     assert marks["losses"]["lines"] == 173
-    assert marks["timeline"]["layers"] == len(PARTS)
 
 
 @needs_browser
@@ -185,18 +183,6 @@ def test_the_table_filters_by_all_words(tab: Browser) -> None:
     )  # all of index % 25 == 24 are the fifth strategy's
     assert filtered("no such row") == (0, "0 of 200 rows")
     assert filtered("") == (200, "200 rows")
-
-
-@needs_browser
-def test_another_run_is_chosen_for_the_timeline(tab: Browser) -> None:
-    tab.evaluate(
-        "(list => { list.selectedIndex = 1; list.dispatchEvent(new Event('change')) })"
-        "(document.querySelector('select[data-of=timeline]'))"
-    )
-    assert tab.evaluate("document.getElementById('chart-timeline').dataset.figure") == "timeline-2"
-    assert tab.evaluate("document.querySelectorAll('#chart-timeline .scatterlayer .trace').length") == len(
-        PARTS
-    )
 
 
 @needs_browser
@@ -277,7 +263,6 @@ def test_a_chart_without_data_is_left_out(tmp_path: Path) -> None:
     done = slm("report", "results/cpu", "--export", str(tmp_path / "out.html"))
     assert done.code == 0
     text = (tmp_path / "out.html").read_text()
-    assert 'id="chart-timeline"' not in text
     assert 'id="chart-speed"' in text
 
 

@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 from conftest import made_record, record_under, run, slm, slm_here
 from rich.console import Console
+from slm_toolkit.record.memory_timeline import PARTS, MemoryTimeline, Segment, read_segments, write_timeline
+from slm_toolkit.report.tables.memory import peak_table
 
 from slm_toolkit.compare.grid import plan_runs
 from slm_toolkit.config.flags import flags_of
 from slm_toolkit.hardware.gpus import Machine
 from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.record.files import write_record
-from slm_toolkit.record.memory_timeline import PARTS, MemoryTimeline, Segment, read_segments, write_timeline
 from slm_toolkit.record.parity import judge
 from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
 from slm_toolkit.report.rows import Row, ranked
 from slm_toolkit.report.tables.comparison import comparison_table
-from slm_toolkit.report.tables.memory import peak_table
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy
 
 FAST = ("ddp", "fsdp_full_shard", "ds_zero3")

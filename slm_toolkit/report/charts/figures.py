@@ -1,16 +1,11 @@
-"""The charts of a page: tokens per second, losses, and memory over a step."""
+"""The charts of a page: tokens per second and losses."""
 
 import html
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
-from slm_toolkit.record.memory_timeline import PARTS as TRACED_PARTS
-from slm_toolkit.record.memory_timeline import Segment
 from slm_toolkit.report.rows import Row
-from slm_toolkit.report.tables.memory import PARTS, size_text
 
 # A Figure is plain data for plotly.js, so that making it is fast and needs no plotly package.
 
@@ -168,51 +163,3 @@ def _colours(rows: dict[str, Row]) -> list[str]:
     """Return the colour of each row's strategy."""
     strategies = list(dict.fromkeys(row.strategy for row in rows.values()))
     return [colour(strategies.index(row.strategy)) for row in rows.values()]
-
-
-def timeline_panel(timelines: dict[str, list[Segment]]) -> Panel | None:
-    """Show the memory in use while a step runs through its modules, in one figure per traced run."""
-    figures = tuple(
-        _timeline(f"timeline-{number}", label, segments)
-        for number, (label, segments) in enumerate(timelines.items(), start=1)
-    )
-    note = "rank 0; each place shows its highest memory"
-    return Panel("timeline", "Memory over a step", figures, note) if figures else None
-
-
-def _timeline(name: str, label: str, segments: list[Segment]) -> Figure:
-    every = 1 + len(segments) // MOST_POINTS
-    moments: list[Segment] = []
-    starts: dict[int, str] = {}  # of the phases to name: those between are short
-    for phase, group in groupby(segments, key=lambda segment: segment.phase):
-        if phase not in ("between", "data"):
-            starts[len(moments)] = phase
-        visits = list(group)
-        moments += [_highest(visits[start : start + every]) for start in range(0, len(visits), every)]
-    data = [
-        {
-            **{"type": "scatter", "mode": "lines", "stackgroup": "alive", "name": PARTS[part]},
-            "y": [_gib(moment.parts.get(part, 0)) for moment in moments],
-            "line": {"width": 0.5, "color": colour(number), "shape": "hvh"},
-            "fillcolor": colour(number),
-            "text": [escaped(f"{moment.phase} {moment.module}") for moment in moments],
-            "hovertemplate": "%{text}<br>%{fullData.name}: %{y} GiB<extra></extra>",
-        }
-        for number, part in enumerate(TRACED_PARTS)
-        if any(moment.parts.get(part) for moment in moments)
-    ]
-    layout = curves_layout(x_title="", y_title="GiB in use", num_keys=2)
-    layout["xaxis"] |= {"tickvals": list(starts), "ticktext": list(starts.values())}
-    layout["xaxis"]["ticklabelposition"] = "outside right"
-    peak = _highest(moments)
-    mark = {"x": moments.index(peak), "y": _gib(peak.num_bytes), "ax": 0, "ay": -28}
-    layout["annotations"] = [mark | {"text": f"peak {size_text(peak.num_bytes)}"}]
-    return Figure(name, label, data, layout)
-
-
-def _highest(segments: Sequence[Segment]) -> Segment:
-    return max(segments, key=lambda segment: segment.num_bytes)
-
-
-def _gib(num_bytes: int) -> float | None:
-    return rounded(num_bytes / 2**30)

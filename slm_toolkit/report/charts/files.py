@@ -7,8 +7,7 @@ import re
 from pathlib import Path
 
 from slm_toolkit import __version__
-from slm_toolkit.record.memory_timeline import TIMELINE_FILE, Segment, read_segments
-from slm_toolkit.report.charts.figures import Panel, loss_panel, speed_panel, timeline_panel
+from slm_toolkit.report.charts.figures import Panel, loss_panel, speed_panel
 from slm_toolkit.report.labels import labelled
 from slm_toolkit.report.rows import Row
 from slm_toolkit.report.tables.columns import columns_of
@@ -23,13 +22,12 @@ PLOTLY_FILE = _PAGE / "plotly-basic.min.js"
 def html_page(rows: list[Row], *, left_out: list[str]) -> str:
     """Return the whole page; `left_out` has sentences about records that could not be read."""
     by_label = labelled(rows)
-    timelines, damaged = _timelines(by_label)
-    panels = (speed_panel(by_label), loss_panel(by_label), timeline_panel(timelines))
+    panels = (speed_panel(by_label), loss_panel(by_label))
     drawn = [panel for panel in panels if panel is not None]
     figures = {figure.name: dataclasses.asdict(figure) for panel in drawn for figure in panel.figures}
     data = json.dumps(figures, allow_nan=False, separators=(",", ":"))
     note_lines = [note.plain for note in (*parity_notes(by_label), *notes(rows, columns_of(rows)))]
-    note_lines += left_out + damaged
+    note_lines += left_out
     commands = html.escape(commands_of(by_label))
     parts = {
         "heading": heading(rows).plain,
@@ -92,20 +90,6 @@ def _section(panel: Panel) -> str:
         '<p class="rest" hidden></p>'
         f'<p class="notes">{html.escape(panel.note)}</p></section>'
     )
-
-
-def _timelines(rows: dict[str, Row]) -> tuple[dict[str, list[Segment]], list[str]]:
-    """Return the segments of each row with a timeline next to its record, and a line for each bad one."""
-    found, damaged = {}, []
-    for label, row in rows.items():
-        path = Path(row.record).with_name(TIMELINE_FILE)
-        try:
-            segments = read_segments(path) if row.memory_at_peak and path.is_file() else []
-        except ValueError as error:
-            damaged.append(f"left out: {error}")
-            continue
-        found |= {label: segments} if segments else {}
-    return found, damaged
 
 
 def _items(lines: list[str]) -> str:

@@ -16,8 +16,7 @@ from slm_toolkit.report.tables.comparison import (
     has_several,
     parity_notes,
 )
-from slm_toolkit.report.tables.memory import peak_table
-from slm_toolkit.report.tables.step_breakdown import anatomy_table
+from slm_toolkit.report.tables.profiled import anatomy_table, peak_table
 
 
 def sections(

@@ -1,6 +1,7 @@
 """Trace every allocation of a training step, to list which memory is alive at the peak and its purpose."""
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from slm_toolkit.predict.memory.allocator import CachingAllocator, Request
-from slm_toolkit.record.memory_timeline import OF_MODULES, PARTS, MemoryTimeline, Segment
+from slm_toolkit.record.memory_parts import OF_MODULES, PARTS
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "fsdp")
 _GATHERS = ("all_gather", "allgather", "split_with_sizes_copy")  # FSDP2 splits its buffers with the last one
@@ -194,9 +195,9 @@ def requests_of(events: list[Event]) -> Iterator[Request]:
     """
     unlike_a_gpu = _temporary_in_first_update(events)
     setup = list(takewhile(lambda event: event.phase == "setup", events))
-    num_bytes_of: dict[Allocation, int] = {}
+    num_bytes_of: Counter[Allocation] = Counter()
     for event in setup:
-        num_bytes_of[event.allocation] = num_bytes_of.get(event.allocation, 0) + event.delta_bytes
+        num_bytes_of[event.allocation] += event.delta_bytes
     number_and_bytes: dict[Allocation, tuple[int, int]] = {}
     for allocation, num_bytes in num_bytes_of.items():
         if num_bytes:
@@ -216,10 +217,10 @@ def requests_of(events: list[Event]) -> Iterator[Request]:
 
 def _temporary_in_first_update(events: list[Event]) -> set[Allocation]:
     """Return the storages that the first optimizer step allocates and frees."""
-    sizes: dict[Allocation, int] = {}
+    sizes: Counter[Allocation] = Counter()
     for event in takewhile(lambda event: event.phase != "between", events):
         if event.allocation.phase == "optimizer":
-            sizes[event.allocation] = sizes.get(event.allocation, 0) + event.delta_bytes
+            sizes[event.allocation] += event.delta_bytes
     return {allocation for allocation, num_bytes in sizes.items() if not num_bytes}
 
 
@@ -268,29 +269,23 @@ def following_modules(model: torch.nn.Module, trace: AllocationTrace) -> Iterato
             handle.remove()
 
 
-def timeline_of(events: list[Event], *, first: int) -> MemoryTimeline:
-    """Return the timeline of the events from index `first` on; earlier events give the memory before it."""
-    alive = dict.fromkeys(PARTS, 0)
-    total = highest = peak_index = 0
-    segments: list[Segment] = []
-    place: tuple[str, str] | None = None
+def peak_of(events: list[Event], *, first: int) -> dict[str, Any]:
+    """Return the record's `memory_at_peak` among the events from index `first` on, with all memory before."""
+    total = highest = peak = 0
     for index, event in enumerate(events):
-        alive[part_of(event.allocation)] += event.delta_bytes
         total += event.delta_bytes
-        if index < first:
-            continue
-        event_place = (event.phase, event.module)
-        if event_place != place or total > segments[-1].num_bytes:
-            if event_place == place:
-                segments.pop()
-            place = event_place
-            segments.append(Segment(*place, total, dict(alive)))
-        if total > highest:
-            highest, peak_index = total, index
-    by_module: dict[str, int] = {}
-    for event in events[: peak_index + 1]:
-        if part_of(event.allocation) in OF_MODULES:
-            name = event.allocation.module
-            by_module[name] = by_module.get(name, 0) + event.delta_bytes
-    modules_at_peak = {name: num_bytes for name, num_bytes in by_module.items() if num_bytes}
-    return MemoryTimeline(tuple(segments), modules_at_peak, reserved_bytes(events))
+        if index >= first and total > highest:
+            highest, peak = total, index
+    parts, modules = Counter(dict.fromkeys(PARTS, 0)), Counter()
+    for event in events[: peak + 1]:
+        part = part_of(event.allocation)
+        parts[part] += event.delta_bytes
+        if part in OF_MODULES:
+            modules[event.allocation.module] += event.delta_bytes
+    return {
+        "phase": events[peak].phase,
+        "module": events[peak].module,
+        "num_bytes": highest,
+        "parts": dict(parts),
+        "modules": {name: num_bytes for name, num_bytes in modules.items() if num_bytes},
+    }

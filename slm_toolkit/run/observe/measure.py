@@ -9,14 +9,15 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from slm_toolkit.record.step_breakdown import Anatomy, anatomy_of, read_trace
 from slm_toolkit.run.engine.training_state import parameter_name
@@ -70,7 +71,7 @@ class StepClock:
     def phase(self, name: str) -> Iterator[None]:
         """Measure a part of the step. The times of parts with the same name are added up."""
         start = self._now()
-        with torch.profiler.record_function(f"phase:{name}"):
+        with record_function(f"phase:{name}"):
             yield
         self._phases.append((name, start, self._now()))
 
@@ -78,11 +79,6 @@ class StepClock:
     def seconds(self) -> list[float]:
         self._drain()
         return self._seconds.tolist()
-
-    @property
-    def last_seconds(self) -> float | None:
-        self._drain()
-        return self._seconds[-1] if self._seconds else None
 
     def phase_seconds(self) -> dict[str, list[float]]:
         """Return, for each phase, its seconds in each step."""
@@ -191,7 +187,7 @@ class GradientCounter:
         self.num_bytes = tensor_bytes(gradients)
         dtypes = [gradient.dtype for gradient in gradients if gradient is not None]
         self.dtypes = frozenset(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        with torch.profiler.record_function(READING_GRADIENTS):
+        with record_function(READING_GRADIENTS):
             norms = gradient_norms(self.module, self.engine)
         scale = self._loss_scale()
         self.norms = {name: None if norm is None else norm / scale for name, norm in norms.items()}
@@ -289,6 +285,23 @@ def deepspeed_engine(accelerator: Accelerator) -> Any:
     return wrapped.engine if wrapped is not None else None
 
 
+@contextmanager
+def each_step_in(context: Callable[[], AbstractContextManager[Any]], stepper: Any) -> Iterator[None]:
+    """Run each `stepper.step` in a new context. For DeepSpeed, which steps inside backward; else None."""
+    if stepper is None:
+        yield
+        return
+    take_step = stepper.step
+
+    def step_inside(*arguments: Any, **options: Any) -> Any:
+        with context():
+            return take_step(*arguments, **options)
+
+    stepper.step = step_inside
+    yield
+    stepper.step = take_step
+
+
 def _deepspeed_state(engine: Any) -> dict[str, list[torch.Tensor]]:
     zero = engine.optimizer
     params = list(engine.module.parameters())
@@ -332,22 +345,14 @@ def profile_steps(step: Callable[[], object], folder: Path, accelerator: Acceler
         with_stack=False,
         acc_events=True,  # changes nothing for a single cycle, and silences torch 2.11's warning
     )
-    engine = deepspeed_engine(accelerator)
-    if engine is not None:  # DeepSpeed steps inside backward, and torch names only Adam's part of the step
-        zero_step = engine.optimizer.step
-
-        def named_step(*arguments: Any, **options: Any) -> Any:
-            with torch.profiler.record_function("phase:optimizer"):
-                return zero_step(*arguments, **options)
-
-        engine.optimizer.step = named_step
-    profiler.start()
-    for _ in range(PROFILER_STEPS):
-        step()
-        if has_gpu:
-            torch.cuda.synchronize()
-        profiler.step()  # the last call writes the trace
-    profiler.stop()
+    # torch names only Adam's part of DeepSpeed's step
+    engine, phase = deepspeed_engine(accelerator), partial(record_function, "phase:optimizer")
+    with each_step_in(phase, engine and engine.optimizer), profiler:
+        for _ in range(PROFILER_STEPS):
+            step()
+            if has_gpu:
+                torch.cuda.synchronize()
+            profiler.step()  # the last call writes the trace
     anatomy = anatomy_of(read_trace(path))
     if has_gpu and anatomy.device != "cuda":
         say(

@@ -1,6 +1,7 @@
 """Combine one rank's measurements of a training run into fields of its record."""
 
 import dataclasses
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from statistics import median
@@ -31,8 +32,10 @@ MOST_PROBED_STEPS = 5
 "limit for a model that compiles again and again"
 _MOST_STEADY_STEPS = 2000
 "steps of the live rate: older ones are left out, so that showing it takes no time in a long run"
-_STEPS_READ_AT_ONCE = 256
-"steps between two reads of the datasets' losses: so many that waiting for the device costs no time"
+_KEPT_STEPS = 4
+"a bad step is noticed up to two steps later: see `StepExchange`"
+_STEPS_JOINED = 256
+"the datasets' losses of so many steps become one tensor"
 
 
 class RunWatch:
@@ -57,14 +60,14 @@ class RunWatch:
         self.num_probed_steps = 0
         self._probe_next = True
         self.num_tokens_drawn = 0
+        self.drawn: deque[list[torch.Tensor]] = deque(maxlen=_KEPT_STEPS)
+        "token ids of the last steps, by micro-step"
         self.num_padding: torch.Tensor | int = 0
-        self._before_step: tuple[int, torch.Tensor | int] = (0, 0)
-        "num_tokens_drawn and num_padding before the current step"
         several = len(dataset_names) > 1
         self.dataset_losses = DatasetLosses(dataset_names, accelerator.device) if several else None
         self.num_graphs_compiled: list[int] = []
         self.phase = self.clock.phase
-        self.gpu_before, self.gpu, self.host = gpu.state, GpuWatch(gpu.handle), HostWatch()
+        self.gpu_before, self.gpu, self.host = gpu, GpuWatch(gpu.handle), HostWatch()
         reset_peak_memory(accelerator.device)
 
     @contextmanager
@@ -74,6 +77,7 @@ class RunWatch:
         While torch.compile still compiles, later steps are probed too, because a step that traces does not
         run the compiled kernels. So are those after one that overflowed in fp16: it updated nothing.
         """
+        self.drawn.append([])
         probing = self._probe_next
         if not probing and len(self.num_graphs_compiled) == self.num_probed_steps:
             reset_peak_memory(self.accelerator.device)  # compiling and probing took more memory than training
@@ -81,7 +85,6 @@ class RunWatch:
             self.gradients = GradientCounter(self.accelerator, self.model)
         probe = NumericsProbe(self.accelerator, self.model, self.optimizer) if probing else nullcontext()
         graphs = num_compiled_graphs()
-        self._before_step = self.num_tokens_drawn, self.num_padding
         with probe, self.clock.step():
             yield
         compiled = num_compiled_graphs() - graphs
@@ -102,6 +105,7 @@ class RunWatch:
 
     def drew(self, batch: dict[str, torch.Tensor]) -> None:
         """Count the tokens of a batch that was just taken from the data."""
+        self.drawn[-1].append(batch["input_ids"])
         self.num_tokens_drawn += batch["input_ids"].numel()
         if "padding" in batch:
             self.num_padding = self.num_padding + batch["padding"].sum()
@@ -128,12 +132,6 @@ class RunWatch:
         tokens_per_step = self.num_tokens() * self.accelerator.num_processes / len(self.num_graphs_compiled)
         return median(block_rates(seconds[start:], tokens_per_step))
 
-    def last_tokens_per_second(self) -> float:
-        """Return the last step's tokens per second of all ranks, without padding. Every rank must call it."""
-        drawn, padding = self._before_step
-        ranks = gather_to_all((self.num_tokens() - drawn + int(padding), self.clock.last_seconds))
-        return sum(num_tokens for num_tokens, _ in ranks) / max(seconds for _, seconds in ranks)
-
     def computed(self, batch: dict[str, torch.Tensor]) -> None:
         """Add a batch's losses, after its forward, to the datasets' sums. With one dataset, do nothing."""
         if self.dataset_losses is not None:
@@ -143,7 +141,6 @@ class RunWatch:
         """Return the record's fields: of all ranks, but for the load of the host. Every rank must call it."""
         device = self.accelerator.device
         phases = self.clock.phase_seconds()  # waits for the device
-        self.gpu.sample_last_again()
         if deepspeed_engine(self.accelerator) is not None:  # its step is part of backward
             phases = {name: seconds for name, seconds in phases.items() if name == "data"}
         ranks = gather_to_all(
@@ -157,10 +154,7 @@ class RunWatch:
                 "gpu_watch": {
                     "num_processes_before": self.gpu_before.num_processes,
                     "used_bytes_before": self.gpu_before.used_bytes,
-                    "energy_joules": self.gpu.energy_joules,
-                    "throttle_reasons": self.gpu.throttle_reasons,
-                    "clock_mhz": self.gpu.clock_mhz,
-                    "utilization": self.gpu.utilization,
+                    **self.gpu.facts(),
                     "allocator": allocator_retries(device),
                 },
                 **peak_memory(device),
@@ -179,8 +173,7 @@ class RunWatch:
             "num_graphs_compiled": list(map(max, zip(*by_rank["num_graphs_compiled"], strict=True))),
             "tokens_counted": {"drawn": drawn, "in_loss": in_loss},
             "num_padding_tokens": padding,
-            "host_ram": self.host.ram(),
-            "other_busy_cores": self.host.other_busy_cores(),
+            **self.host.facts(),
             "num_cores": num_cores(),
         }
         if self.dataset_losses is not None:
@@ -195,46 +188,40 @@ class RunWatch:
 class DatasetLosses:
     """Each dataset's training loss in each step, although every batch mixes the datasets.
 
-    Sums of losses and numbers of tokens stay on the device until there are _STEPS_READ_AT_ONCE steps to read.
+    Sums of losses and numbers of tokens stay on the device; many small tensors are joined now and then.
     """
 
     def __init__(self, names: tuple[str, ...], device: torch.device) -> None:
         self.names = names
-        self._begin = torch.zeros(2, len(names), device=device, dtype=torch.float64)
-        self._step = self._last = self._begin.clone()
-        self._unread: list[torch.Tensor] = []
-        self._read: list[torch.Tensor] = []
-        "tensors of _STEPS_READ_AT_ONCE steps each, on the host"
+        self._begin = torch.zeros(1, 2, len(names), device=device, dtype=torch.float64)
+        self._step = self._begin.clone()
+        self._steps = [self._begin[:0]]
 
     def add(self, batch: dict[str, torch.Tensor], token_losses: torch.Tensor) -> None:
         """Add a micro-step. `token_losses` is 0 where a token has no label."""
         dataset = batch["dataset"]
         counts = labels_by_sequence(batch)
         sums = token_losses.view(len(dataset), -1).sum(dim=1)
-        self._step.index_add_(1, dataset, torch.stack([sums, counts]).to(self._step.dtype))
+        self._step[0].index_add_(1, dataset, torch.stack([sums, counts]).to(self._step.dtype))
 
     def end_step(self) -> None:
-        self._last, self._step = self._step, self._begin.clone()
-        self._unread.append(self._last)
-        if len(self._unread) == _STEPS_READ_AT_ONCE:
-            self._read.append(torch.stack(self._unread).cpu())
-            self._unread = []
+        self._steps.append(self._step)
+        self._step = self._begin.clone()
+        if len(self._steps) == _STEPS_JOINED:
+            self._steps = [torch.cat(self._steps)]
 
     def of_last_step(self, accelerator: Accelerator) -> dict[str, float]:
         """Return the mean loss over all ranks of each dataset that any rank drew. Every rank must call it."""
-        means = self._means(accelerator, [self._last[None]])
+        means = self._means(accelerator, self._steps[-1][-1:])
         return {name: losses[0] for name, losses in means.items() if losses[0] is not None}
 
     def observed(self, accelerator: Accelerator) -> dict[str, list[float | None]]:
         """Return each dataset's mean loss in each step; None if no rank drew it. Every rank must call it."""
-        return self._means(accelerator, [*self._read, *(step[None] for step in self._unread)])
+        return self._means(accelerator, torch.cat(self._steps))
 
-    def _means(self, accelerator: Accelerator, steps: list[torch.Tensor]) -> dict[str, list[float | None]]:
-        """Return mean losses by dataset. `steps`: tensors of (number of steps, 2, number of datasets)."""
-        if not steps:
-            return {name: [] for name in self.names}
-        on_device = torch.cat([part.to(self._begin.device) for part in steps])
-        sums = accelerator.reduce(on_device, reduction="sum").tolist()
+    def _means(self, accelerator: Accelerator, steps: torch.Tensor) -> dict[str, list[float | None]]:
+        """Return mean losses by dataset. `steps`: (number of steps, 2, number of datasets)."""
+        sums = accelerator.reduce(steps, reduction="sum").tolist()
         return {
             name: [finite(loss[index] / count[index]) if count[index] else None for loss, count in sums]
             for index, name in enumerate(self.names)

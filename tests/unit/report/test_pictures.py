@@ -2,12 +2,10 @@
 
 from pathlib import Path
 
-import pytest
 from conftest import made_record
 from made_records import made
 
-from slm_toolkit.record.memory_timeline import Segment
-from slm_toolkit.report.charts.figures import MOST_POINTS, loss_panel, speed_panel, timeline_panel
+from slm_toolkit.report.charts.figures import MOST_POINTS, loss_panel, speed_panel
 from slm_toolkit.report.rows import Row
 
 
@@ -37,32 +35,6 @@ def test_only_measured_rows_with_a_rate_have_bars() -> None:
     ((bars,),) = [figure.data for figure in speed_panel(rows).figures]
     assert bars["y"] == ["good"]
     assert speed_panel({"large": rows["large"]}) is None
-
-
-def test_the_timeline_names_each_phase_where_it_starts_and_marks_the_peak() -> None:
-    gib = [1, 2, 3, 3, 2, 4]
-    phases = [*["forward"] * 3, *["backward"] * 2, "optimizer"]
-    segments = [
-        Segment(phase, "", count * 2**30, {"parameters": 2**30, "optimizer": (count - 1) * 2**30})
-        for phase, count in zip(phases, gib, strict=True)
-    ]
-    (figure,) = timeline_panel({"run": segments}).figures
-    assert [trace["y"] for trace in figure.data] == [[1] * 6, [0, 1, 2, 2, 1, 3]]
-    axis, (peak,) = figure.layout["xaxis"], figure.layout["annotations"]
-    assert dict(zip(axis["tickvals"], axis["ticktext"], strict=True)) == {
-        0: "forward",
-        3: "backward",
-        5: "optimizer",
-    }
-    assert (peak["x"], peak["y"], peak["text"]) == (5, 4, "peak 4.00 GiB")
-
-
-def test_a_long_timeline_keeps_the_highest_of_each_stretch() -> None:
-    segments = [Segment("forward", "", count, {"parameters": count}) for count in range(10 * MOST_POINTS)]
-    (figure,) = timeline_panel({"run": [*segments, Segment("optimizer", "", 1, {"parameters": 1})]}).figures
-    assert len(figure.data[0]["y"]) <= MOST_POINTS
-    assert figure.layout["xaxis"]["ticktext"] == ["forward", "optimizer"]
-    assert figure.layout["annotations"][0]["y"] == pytest.approx((10 * MOST_POINTS - 1) / 2**30, rel=1e-3)
 
 
 def test_a_resumed_curve_begins_where_it_was_resumed_and_its_last_step_is_drawn() -> None:
