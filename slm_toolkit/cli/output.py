@@ -50,8 +50,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory",
         action="store_true",
-        help="print where the memory peak is and what owns it. Needs runs with --profile memory or "
-        "--rehearse",
+        help="print where the memory peak is, and its parts. Needs runs with --profile memory or --rehearse",
     )
     parser.add_argument(
         "--baseline",

@@ -14,5 +14,3 @@ PARTS = {
 """The title of each part. The first four are the training state; activations are saved for backward;
 temporary is allocated and freed again by a layer's backward or the optimizer's step; communication is
 buckets."""
-OF_MODULES = ("activations", "logits_and_loss", "temporary")
-"parts whose bytes are attributed to the module that allocated them"

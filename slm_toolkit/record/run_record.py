@@ -174,8 +174,6 @@ class MemoryAtPeak(TypedDict):
     num_bytes: Count
     parts: dict[Literal[tuple(PARTS)], Count]
     "bytes by part"
-    modules: dict[str, Count]
-    "bytes by the module that allocated them"
 
 
 class DeepSpeedEstimate(TypedDict):
@@ -296,12 +294,12 @@ class RunRecord:
     """each rank's peak, after the probed steps if there are others; None on CPU; in a rehearsal, only rank
     0's peak, which is traced if there is no GPU"""
     peak_reserved_bytes: list[Count] | None = None
-    "as above; without a GPU, what `predict/memory/allocator.py` reserves for the traced allocations"
+    "as above; None in a rehearsal without a GPU"
     peak_rss_bytes: list[Count] | None = None
     "peak resident memory of each rank's process"
     memory_at_peak: MemoryAtPeak | None = None
-    """rank 0's peak in a step whose allocations were all traced: phase, module, num_bytes, bytes by part, and
-    bytes by allocating module"""
+    """rank 0's peak in a step whose allocations were all traced: phase, module, num_bytes, and bytes by
+    part"""
     deepspeed_estimate: DeepSpeedEstimate | None = None
     "DeepSpeed's own estimate: gpu_bytes per GPU and cpu_bytes per node; ZeRO-2 and ZeRO-3 only"
     model_dir: str | None = None

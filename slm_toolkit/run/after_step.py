@@ -52,10 +52,8 @@ class AfterStep(Observer):
         self._grad_norms: list[float | None] = []
         "each step's gradient norm, as this rank's engine reports it"
         self._skipped: list[int] = []
-        "steps that did not change the weights, because a loss or gradient was not finite or too large"
+        "bad steps, which did not change the weights, and those whose gradients overflowed in fp16"
         self._has_loss_scale = "fp16" in (config.numerics, run.accelerator.mixed_precision)
-        self._overflows: list[int] = []
-        "skipped steps, too: those whose gradients overflowed in fp16"
         self._weights_of_ranks: list[dict[str, Any]] = []
         "results of weights_of_ranks: one per checkpoint, and one for the end"
         # without --save_steps, SIGTERM ends the run at once
@@ -81,7 +79,7 @@ class AfterStep(Observer):
         observed |= {
             "losses": [finite(loss) for loss in self._losses],
             "grad_norms": [None if norm is None else finite(norm) for norm in self._grad_norms],
-            "skipped_steps": sorted(self._skipped + self._overflows),
+            "skipped_steps": self._skipped,
             "weights_of_ranks": self._weights_of_ranks,
         }
 
@@ -110,39 +108,35 @@ class AfterStep(Observer):
         for of_step in seen:
             self._losses.append(sum(of_step.losses) / len(of_step.losses))
             self._grad_norms.append(of_step.grad_norms[self._run.accelerator.process_index])
-            if self._has_loss_scale and not of_step.is_loss_bad(self._max_loss):
-                self._note_overflow(of_step)
-            elif of_step.bad_ranks(self._max_loss):
-                self._skip_or_end(of_step)
+            if bad_ranks := of_step.bad_ranks(self._max_loss):
+                self._skipped.append(of_step.step + 1)
+                if self._has_loss_scale and not of_step.is_loss_bad(self._max_loss):
+                    self._limit_overflows(of_step.step)
+                else:
+                    self._skip_or_end(of_step, bad_ranks)
         if step is not None and (numbers := [s.stop_signal for s in seen if s.stop_signal]):
             self._stop(numbers[0], step)
 
-    def _note_overflow(self, seen: Seen) -> None:
-        """Note the step if its gradients overflowed in fp16; end the run after too many in a row."""
-        if not seen.bad_ranks(self._max_loss):
-            return
-        self._overflows.append(seen.step + 1)
-        if _num_in_a_row(self._overflows) == MOST_OVERFLOWS:
+    def _limit_overflows(self, step: int) -> None:
+        """End the run if the gradients of too many steps in a row overflowed in fp16."""
+        if _num_in_a_row(self._skipped) == MOST_OVERFLOWS:
             self._end(
-                f"step {seen.step + 1}: the gradients of {MOST_OVERFLOWS} steps in a row overflowed in fp16",
+                f"step {step + 1}: the gradients of {MOST_OVERFLOWS} steps in a row overflowed in fp16",
                 "lower --learning_rate, or compute in bf16 or fp32: --numerics",
             )
 
-    def _skip_or_end(self, seen: Seen) -> None:
+    def _skip_or_end(self, seen: Seen, bad_ranks: list[int]) -> None:
         """Skip a bad step if --on_bad_step is skip, unless too many come in a row; else end the run."""
-        bad_ranks = seen.bad_ranks(self._max_loss)
         path, reason = self._write_bad_step(seen, bad_ranks), self._describe_bad(seen, bad_ranks)
+        hint = "lower --learning_rate or change the data"
         if self._config.on_bad_step == "skip":
-            self._skipped.append(seen.step + 1)
             say(f"skipped step {seen.step + 1}: {reason}; its sequences: {path}")
             if _num_in_a_row(self._skipped) < MOST_SKIPPED:
                 return
             reason = f"{MOST_SKIPPED} steps in a row were bad: {reason}"
-        skip_hint = "" if self._config.on_bad_step == "skip" else "; --on_bad_step skip skips such steps"
-        self._end(
-            f"step {seen.step + 1}: {reason}; its sequences: {path}",
-            f"lower --learning_rate or change the data{skip_hint}",
-        )
+        else:
+            hint += "; --on_bad_step skip skips such steps"
+        self._end(f"step {seen.step + 1}: {reason}; its sequences: {path}", hint)
 
     def _describe_bad(self, seen: Seen, bad_ranks: list[int]) -> str:
         losses = " and ".join(f"{seen.losses[rank]:.4g} on rank {rank}" for rank in bad_ranks)

@@ -22,12 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from slm_toolkit.base.errors import RunEnded
 from slm_toolkit.config.run_config import REHEARSED_RANKS_PER_NODE, RunConfig
 from slm_toolkit.hardware.gpus import num_cores
-from slm_toolkit.run.observe.allocations import (
-    AllocationTrace,
-    following_modules,
-    peak_of,
-    reserved_bytes,
-)
+from slm_toolkit.run.observe.allocations import AllocationTrace, following_modules, peak_of
 from slm_toolkit.run.observe.measure import (
     deepspeed_engine,
     each_step_in,
@@ -121,7 +116,6 @@ def rehearse(run: Run, train_step: Callable[..., Any]) -> dict[str, Any]:
     return {
         "memory_at_peak": peak,
         "peak_allocated_bytes": [peak["num_bytes"]],
-        "peak_reserved_bytes": [reserved_bytes(run.trace.events)],
         "num_cores": num_cores(),
     }
 

@@ -1,13 +1,12 @@
 """Tables of what `--profile` found: where a step's time goes, and what uses its memory at the peak."""
 
-from collections import Counter
 from functools import partial
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from slm_toolkit.record.memory_parts import OF_MODULES, PARTS
+from slm_toolkit.record.memory_parts import PARTS
 from slm_toolkit.record.step_breakdown import Anatomy
 from slm_toolkit.report.tables.fitted import (
     Column,
@@ -28,7 +27,6 @@ _ACTIVITIES = {  # title and drop order by field of Anatomy
     "idle_seconds": ("idle", 7),
     "communication_overlapped_seconds": ("comm.\noverlapped", 2),
 }
-_MODULES = {"loss": "logits and loss", "": "outside the layers"}
 
 
 def anatomy_table(anatomies: dict[str, Anatomy], *, width: int) -> RenderableType:
@@ -59,36 +57,20 @@ def anatomy_table(anatomies: dict[str, Anatomy], *, width: int) -> RenderableTyp
 
 
 def peak_table(title: str, at_peak: dict[str, Any]) -> RenderableType:
-    """Show a record's `memory_at_peak`: a sentence, its parts, and a table of what owns them."""
+    """Show a record's `memory_at_peak`: a sentence, and a table of its parts."""
     peak, module = at_peak["num_bytes"], at_peak["module"]
     where = f"{at_peak['phase']} at {module}" if module else at_peak["phase"]
-    parts = [
-        f"{part_title} {size_text(count)}"
-        for part, part_title in PARTS.items()
-        if (count := at_peak["parts"].get(part))
-    ]
-    owners = _owners(at_peak).most_common()
+    parts = sorted(((count, PARTS[part]) for part, count in at_peak["parts"].items() if count), reverse=True)
     return Group(
         Text(f"{title}: peak {size_text(peak)} in {where}", style="bold"),
-        Text(", ".join(parts)),
         table_of(
             [
-                Column("in use at the peak", [name for name, _ in owners]),
-                Column("size", [size_text(count) for _, count in owners]),
-                Column("share", [f"{count / peak:.1%}" for _, count in owners]),
+                Column("in use at the peak", [name for _, name in parts]),
+                Column("size", [size_text(count) for count, _ in parts]),
+                Column("share", [f"{count / peak:.1%}" for count, _ in parts]),
             ]
         ),
     )
-
-
-def _owners(at_peak: dict[str, Any]) -> Counter[str]:
-    """Return the bytes of each part that no module owns, and of each module; all layers are one owner."""
-    owners = Counter(
-        {PARTS[part]: count for part, count in at_peak["parts"].items() if part not in OF_MODULES}
-    )
-    for module, count in at_peak["modules"].items():
-        owners["layers" if module.startswith("layers.") else _MODULES.get(module, module)] += count
-    return +owners
 
 
 def size_text(num_bytes: int) -> str:

@@ -40,15 +40,16 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._phases: list[tuple[str, Any, Any]] = []
-        "phases of the current step"
-        self._unread: deque[tuple[Any, Any, list[tuple[str, Any, Any]]]] = deque()
-        "start, end and phases of steps that the device may not have finished yet"
+        "name, start and end of the phases of the current step"
+        self._unread: deque[list[tuple[str, Any, Any]]] = deque()
+        "of steps that the device may not have finished yet: the step, then its phases"
         self._last_end: Any = None
         "end of the step before; None after a pause"
         self._start: Any = None
         "beginning of the current step"
-        self._seconds = array("d")
-        self._phase_seconds: dict[str, array] = {}
+        self._num_read = 0
+        self._seconds = {"step": array("d")}
+        "of steps and phases; a phase's last zeros are missing"
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -56,8 +57,8 @@ class StepClock:
         self._phases = []
         yield
         self._last_end = self._now()
-        self._unread.append((self._start, self._last_end, self._phases))
-        while self._unread and (self.device.type != "cuda" or self._unread[0][1].query()):
+        self._unread.append([("step", self._start, self._last_end), *self._phases])
+        while self._unread and (self.device.type != "cuda" or self._unread[0][0][2].query()):
             self._read_first()
 
     def pause(self) -> None:
@@ -78,12 +79,13 @@ class StepClock:
     @property
     def seconds(self) -> list[float]:
         self._drain()
-        return self._seconds.tolist()
+        return self._seconds["step"].tolist()
 
     def phase_seconds(self) -> dict[str, list[float]]:
         """Return, for each phase, its seconds in each step."""
         self._drain()
-        return {name: seconds.tolist() for name, seconds in self._phase_seconds.items()}
+        phases = {name: seconds.tolist() for name, seconds in self._seconds.items() if name != "step"}
+        return {name: each + [0.0] * (self._num_read - len(each)) for name, each in phases.items()}
 
     def _now(self) -> Any:
         if self.device.type != "cuda":
@@ -92,11 +94,6 @@ class StepClock:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def _between(self, start: Any, end: Any) -> float:
-        if self.device.type != "cuda":
-            return round(end - start, 7)
-        return start.elapsed_time(end) / 1e3  # milliseconds
-
     def _drain(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -104,14 +101,12 @@ class StepClock:
             self._read_first()
 
     def _read_first(self) -> None:
-        start, end, phases = self._unread.popleft()
-        for name, phase_start, phase_end in phases:
-            seconds = self._phase_seconds.setdefault(name, array("d"))
-            seconds.extend([0.0] * (len(self._seconds) + 1 - len(seconds)))
-            seconds[-1] += self._between(phase_start, phase_end)
-        self._seconds.append(self._between(start, end))
-        for seconds in self._phase_seconds.values():
-            seconds.extend([0.0] * (len(self._seconds) - len(seconds)))
+        for name, start, end in self._unread.popleft():
+            seconds = self._seconds.setdefault(name, array("d"))
+            seconds.extend([0.0] * (self._num_read + 1 - len(seconds)))
+            is_cuda = self.device.type == "cuda"  # its events count milliseconds
+            seconds[-1] += start.elapsed_time(end) / 1e3 if is_cuda else round(end - start, 7)
+        self._num_read += 1
 
 
 def num_compiled_graphs() -> int:
