@@ -1,6 +1,5 @@
 """One process plays rank 0 of N: its peak is a real rank's, its row says rehearsed, its chart can be read."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -15,9 +14,8 @@ from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.record.files import write_record
 from slm_toolkit.record.memory_parts import PARTS
 from slm_toolkit.record.parity import judge
-from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
+from slm_toolkit.record.run_record import RECORD_FILE
 from slm_toolkit.report.rows import Row, ranked
-from slm_toolkit.report.tables.comparison import comparison_table
 from slm_toolkit.report.tables.profiled import peak_table
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy
 
@@ -86,22 +84,9 @@ def test_every_strategy_rehearses_as_two_real_processes_run(folder: Path) -> Non
     assert_alike(folder, tuple(strategy for strategy in STUDIED_STRATEGIES if strategy not in FAST))
 
 
-@pytest.mark.slow
-def test_float8_is_rehearsed_as_a_gpu_has_it_not_as_it_is_emulated(tmp_path: Path) -> None:
-    pytest.importorskip("torchao")
-    shape = ("--model", "slm-10m", "--seq_len", "512", "--per_device_train_batch_size", "16")
-    flags = (*shape, "--fp8", "rowwise", "--kernels", "loss", "--gradient_checkpointing", "full")
-    done = slm(
-        *("compare", "--json", "--strategy", "ddp", "--rehearse", "2", "--output_dir", str(tmp_path), *flags)
-    )
-    (row,) = json.loads(done.out)
-    estimated = slm("estimate", "--json", "--strategy", "ddp", "--num_gpus", "2", *flags)
-    (expected,) = json.loads(estimated.out)
-    assert row["memory_at_peak"]["module"].endswith(".mlp")  # where it casts
-    assert row["memory_at_peak"]["num_bytes"] == pytest.approx(expected["peak_allocated_bytes"], rel=0.01)
-
-
-def test_rows_of_a_rehearsal_say_what_they_are(rehearsed: dict[tuple[str, int], dict]) -> None:
+def test_rows_of_a_rehearsal_have_shards_of_their_size_and_no_rate(
+    rehearsed: dict[tuple[str, int], dict],
+) -> None:
     assert list(rehearsed) == [("ddp", 2), ("fsdp_full_shard", 2), ("ddp", 8), ("fsdp_full_shard", 8)]
     for row in rehearsed.values():
         assert (row["evidence"], row["status"], row["gpu"]) == ("rehearsed", "ok", None)
@@ -110,9 +95,6 @@ def test_rows_of_a_rehearsal_say_what_they_are(rehearsed: dict[tuple[str, int], 
         unknown = ("tokens_per_second", "mfu", "usd_per_million_tokens", "final_loss")
         assert all(row[name] is None for name in (*unknown, "rank", "parity_holds"))
         assert row["losses"] == row["warnings"] == []
-
-
-def test_shards_shrink_with_ranks(rehearsed: dict[tuple[str, int], dict]) -> None:
     num_params = PRESETS["slm-1m"].num_params
     # aligned: bf16 parameters, fp32 master weights, two fp32 moments; FSDP2 splits each over the ranks
     for name, num_bytes in (("parameters", 2), ("master_weights", 4), ("optimizer", 8)):
@@ -125,8 +107,6 @@ def test_shards_shrink_with_ranks(rehearsed: dict[tuple[str, int], dict]) -> Non
     buckets = [rehearsed["ddp", n]["memory_at_peak"]["parts"]["communication"] for n in (2, 8)]
     assert buckets == [2 * num_params] * 2
 
-
-def test_a_report_shows_the_memory_at_the_peak(rehearsed: dict[tuple[str, int], dict]) -> None:
     done = slm_here("report", rehearsed["fsdp_full_shard", 8]["record"], "--memory")
     assert done.code == 0, done.err
     assert "memory of fsdp_full_shard, rehearsed on rank 0 of 8: peak" in done.out
@@ -231,67 +211,15 @@ def test_a_rehearsal_on_real_tensors_steps_or_fails(tmp_path: Path, gradients: s
         assert "took no optimizer step" in record["reason"]
 
 
-def made_rehearsal(**changes: object) -> RunRecord:
-    """Rank 0 of 8 without a GPU: 4 GiB at the peak."""
-    asked = made_record().asked
-    at_peak = {"phase": "backward", "module": "loss", "num_bytes": 4 * GIB, "parts": {}}
-    nothing = ("losses", "grad_norms", "step_seconds", "state_bytes")
-    made = made_record(
-        identity="1",
-        asked={**asked, "config": {**asked["config"], "rehearse": 8}, "num_processes": 8},
-        gpu=None,
-        world_size=8,
-        peak_allocated_bytes=[4 * GIB],
-        peak_reserved_bytes=None,
-        peak_rss_bytes=None,
-        memory_at_peak=at_peak,
-        **{name: [] for name in nothing},
-    )
-    return dataclasses.replace(made, **changes)
-
-
-def rows(*records: RunRecord) -> list[Row]:
-    return ranked([Row([(Path(str(number)), record)]) for number, record in enumerate(records)], strict=False)
-
-
-def drawn(what: object, *, width: int = 220) -> str:
-    console = Console(width=width, color_system=None)
-    with console.capture() as capture:
-        console.print(what, crop=False)
-    return capture.get()
-
-
-@pytest.mark.quick
-def test_measured_and_rehearsed_rows_share_no_column_of_peaks() -> None:
-    text = drawn(comparison_table(rows(made_record(gpu=None), made_rehearsal()), width=220))
-    assert text.startswith("measured and rehearsed: ")
-    cells = [[cell.strip() for cell in line.split("│")] for line in text.splitlines() if "│" in line]
-    assert [row[1] for row in cells] == ["measured", "rehearsed"]
-    # the process of the measured one took 2 GiB, the tensors of rank 0 take 4
-    assert ("2.00" in cells[0], "4.00" in cells[0]) == (True, False)
-    assert ("2.00" in cells[1], "4.00" in cells[1]) == (False, True)
-    assert cells[0].index("2.00") != cells[1].index("4.00")
-    alone = rows(made_rehearsal(), made_rehearsal(strategy="ds_zero2", identity="2"))
-    text = drawn(comparison_table(alone, width=220))
-    assert text.startswith("rehearsed: slm-100m, rank 0 of 8, traced without a GPU")
-    assert "evidence" not in text
-    assert "tokens/s" not in text
-
-
 @pytest.mark.quick
 def test_a_rehearsal_on_a_gpu_has_a_rate_but_no_rank_loss_parity_or_dollars() -> None:
-    asked = made_rehearsal().asked
+    asked = made_record().asked
+    asked = {**asked, "config": {**asked["config"], "rehearse": 8}, "num_processes": 8}
     counted = {"drawn": 33 * 4 * 1024, "in_loss": 33 * 4 * 1024}  # rank 0's alone
-    on_gpu = made_record(
-        identity="2",
-        asked=asked,
-        strategy="fsdp_full_shard",
-        engine="fsdp2",
-        losses=[],
-        tokens_counted=counted,
-    )
+    fsdp = {"strategy": "fsdp_full_shard", "engine": "fsdp2"}
+    on_gpu = made_record(identity="2", asked=asked, **fsdp, losses=[], tokens_counted=counted)
     others = made_record(), made_record(identity="3", strategy="ds_zero2", engine="deepspeed")
-    row = rows(on_gpu, *others)[0]
+    row = ranked([Row([(Path("a"), each)]) for each in (on_gpu, *others)], strict=False)[0]
     assert (row.status, row.tokens_per_second is None) == ("ok", False)
     assert (row.rank, row.final_loss, row.usd_per_million_tokens, row.warnings) == (None, None, None, [])
     assert [parity is None for parity in judge([on_gpu, *others])] == [True, True, False]
@@ -301,7 +229,10 @@ def test_a_rehearsal_on_a_gpu_has_a_rate_but_no_rank_loss_parity_or_dollars() ->
 def test_a_peak_is_shown_by_its_parts() -> None:
     parts = {"parameters": 2 * GIB, "activations": 4 * GIB, "logits_and_loss": 3 * GIB, "gradients": 0}
     at_peak = {"phase": "backward", "module": "loss", "num_bytes": 9 * GIB, "parts": parts}
-    lines = drawn(peak_table("memory of x", at_peak)).splitlines()
+    console = Console(width=120, color_system=None)
+    with console.capture() as capture:
+        console.print(peak_table("memory of x", at_peak), crop=False)
+    lines = capture.get().splitlines()
     assert lines[0].rstrip() == "memory of x: peak 9.00 GiB in backward at loss"
     # shares: 4, 3 and 2 of 9
     rows = [[cell.strip() for cell in line.split("│")[1:4]] for line in lines if line.startswith("│")]

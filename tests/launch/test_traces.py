@@ -32,6 +32,7 @@ HEADS_OF_78 = (312, 832, 4, 4, 4, 1000)
 LOSS = {"seq_len": 1024, "per_device_train_batch_size": 16}
 MUON = {"seq_len": 16, "per_device_train_batch_size": 1, "optim": "muon"}
 SHORT = {"seq_len": 64, "per_device_train_batch_size": 1}
+FLOAT8 = {"fp8": "rowwise", "kernels": "loss", "gradient_checkpointing": "full", "seq_len": 512}
 PADDED = {"seq_len": 1024, "kernels": "loss"}
 SLOW = {"marks": pytest.mark.slow}
 
@@ -84,6 +85,8 @@ def test_a_sample_of_the_traces_is_traced_again(table: str, asked: dict[str, str
         ("ddp", 2, LARGE_VOCABULARY, {**LOSS, "kernels": "loss"}, None),
         ("ddp", 2, LARGE_VOCABULARY, {**LOSS, "kernels": "loss+triton"}, None),
         ("ddp", 2, HEADS_OF_78, PADDED, None),
+        # float8 as a GPU has it, not as a CPU emulates it
+        pytest.param("ddp", 2, WIDE, {"model": "slm-10m", **FLOAT8}, "backward", **SLOW),
         ("ddp", 2, HEADS_OF_78, {**PADDED, "peft": "lora"}, None),
         ("ddp", 2, HEADS_OF_78, {**PADDED, "gradient_checkpointing": "full"}, None),
         # with Triton's AdamW the peak is not at the optimizer's step, of gradients cast to fp32
@@ -101,6 +104,8 @@ def test_a_traced_step_peaks_as_estimated(
     shape = {**LLAMA, **dict(zip(SHAPE, model, strict=True)), "tie_word_embeddings": False}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     flags = {"model": str(tmp_path), **flags}
+    if "fp8" in flags:
+        pytest.importorskip("torchao")
     found = traced({"strategy": strategy, "num_gpus": num_gpus, **flags})
     assert found["status"] == "ok", found["reason"]
     assert phase in (None, found["peak_phase"])

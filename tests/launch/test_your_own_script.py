@@ -158,26 +158,24 @@ def test_no_script_ends_the_comparison(tmp_path: Path) -> None:
     assert reasons["says"] == "ValueError: its own words: width: 64 and 128"
 
 
-@pytest.mark.parametrize("script", ["trainer.py", "sft.py"])
-def test_a_trainers_script_has_the_same_losses_under_each_engine(script: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("script", "accumulation", "tokens"),
+    [("trainer.py", 2, 2 * 2 * 4 * 32), ("sft.py", 1, None), ("nano.py", 1, 2 * 8 * 32)],
+)
+def test_a_script_has_the_same_losses_under_each_engine(
+    script: str, accumulation: int, tokens: int | None, tmp_path: Path
+) -> None:
     if script == "sft.py" and importlib.util.find_spec("trl") is None:
         pytest.skip("TRL is not installed")
     rows = compare(tmp_path, script)
-    assert [row["status"] for row in rows.values()] == ["ok"] * 3, rows
+    assert [(row["status"], row["reason"]) for row in rows.values()] == [("ok", None)] * 3
     losses = rows["ddp"]["losses"]
     assert len(losses) == 14
     for row in rows.values():
         assert row["losses"] == pytest.approx(losses, abs=1e-5)
         assert row["parity_holds"] in (None, True)
-    assert rows["ddp"]["numerics_probed"]["accumulation"] == (2 if script == "trainer.py" else 1)
-
-
-def test_a_model_of_the_users_own_under_each_engine(tmp_path: Path) -> None:
-    rows = compare(tmp_path, "nano.py", strategies=THREE)
-    assert [(row["status"], row["reason"]) for row in rows.values()] == [("ok", None)] * 3
-    for row in rows.values():
-        assert row["losses"] == pytest.approx(rows["ddp"]["losses"], abs=1e-5)
-        assert (row["tokens_per_step"], row["seq_len"]) == (2 * 8 * 32, 32)
+        assert tokens in (None, row["tokens_per_step"])
+    assert rows["ddp"]["numerics_probed"]["accumulation"] == accumulation
 
 
 def test_a_model_of_unknown_shape_and_padded_batches(tmp_path: Path) -> None:
@@ -192,9 +190,9 @@ def test_a_model_of_unknown_shape_and_padded_batches(tmp_path: Path) -> None:
     record = json.loads(Path(ddp["record"]).read_text())
     assert record["model"]["model_type"] == "BertForSequenceClassification"
     assert "hidden_size" not in record["model"]
-    pages = ("--export", str(tmp_path / "page.html"), "--export", str(tmp_path / "rows.csv"))
-    assert slm("report", str(tmp_path), *pages).code == 0
-    assert "classify.py" in (tmp_path / "page.html").read_text()
+    page = tmp_path / "page.html"
+    assert slm("report", str(tmp_path), "--export", str(page)).code == 0
+    assert "classify.py" in page.read_text()
 
 
 def test_our_trainer_and_a_users_loop_of_the_same_training_have_the_same_figures(tmp_path: Path) -> None:
@@ -216,12 +214,5 @@ def test_our_trainer_and_a_users_loop_of_the_same_training_have_the_same_figures
     assert theirs["state_bytes_per_rank"] == ours["state_bytes_per_rank"]
     assert theirs["tokens_per_step"] == ours["tokens_per_step"] == 2 * work["batch_size"] * 32
     probed = {name: row["numerics_probed"] for name, row in (("theirs", theirs), ("ours", ours))}
-    same = (
-        "parameter_dtype",
-        "loss_dtype",
-        "gradient_dtype",
-        "reduction_dtype",
-        "optimizer_settings",
-        "rope",
-    )
+    same = ("parameter_dtype", "loss_dtype", "gradient_dtype", "reduction_dtype", "optimizer_settings")
     assert {name: probed["theirs"][name] for name in same} == {name: probed["ours"][name] for name in same}

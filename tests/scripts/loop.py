@@ -25,7 +25,6 @@ config = LlamaConfig(
     num_hidden_layers=2,
     num_attention_heads=2,
     vocab_size=256,
-    max_position_embeddings=64,
 )
 model = LlamaForCausalLM(config)
 if arguments.huge:
