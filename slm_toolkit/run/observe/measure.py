@@ -3,7 +3,6 @@
 import ctypes
 import gc
 import math
-import resource
 import sys
 import time
 from array import array
@@ -116,28 +115,13 @@ def num_compiled_graphs() -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    give_back_memory(device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def give_back_memory(device: torch.device) -> None:
-    """Free memory that is still cached after preparing, compiling or probing, so that no peak includes it."""
+    """Begin to measure peaks anew, without memory that is cached after preparing, compiling or probing."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
     elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc keeps freed memory below its top
         trim(0)
-
-
-def peak_memory(device: torch.device) -> dict[str, int | None]:
-    """Return this rank's peaks: allocated and reserved since the reset (None on CPU), RSS since start."""
-    on_gpu = device.type == "cuda"
-    return {
-        "peak_allocated_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
-        "peak_reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None,
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # Linux counts in KiB
-    }
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
@@ -242,17 +226,6 @@ def num_trainable(model: torch.nn.Module) -> int:
     """Return the number of trained parameters over all ranks; under FSDP1, only in this rank's shards."""
     trained = (param for param in model.parameters() if param.requires_grad)
     return sum(getattr(param, "ds_numel", param.numel()) for param in trained)
-
-
-def state_bytes(
-    accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer, gradients: int
-) -> dict[str, int]:
-    """Return the bytes of each part of this rank's training state between two steps.
-
-    `gradients`: their bytes, counted before the optimizer's step.
-    """
-    state = training_state(accelerator, model, optimizer)
-    return {"gradients": gradients, **{part: tensor_bytes(tensors) for part, tensors in state.items()}}
 
 
 def training_state(

@@ -1,6 +1,7 @@
 """Combine one rank's measurements of a training run into fields of its record."""
 
 import dataclasses
+import resource
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,9 +22,9 @@ from slm_toolkit.run.observe.measure import (
     StepClock,
     deepspeed_engine,
     num_compiled_graphs,
-    peak_memory,
     reset_peak_memory,
-    state_bytes,
+    tensor_bytes,
+    training_state,
 )
 from slm_toolkit.run.observe.probe import NumericsProbe, optimizer_settings
 from slm_toolkit.run.peers.step_exchange import gather_to_all
@@ -141,31 +142,36 @@ class RunWatch:
         """Return the record's fields: of all ranks, but for the load of the host. Every rank must call it."""
         device = self.accelerator.device
         phases = self.clock.phase_seconds()  # waits for the device
-        if deepspeed_engine(self.accelerator) is not None:  # its step is part of backward
+        engine = deepspeed_engine(self.accelerator)
+        if engine is not None:  # its step is part of backward
             phases = {name: seconds for name, seconds in phases.items() if name == "data"}
-        ranks = gather_to_all(
-            {
-                "step_seconds": self.clock.seconds,
-                "phase_seconds": phases,
-                "num_graphs_compiled": self.num_graphs_compiled,
-                "state_bytes": state_bytes(
-                    self.accelerator, self.model, self.optimizer, self.gradients.num_bytes
-                ),
+        state = training_state(self.accelerator, self.model, self.optimizer)
+        state_bytes = {part: tensor_bytes(tensors) for part, tensors in state.items()}
+        own = {
+            "step_seconds": self.clock.seconds,
+            "phase_seconds": phases,
+            "num_graphs_compiled": self.num_graphs_compiled,
+            "state_bytes": {"gradients": self.gradients.num_bytes, **state_bytes},
+            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # counted in KiB
+            "drawn": self.num_tokens_drawn,
+            "in_loss": self.loss_recorder.num_tokens,
+            "padding": int(self.num_padding),
+        }
+        if device.type == "cuda":
+            own |= {
+                "peak_allocated_bytes": torch.cuda.max_memory_allocated(device),
+                "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
                 "gpu_watch": {
                     "num_processes_before": self.gpu_before.num_processes,
                     "used_bytes_before": self.gpu_before.used_bytes,
                     **self.gpu.facts(),
                     "allocator": allocator_retries(device),
                 },
-                **peak_memory(device),
-                "drawn": self.num_tokens_drawn,
-                "in_loss": self.loss_recorder.num_tokens,
-                "padding": int(self.num_padding),
             }
-        )
+        ranks = gather_to_all(own)
         by_rank = {name: [rank[name] for rank in ranks] for name in ranks[0]}
         drawn, in_loss, padding = (sum(by_rank.pop(name)) for name in ("drawn", "in_loss", "padding"))
-        settings = optimizer_settings(self.optimizer, deepspeed_engine(self.accelerator))
+        settings = optimizer_settings(self.optimizer, engine)
         observed = by_rank | {
             "numerics": self.numerics and {**self.numerics, "optimizer_settings_at_end": settings},
             "parameter_grad_norms": {} if self.gradients.overflowed else self.gradients.norms,
@@ -180,8 +186,6 @@ class RunWatch:
             observed["losses_by_dataset"] = self.dataset_losses.observed(self.accelerator)
         if not self.num_graphs_compiled:  # without a step there are no gradients to count
             observed["state_bytes"] = []
-        if device.type != "cuda":
-            observed |= {"gpu_watch": [], "peak_allocated_bytes": None, "peak_reserved_bytes": None}
         return observed
 
 
