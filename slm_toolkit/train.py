@@ -77,7 +77,6 @@ def train_step(
                     norm = optimizer_step(
                         accelerator, model, run.optimizer, max_grad_norm=run.config.max_grad_norm
                     )
-        watch.computed(batch)
         step_loss += run.loss_recorder.last / run.num_micro_steps
     return step_loss, norm
 
@@ -90,7 +89,6 @@ def train(run: Run, watchdog: Watchdog, *, end_after: int | None = None) -> dict
         run.optimizer,
         run.loss_recorder,
         gpu=run.gpu_before,
-        dataset_names=run.data.names,
     )
     progress, tracker = TrainingProgress(run, watch), Tracker(run, watch)
     observers = [progress, tracker, Evaluations(run, watch, watchdog, tracker), watchdog]

@@ -105,9 +105,6 @@ class Tracker(Observer):
         }
         if (rate := self._watch.steady_tokens_per_second()) is not None:
             values["tokens_per_second"] = rate
-        if self._watch.dataset_losses is not None:
-            dataset_losses = self._watch.dataset_losses.of_last_step(accelerator)
-            values |= {f"loss/{name}": loss for name, loss in dataset_losses.items()}
         accelerator.log(values, step=step + 1)
 
     def log_evaluation(self, step: int, eval_loss: float, of_sets: dict[str, float]) -> None:

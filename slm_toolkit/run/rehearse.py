@@ -110,7 +110,7 @@ def rehearse(run: Run, train_step: Callable[..., Any]) -> dict[str, Any]:
         peak = follow_memory(run, partial(train_step, run, batches))
     print(
         f"rank 0 of {run.config.rehearse}: peak {peak['num_bytes'] / 2**30:.2f} GiB "
-        f"in {peak['phase']}, {peak['module'] or 'optimizer'}; slm report {run.run_dir} --memory",
+        f"in {peak['phase']}, {peak['module'] or 'optimizer'}; slm report {run.run_dir}",
         file=sys.stderr,
     )
     return {
@@ -132,9 +132,6 @@ class TraceWatch:
         yield
 
     def drew(self, batch: dict[str, torch.Tensor]) -> None:
-        pass
-
-    def computed(self, batch: dict[str, torch.Tensor]) -> None:
         pass
 
 

@@ -21,15 +21,12 @@ from slm_toolkit.run.model.model import build_model
 from slm_toolkit.run.observe import watch as watch_module
 from slm_toolkit.run.observe.machine_load import GpuBefore
 from slm_toolkit.run.observe.measure import StepClock
-from slm_toolkit.run.observe.watch import DatasetLosses
 
 COUNTING = """
 import gc, sys, torch
 from slm_toolkit import train
-from slm_toolkit.run.observe import watch
 from slm_toolkit.run.after_step import AfterStep
 
-watch._STEPS_JOINED = 16
 after = AfterStep.after_step
 
 def count_after(self, step, *arguments):
@@ -59,24 +56,7 @@ def test_no_tensor_is_kept_of_a_step(tmp_path: Path) -> None:
     assert after_64 - after_32 <= 2  # one of 16 steps of both data sets
     record = json.loads((tmp_path / "run" / "record.json").read_text())
     assert [len(record[name]) for name in ("losses", "grad_norms")] == [64, 64]
-    assert [len(losses) for losses in record["losses_by_dataset"].values()] == [64, 64]
     assert all(norm > 0 for norm in record["grad_norms"])
-
-
-@pytest.mark.quick
-def test_losses_of_data_sets_come_back_in_order_from_host_and_device() -> None:
-    losses = DatasetLosses(("a", "b"), torch.device("cpu"))
-    accelerator = Accelerator(cpu=True)
-    for step in range(600):  # 2 x 256 of them are joined before
-        dataset = torch.tensor([step % 2])
-        tokens = torch.zeros(1, 5, dtype=torch.long)  # 4 of them have a label
-        losses.add({"dataset": dataset, "input_ids": tokens}, torch.full((1, 5), step * 4 / 5))
-        losses.end_step()
-    assert losses.of_last_step(accelerator) == {"b": pytest.approx(599)}
-    found = losses.observed(accelerator)
-    expected = [float(step) if step % 2 == 0 else None for step in range(600)]
-    assert found["a"] == pytest.approx(expected)
-    assert [loss is None for loss in found["b"]] == [loss is not None for loss in found["a"]]
 
 
 @pytest.mark.quick

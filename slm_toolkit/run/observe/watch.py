@@ -12,9 +12,7 @@ import torch
 from accelerate import Accelerator
 
 from slm_toolkit.hardware.gpus import num_cores
-from slm_toolkit.record.run_record import finite
 from slm_toolkit.record.steady_rate import block_rates, num_warmup_steps
-from slm_toolkit.run.data.batches import labels_by_sequence
 from slm_toolkit.run.model.loss_recorder import RecordedLoss
 from slm_toolkit.run.observe.machine_load import GpuBefore, GpuWatch, HostWatch, allocator_retries
 from slm_toolkit.run.observe.measure import (
@@ -35,8 +33,6 @@ _MOST_STEADY_STEPS = 2000
 "steps of the live rate: older ones are left out, so that showing it takes no time in a long run"
 _KEPT_STEPS = 4
 "a bad step is noticed up to two steps later: see `StepExchange`"
-_STEPS_JOINED = 256
-"the datasets' losses of so many steps become one tensor"
 
 
 class RunWatch:
@@ -50,7 +46,6 @@ class RunWatch:
         loss_recorder: RecordedLoss,
         *,
         gpu: GpuBefore,
-        dataset_names: tuple[str, ...] = (),
     ) -> None:
         self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
         self.loss_recorder = loss_recorder
@@ -64,8 +59,6 @@ class RunWatch:
         self.drawn: deque[list[torch.Tensor]] = deque(maxlen=_KEPT_STEPS)
         "token ids of the last steps, by micro-step"
         self.num_padding: torch.Tensor | int = 0
-        several = len(dataset_names) > 1
-        self.dataset_losses = DatasetLosses(dataset_names, accelerator.device) if several else None
         self.num_graphs_compiled: list[int] = []
         self.phase = self.clock.phase
         self.gpu_before, self.gpu, self.host = gpu, GpuWatch(gpu.handle), HostWatch()
@@ -92,8 +85,6 @@ class RunWatch:
         self.num_graphs_compiled.append(compiled)
         self.gpu.sample()
         self.host.sample()
-        if self.dataset_losses is not None:
-            self.dataset_losses.end_step()
         if probing:
             self.num_probed_steps += 1
             self.numerics = dataclasses.asdict(probe.result(self.gradients))
@@ -132,11 +123,6 @@ class RunWatch:
             return None
         tokens_per_step = self.num_tokens() * self.accelerator.num_processes / len(self.num_graphs_compiled)
         return median(block_rates(seconds[start:], tokens_per_step))
-
-    def computed(self, batch: dict[str, torch.Tensor]) -> None:
-        """Add a batch's losses, after its forward, to the datasets' sums. With one dataset, do nothing."""
-        if self.dataset_losses is not None:
-            self.dataset_losses.add(batch, self.loss_recorder.last_of_tokens)
 
     def observed(self) -> dict[str, Any]:
         """Return the record's fields: of all ranks, but for the load of the host. Every rank must call it."""
@@ -182,51 +168,6 @@ class RunWatch:
             **self.host.facts(),
             "num_cores": num_cores(),
         }
-        if self.dataset_losses is not None:
-            observed["losses_by_dataset"] = self.dataset_losses.observed(self.accelerator)
         if not self.num_graphs_compiled:  # without a step there are no gradients to count
             observed["state_bytes"] = []
         return observed
-
-
-class DatasetLosses:
-    """Each dataset's training loss in each step, although every batch mixes the datasets.
-
-    Sums of losses and numbers of tokens stay on the device; many small tensors are joined now and then.
-    """
-
-    def __init__(self, names: tuple[str, ...], device: torch.device) -> None:
-        self.names = names
-        self._begin = torch.zeros(1, 2, len(names), device=device, dtype=torch.float64)
-        self._step = self._begin.clone()
-        self._steps = [self._begin[:0]]
-
-    def add(self, batch: dict[str, torch.Tensor], token_losses: torch.Tensor) -> None:
-        """Add a micro-step. `token_losses` is 0 where a token has no label."""
-        dataset = batch["dataset"]
-        counts = labels_by_sequence(batch)
-        sums = token_losses.view(len(dataset), -1).sum(dim=1)
-        self._step[0].index_add_(1, dataset, torch.stack([sums, counts]).to(self._step.dtype))
-
-    def end_step(self) -> None:
-        self._steps.append(self._step)
-        self._step = self._begin.clone()
-        if len(self._steps) == _STEPS_JOINED:
-            self._steps = [torch.cat(self._steps)]
-
-    def of_last_step(self, accelerator: Accelerator) -> dict[str, float]:
-        """Return the mean loss over all ranks of each dataset that any rank drew. Every rank must call it."""
-        means = self._means(accelerator, self._steps[-1][-1:])
-        return {name: losses[0] for name, losses in means.items() if losses[0] is not None}
-
-    def observed(self, accelerator: Accelerator) -> dict[str, list[float | None]]:
-        """Return each dataset's mean loss in each step; None if no rank drew it. Every rank must call it."""
-        return self._means(accelerator, torch.cat(self._steps))
-
-    def _means(self, accelerator: Accelerator, steps: torch.Tensor) -> dict[str, list[float | None]]:
-        """Return mean losses by dataset. `steps`: (number of steps, 2, number of datasets)."""
-        sums = accelerator.reduce(steps, reduction="sum").tolist()
-        return {
-            name: [finite(loss[index] / count[index]) if count[index] else None for loss, count in sums]
-            for index, name in enumerate(self.names)
-        }
