@@ -29,10 +29,10 @@ for uuid in sys.argv[1:]:
         for _ in range(4):
             watch.sample()
         facts = watch.facts()
-        answers[uuid].append([facts[name] for name in ("energy_joules", "throttle_reasons", "clock_mhz")])
+        answers[uuid].append([facts["energy_joules"], facts["throttle_reasons"]])
 print(json.dumps(answers))
 """
-NOTHING = [None, None, *[[None] * 3] * 2]
+NOTHING = [None, None, *[[None] * 2] * 2]
 
 
 def test_nvml_is_read_step_by_step_and_short_steps_share_a_reading(tmp_path: Path) -> None:
@@ -52,16 +52,13 @@ def test_nvml_is_read_step_by_step_and_short_steps_share_a_reading(tmp_path: Pat
     assert (
         used_bytes == 3 * 1024**3
     )  # version 2 of the query; version 1 says 4 GiB, with 1 GiB of the driver's
-    energy, reasons, clocks = each
+    energy, reasons = each
     # the counter gains 250,000 mJ at each reading; the last step's energy is read again at the end
     assert energy == [250.0] * 3 + [500.0]
     # The stand-in answers 1: idle; 2: power cap and application clocks; 3: sync boost and display clocks;
     # 4: power cap, hardware slowdown and hardware thermal slowdown. The warm-up gets 1, the steps 2, 3, 4, 1.
     assert reasons == {"sw_power_cap": 2, "hw_slowdown": 1, "hw_thermal_slowdown": 1}
-    assert clocks == [1425, 1440, 1455, 1470]  # 1395 and 15 at each reading; the warm-up had 1410
-    energy, _, clocks = shared
-    assert energy == [250.0, 0.0, 0.0, 250.0]  # the sum is whole
-    assert clocks == [1500] * 4
+    assert shared[0] == [250.0, 0.0, 0.0, 250.0]  # the sum is whole
     assert answers[silent] == answers[mig] == answers["of-nobody"] == NOTHING
 
 

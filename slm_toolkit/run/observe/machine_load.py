@@ -1,4 +1,4 @@
-"""Measure the load of this rank's GPU and machine: other users, energy, clocks, throttling, memory."""
+"""Measure the load of this rank's GPU and machine: other users, energy, throttling, memory."""
 
 import math
 import os
@@ -82,12 +82,12 @@ def allocator_retries(device: torch.device) -> dict[str, int]:
 
 
 SECONDS_BETWEEN_READINGS = 0.1
-"""NVML's energy counter changes every 20 to 100 ms, its utilization every 1/6 to 1 s. A reading makes the
-host wait for the driver four times, which short steps would feel."""
+"""NVML's energy counter changes every 20 to 100 ms. A reading makes the host wait for the driver twice, which
+short steps would feel."""
 
 
 class GpuWatch:
-    """Energy, throttling, SM clock and utilization of one GPU, read between training steps.
+    """Energy and throttling of one GPU, read between training steps.
 
     A step that ends less than SECONDS_BETWEEN_READINGS after a reading has that reading. NVML reports the
     moment of the reading, not the whole step. Without a handle all values are None.
@@ -96,8 +96,8 @@ class GpuWatch:
     def __init__(self, handle: Any | None) -> None:
         self._handle = handle
         self._zero_millijoules = self._energy_counter()
-        self._of_steps: list[tuple[int | None, ...]] = []
-        "energy counter, throttle reasons, clock and utilization of each step"
+        self._of_steps: list[tuple[int | None, int | None]] = []
+        "energy counter and throttle reasons of each step"
         self._read_at = -math.inf
 
     def sample(self) -> None:
@@ -105,13 +105,8 @@ class GpuWatch:
         now = time.monotonic()
         if now - self._read_at >= SECONDS_BETWEEN_READINGS:
             self._read_at = now
-            rates = self._query(pynvml.nvmlDeviceGetUtilizationRates)
-            reading = (
-                self._energy_counter(),
-                self._query(pynvml.nvmlDeviceGetCurrentClocksEventReasons),
-                self._query(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM),
-                None if rates is None else rates.gpu,
-            )
+            reasons = self._query(pynvml.nvmlDeviceGetCurrentClocksEventReasons)
+            reading = self._energy_counter(), reasons
         else:
             reading = self._of_steps[-1]
         self._of_steps.append(reading)
@@ -127,19 +122,14 @@ class GpuWatch:
         (docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html).
         """
         known = [None if None in values else values for values in zip(*self._of_steps, strict=True)]
-        energy, masks, clocks, utilization = known or [None] * 4
+        energy, masks = known or (None, None)
         if energy is not None:
             energy = self._zero_millijoules, *energy[:-1], self._energy_counter()
             energy = [(after - before) / 1000 for before, after in pairwise(energy)]
         if masks is not None:
             counts = {name: sum(bool(mask & bit) for mask in masks) for name, bit in THROTTLE_REASONS.items()}
             masks = {name: count for name, count in counts.items() if count}
-        return {
-            "energy_joules": energy,
-            "throttle_reasons": masks,
-            "clock_mhz": clocks,
-            "utilization": utilization,
-        }
+        return {"energy_joules": energy, "throttle_reasons": masks}
 
     def _energy_counter(self) -> int | None:
         return self._query(pynvml.nvmlDeviceGetTotalEnergyConsumption)
