@@ -112,23 +112,6 @@ def test_a_call_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     assert found["hang"]["result"] == {"found": 3}
 
 
-@pytest.mark.slow
-def test_forked_arms_train_as_launched_ones_do(tmp_path: Path) -> None:
-    found = []
-    for flag in ("--smoke", "--no_fork"):
-        folder = tmp_path / flag
-        folder.mkdir()
-        arms = (trained("ddp", strategy="ddp"), trained("ds_zero2", strategy="ds_zero2"))
-        done = run(*command(folder, *arms, flag=flag))
-        assert done.code == 0, done.err
-        lines = lines_of(folder).values()
-        assert [line["forked"] for line in lines] == [flag == "--smoke"] * 2
-        found.append([(line["result"]["engine"], line["result"]["losses"]) for line in lines])
-    forked, launched = found
-    assert forked == launched
-    assert [engine for engine, _ in forked] == ["ddp", "deepspeed"]
-
-
 def test_the_plan_has_each_arm_once_and_every_flag_of_it_exists() -> None:
     arms = list(measure.plan())
     assert len({(arm.part, arm.name) for arm in arms}) == len(arms)

@@ -15,7 +15,7 @@ import pytest
 
 from slm_toolkit import api
 from slm_toolkit.hardware import calibration
-from slm_toolkit.hardware.calibration import NOT_CALIBRATED, Calibration, calibration_of
+from slm_toolkit.hardware.calibration import Calibration, calibration_of
 from slm_toolkit.hardware.gpus import gpu_of_name
 from slm_toolkit.predict.speed.attention import pass_seconds
 from slm_toolkit.predict.speed.matmul import rates_of
@@ -154,17 +154,6 @@ def test_estimates_take_the_calibration_of_a_file(tmp_path: Path, monkeypatch: p
         row = api.estimate(gpu=gpu, **given).rows[0]
         assert (row["step_seconds"] != before[gpu]["step_seconds"]) is is_changed
         assert str(row["calibration"]).startswith("1 terms measured on 2026-11-24") is is_changed
-
-
-@pytest.mark.quick
-def test_a_gpu_without_a_calibration_keeps_the_very_constants() -> None:
-    assert calibration_of("a100-80gb") is NOT_CALIBRATED
-    assert calibrated(TODAY, NOT_CALIBRATED) is TODAY
-    rates = rates_of(H200, TODAY)
-    # 0.967 of gpus.csv's best rate, 794.5 TFLOP/s; 0.147 of that; 0.85 of 4.8 TB/s
-    assert rates.matmul_flops == pytest.approx(0.967 * 794.5e12)
-    assert {rates.misaligned_at(1536, width) for width in (4147, 4148, 2)} == {0.147}
-    assert rates.optimizer_bytes == rates.loss_bytes("hf") == rates.memory_bytes == 0.85 * MEMORY
 
 
 @pytest.mark.quick

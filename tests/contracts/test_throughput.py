@@ -1,7 +1,6 @@
 """`bench/throughput.py` runs from one command; its arms train on the same work, and it says so if not."""
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -43,18 +42,6 @@ def test_arms_in_turn_train_on_the_same_work(tmp_path: Path) -> None:
 def test_losses_of_later_steps_may_differ_more(losses: list[float], numerics: str, apart: bool) -> None:
     results = [[Result([1.0], of_steps, 1, None)] for of_steps in (losses, [10.0, 9.0, 8.0])]
     assert tells_apart(*results, numerics) is apart
-
-
-@pytest.mark.skipif("SLM_TRITON" not in os.environ, reason="torchtitan needs an environment of its own")
-def test_torchtitans_own_model_trains_on_the_same_work(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={os.environ.get("SLM_TRITON")} exec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    arms = ("--arms", "bare", "torchtitan", "--against", "bare", "--rounds", "1")
-    arms += ("--numerics", "fp32", "--python", f"torchtitan={python}")
-    done = run(sys.executable, str(ROOT / "bench/throughput.py"), *SMALL, *arms, warm=True)
-    assert done.code == 0, done.out + done.err
-    assert "torchtitan" in done.out
 
 
 def test_losses_that_differ_end_it_with_exit_code_1_and_missing_arms_are_told(tmp_path: Path) -> None:
