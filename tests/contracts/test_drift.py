@@ -104,7 +104,7 @@ def test_torchs_launcher_sets_the_variables_that_ranks_read() -> None:
 
 
 def test_a_profile_names_gloos_collectives_and_dtypes() -> None:
-    """run/observe/probe.py: _REDUCTION; record/step_breakdown.py: _COLLECTIVE."""
+    """run/observe/probe.py: _REDUCTION; record/step_breakdown.py: _COMMUNICATION."""
     from slm_toolkit.run.observe.probe import _REDUCTION
 
     events = launched()[0][0]["events"]

@@ -19,7 +19,7 @@ EVIL = "</script><script>window.ran=1</script><img src=x onerror='window.ran=2'>
 
 @pytest.fixture(scope="module")
 def evil_records(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One that failed, two that ran, one with a timeline; EVIL in every text that is shown."""
+    """One that failed, two that ran, one traced; EVIL in every text that is shown."""
     import dataclasses
 
     folder = tmp_path_factory.mktemp("evil")
@@ -47,7 +47,7 @@ def evil_records(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         write_record(dataclasses.replace(base, **{**changes, **more}), folder / str(number))
     (folder / "3").mkdir()
-    at = traced(folder / "3", 0)
+    at = traced(0)
     write_record(dataclasses.replace(at, strategy=EVIL, model=model, identity="4"), folder / "3")
     return folder
 
