@@ -152,8 +152,8 @@ def test_estimates_take_the_calibration_of_a_file(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv(calibration.VARIABLE, str(file))
     for gpu, is_changed in (("h200", True), ("a100-80gb", False)):  # the second has no calibration
         row = api.estimate(gpu=gpu, **given).rows[0]
-        assert (row["step_seconds"] != before[gpu]["step_seconds"]) is is_changed
-        assert str(row["calibration"]).startswith("1 terms measured on 2026-11-24") is is_changed
+        assert (row.step_seconds != before[gpu].step_seconds) is is_changed
+        assert str(row.calibration).startswith("1 terms measured on 2026-11-24") is is_changed
 
 
 @pytest.mark.quick
