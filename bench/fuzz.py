@@ -107,19 +107,6 @@ def read_checkpoint(data: bytes, folder: Path) -> None:
     read_manifest(folder)
 
 
-def read_foreign(data: bytes, folder: Path) -> None:
-    """Another program's checkpoint: an index of torch.distributed.checkpoint, or a file of torch.save."""
-    from slm_toolkit.run.checkpoint.foreign import open_foreign
-
-    (folder / "__0_0.distcp").symlink_to(f"{CORPUS}/foreign/__0_0.distcp")
-    for name in ("pytorch_model_fsdp.bin", "optimizer.bin") if data.startswith(b"PK") else (".metadata",):
-        (folder / name).write_bytes(data)
-    reader = open_foreign(folder)
-    for name, num_elements in reader.num_elements.items():
-        for kind in ("weights", "exp_avg", "exp_avg_sq"):
-            reader.read(f"{kind}/{name}", 0, num_elements)
-
-
 def read_dataset(data: bytes, folder: Path) -> None:
     marks = {b"PAR1": "parquet", b"plai": "txt", b"[{": "json"}
     name = "data." + next((marks[mark] for mark in marks if data.startswith(mark)), "jsonl")
@@ -163,15 +150,14 @@ def read_environment(data: bytes, folder: Path) -> None:
 COMMANDS = {
     "strategy": "estimate --strategy FILE --gpu h100-80gb --num_gpus 8; "
     "compare --dry_run --strategy FILE --num_processes 8 --output_dir out",
-    "convert_file": "convert FILE --to deepspeed_json; convert FILE --to accelerate_ddp; "
-    "convert FILE --to accelerate_fsdp --num_processes 8 --json; "
-    "convert FILE --to accelerate_deepspeed --gpus_per_node 4 --output out",
+    "convert_file": "convert FILE --to accelerate_fsdp --num_processes 8; "
+    "convert FILE --to accelerate_deepspeed --output out",
     "doctor": "doctor --strategy FILE --gpu h100-80gb --num_gpus 8 --fix fixed",
     "model": "estimate --model FILE --gpu l4 --json; compare --dry_run --model FILE --output_dir out",
     "prices": "estimate --gpu l4 --prices FILE",
     "network": "estimate --gpu l4 --num_gpus 2 --network FILE",
-    "slurm": "compare --launcher slurm --slurm_only_write --output_dir out --slurm_template FILE",
-    "config": "compare --launcher slurm --slurm_only_write --output_dir out --config FILE; "
+    "slurm": "compare --launcher slurm --dry_run --output_dir out --slurm_template FILE",
+    "config": "compare --launcher slurm --dry_run --output_dir out --config FILE; "
     "compare --dry_run --output_dir out --config FILE",
 }
 READERS: dict[str, Callable[[bytes, Path], None]] = {
@@ -179,7 +165,6 @@ READERS: dict[str, Callable[[bytes, Path], None]] = {
     "command_line": read_command_line,
     "records": read_records,
     "checkpoint": read_checkpoint,
-    "foreign": read_foreign,
     "dataset": read_dataset,
     "tokenizer": read_tokenizer,
     "chat_template": partial(read_tokenizer, is_template=True),

@@ -29,7 +29,7 @@ HALVES = (
     *("development", "held_out", "fresh", "adapters", "adapters_held_out"),
     *("adapters_today", "adapters_today_held_out"),
     *("today", "today_held_out"),
-    *("optimizers", "optimizers_held_out"),
+    "optimizers",
 )
 "those that docs/accuracy.md shows"
 READ = (

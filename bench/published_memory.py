@@ -16,7 +16,7 @@ from slm_toolkit.config.run_config import RunConfig, in_todays_names
 from slm_toolkit.hardware.gpus import gpu_of_name
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import find_model
-from slm_toolkit.predict.memory.machine import allocator_slack, band_of, context_bytes, needed_bytes
+from slm_toolkit.predict.memory.machine import OUTSIDE_ERROR, allocator_slack, context_bytes, needed_bytes
 from slm_toolkit.predict.memory.peak import peak
 from slm_toolkit.predict.setup.setup import Setup
 from slm_toolkit.strategy.strategy import find_strategy
@@ -144,8 +144,8 @@ def _needed(setup: Setup) -> int:
 
 def is_in_range(row: dict[str, Any]) -> bool:
     """Whether the published bytes lie in the range that an estimate prints."""
-    band = band_of(round(compared(row)[1]))
-    return band.low <= float(row["published_gib"]) * 2**30 <= band.high
+    estimated = compared(row)[1]
+    return abs(float(row["published_gib"]) * 2**30 - estimated) <= OUTSIDE_ERROR * estimated
 
 
 if __name__ == "__main__":

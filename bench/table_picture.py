@@ -10,14 +10,13 @@ from pathlib import Path
 from rich.console import Console
 
 from slm_toolkit import api
-from slm_toolkit.report.tables.columns import columns_of
-from slm_toolkit.report.tables.comparison import comparison_table
+from slm_toolkit.report.tables.comparison import columns_of, comparison_table
 from slm_toolkit.report.tables.fitted import PIPE_WIDTH, columns_that_fit, table_width
 
 
 def picture(records: str) -> str:
     """Return the table, its heading and its notes as an SVG."""
-    rows = api.report(records, sort="rank").rows
+    rows = api.report(records).rows
     columns, _ = columns_that_fit(columns_of(rows), width=PIPE_WIDTH)
     console = Console(record=True, file=io.StringIO(), width=table_width(columns), markup=False, emoji=False)
     console.print(comparison_table(rows, width=PIPE_WIDTH))

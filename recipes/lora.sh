@@ -30,11 +30,11 @@ fi
 #    Needs `pip install peft`.
 # Runs `accelerate launch --config_file .../accel_configs/single.yaml -m slm_toolkit.train ...`.
 slm train --strategy single --model "$MODEL" "${data[@]}" \
-  --peft lora --lora_r 16 --lora_alpha 32 --lora_target_modules all-linear --save_final_model merged \
+  --peft lora --lora_r 16 --lora_alpha 32 --lora_target_modules all-linear \
   --dataset_format messages --loss_on answers --packing multipack --seq_len "$SEQ_LEN" \
   --per_device_train_batch_size "$BATCH" --gradient_accumulation_steps "$ACCUMULATE" \
   --gradient_checkpointing full --kernels fused --learning_rate 2e-4 \
   --weight_decay 0 --max_steps "$STEPS" --warmup_steps $((STEPS / 20)) --eval_steps 200 --run_name lora
 
-# 3. The adapter, for peft; and the model with the adapter merged into its weights, for all other tools.
-ls runs/lora/model runs/lora/model/merged
+# 3. The adapter, for peft. Its `merge_and_unload()` adds the adapter to the weights, for all other tools.
+ls runs/lora/model

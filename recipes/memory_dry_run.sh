@@ -24,7 +24,7 @@ fi
 #    tensors take no memory, and every allocation is recorded.
 slm compare --rehearse "${ranks[@]}" --model "$MODEL" --strategy "${strategies[@]}" --seq_len "$SEQ_LEN" \
   --per_device_train_batch_size "$BATCH" --kernels fused \
-  --output_dir runs/dry --memory # also shows which modules cause the peak
+  --output_dir runs/dry # `slm report runs/dry/NAME` shows which modules cause the peak
 
 # 3. Both beside each other in one table. Where they differ, trust the rehearsal.
 slm report runs/dry

@@ -26,7 +26,7 @@ else # elsewhere, or with TRY=1: two steps of a tiny model on two CPU processes
 fi
 : "${STRATEGY:=${strategies[0]}}" # choose the one that step 2 finds fastest
 # Without Slurm, this only writes the scripts and prints how to submit them.
-sinfo -h &>/dev/null && submit=() || submit=(--slurm_only_write)
+sinfo -h &>/dev/null && submit=() || submit=(--dry_run)
 slurm=(--launcher slurm --num_nodes "$NODES" --gpus_per_node "$GPUS_PER_NODE" "--slurm_options=$OPTIONS")
 flags=(--model "$MODEL" --seq_len "$SEQ_LEN" --per_device_train_batch_size "$BATCH"
   --kernels "$KERNELS")

@@ -21,8 +21,8 @@ __all__ = [
     *("compare", "estimate", "read_records", "recommend", "report"),
 ]
 _OF_PRINTING = (
-    *("json", "export", "memory", "baseline", "schema"),
-    *("write", "top", "dry_run", "slurm_only_write"),
+    *("json", "export", "baseline", "schema"),
+    *("write", "top", "dry_run"),
 )
 "flags that make a verb print or write something else: a result has functions for it"
 

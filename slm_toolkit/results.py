@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import pandas
@@ -43,13 +43,10 @@ def read_records(paths: str | Path | Sequence[str | Path] = "runs") -> "Records"
     return Records(sorted(found, key=report_order), problems)
 
 
-class _Result(Generic[Item]):
+class _Result(Sequence[Item]):
     """A sequence of rows that shows as its table: `print(result)`, rich consoles and notebooks."""
 
     rows: list[Item]
-
-    def __iter__(self) -> Iterator[Item]:
-        return iter(self.rows)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -65,11 +62,9 @@ class _Result(Generic[Item]):
         return [row.as_json() for row in self.rows]
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """Return a line for each row, with the names of `to_dicts`. Raises ValueError without pandas."""
-        try:
-            import pandas
-        except ModuleNotFoundError:
-            raise ValueError("to_pandas() needs pandas\nhint: pip install pandas") from None
+        """Return a line for each row, with the names of `to_dicts`."""
+        import pandas
+
         return pandas.DataFrame(self.to_dicts())
 
     def table(self, *, width: int = _TEXT_WIDTH) -> "RenderableType":
@@ -150,11 +145,8 @@ class Recommendation(_Result["Plan"]):
         from slm_toolkit.recommend.plan_table import nothing_found, plan_report
 
         if not self.plans:
-            return nothing_found(
-                self.considered,
-                deadline_hours=self.deadline_hours,
-                budget_usd=self.budget_usd,
-            )
+            limits = {"deadline_hours": self.deadline_hours, "budget_usd": self.budget_usd}
+            return nothing_found(self.considered, **limits)
         return plan_report(self.plans, top=top, objective=self.objective, width=width)
 
     def write(self, folder: str | Path) -> list[Path]:
@@ -170,15 +162,12 @@ class Recommendation(_Result["Plan"]):
 
 
 @dataclass(frozen=True, repr=False)
-class Records:
+class Records(Sequence["RunRecord"]):
     """Records of runs with their files, in the order of a report."""
 
     pairs: list[tuple[Path, "RunRecord"]]
     problems: list[str] = field(default_factory=list)
     "a sentence for each file that could not be read"
-
-    def __iter__(self) -> Iterator["RunRecord"]:
-        return (record for _, record in self.pairs)
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -203,11 +192,10 @@ class Report(_Result["Row"]):
 
     def to_html(self, path: str | Path | None = None) -> str:
         """Return one HTML page with the table and the charts, which fetches nothing; write it to `path`."""
-        from slm_toolkit.report.charts.files import html_page
+        from slm_toolkit.report.charts.html_page import html_page
 
         text = html_page(self.rows, left_out=[f"left out: {line}" for line in self.problems])
         if path is not None:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(text, encoding="utf-8")
         return text
 
@@ -215,7 +203,7 @@ class Report(_Result["Row"]):
         """Return the tables and notes of `slm report` as a rich renderable; print it with `crop=False`."""
         from rich.console import Group
 
-        from slm_toolkit.report.tables.sections import failed_references, sections
+        from slm_toolkit.report.tables.comparison import failed_references, sections
 
         unchecked = failed_references(self.records.pairs)
         return Group(*sections(self.rows, width=width, unchecked=unchecked))

@@ -31,9 +31,8 @@ from slm_toolkit.record.files import write_record
 from slm_toolkit.record.measurement_warnings import warnings_of
 from slm_toolkit.record.saved_files import MODEL_DIR
 from slm_toolkit.run.after_step import AfterStep
-from slm_toolkit.run.checkpoint.model_card import model_card
+from slm_toolkit.run.checkpoint.checkpoint import load_random_states
 from slm_toolkit.run.checkpoint.output_dir import save_model
-from slm_toolkit.run.checkpoint.resume import load_random_states
 from slm_toolkit.run.data.batches import endless, model_inputs, place_in_data, steps_by_labels
 from slm_toolkit.run.display import Tracker, TrainingProgress
 from slm_toolkit.run.engine.engine import optimizer_step
@@ -63,7 +62,6 @@ def train_step(
         with watch.phase("data"):
             batch = next(batches)
         watch.drew(batch)
-        run.loss_recorder.expect(batch["input_ids"])
         if run.config.records_graphs:
             torch.compiler.cudagraph_mark_step_begin()  # the last pass's outputs may be overwritten
         with accelerator.accumulate(model):
@@ -143,9 +141,7 @@ def after_training(
     config, accelerator, folder = run.config, run.accelerator, run.run_dir / MODEL_DIR
     if config.saves_model:
         watchdog.beat("while saving the model")
-        card = model_card(dataclasses.replace(run.record, **observed), config)
-        merge = config.save_final_model == "merged"
-        save_model(accelerator, run.model, run.data.tokenizer, folder, card=card, merge=merge)
+        save_model(accelerator, run.model, run.data.tokenizer, folder)
         observed["model_dir"] = str(folder)
     if config.profile == "time" and run.record.first_step < run.num_steps:
         watchdog.beat("while profiling")

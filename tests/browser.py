@@ -1,6 +1,5 @@
 """A headless Chromium that tests talk to: DevTools protocol over a websocket, nothing downloaded."""
 
-import base64
 import json
 import os
 import shutil
@@ -68,14 +67,6 @@ class Browser:
             deviceScaleFactor=1,
             mobile=width < 600,
         )
-
-    def prefer(self, scheme: str) -> None:
-        features = [{"name": "prefers-color-scheme", "value": scheme}]
-        self.call("Emulation.setEmulatedMedia", features=features)
-
-    def screenshot(self, path: Path) -> None:
-        found = self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(found["data"]))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -35,27 +36,28 @@ def made(index: int) -> RunRecord:
     config = {**base.asked["config"], "per_device_train_batch_size": batch}
     is_oom = index % 25 == 24
     seconds = 0.25 * batch / share * (1 + 0.01 * world_size)
-    changes = {
-        "identity": f"{index:012x}",
-        "strategy": strategy,
-        "status": "oom" if is_oom else "ok",
-        "reason": "CUDA out of memory" if is_oom else None,
-        "asked": {**base.asked, "config": config, "num_processes": world_size},
-        "engine": engine,
-        "zero_stage": stage,
-        "reshard_after_forward": reshard,
-        "world_size": world_size,
-        "tokens_per_step": world_size * batch * 1024,
-        "losses": [] if is_oom else [10 / (1 + step / 50) + index / 1e5 for step in range(500)],
-        "grad_norms": [],
-        "step_seconds": [] if is_oom else [[seconds] * 500] * 2,
-        "peak_allocated_bytes": None if is_oom else [int(4e9 + 5e8 * batch)] * world_size,
-        "state_bytes": [{"parameters": 3 * 10**8, "master_weights": 6 * 10**8, "optimizer": 12 * 10**8}],
-    }
+    anatomy = None
     if index % 4 == 0 and not is_oom:
         parts = (0.030, 0.010, 0.020, 0.015, 0.012, 0.001, 0.005, 0.004)
-        changes["anatomy"] = dataclasses.asdict(Anatomy(*parts, num_steps=3, device="cuda"))
-    return dataclasses.replace(base, **changes)
+        anatomy = dataclasses.asdict(Anatomy(*parts, num_steps=3, device="cuda"))
+    return made_record(
+        identity=f"{index:012x}",
+        strategy=strategy,
+        status="oom" if is_oom else "ok",
+        reason="CUDA out of memory" if is_oom else None,
+        asked={**base.asked, "config": config, "num_processes": world_size},
+        engine=engine,
+        zero_stage=stage,
+        reshard_after_forward=reshard,
+        world_size=world_size,
+        tokens_per_step=world_size * batch * 1024,
+        losses=[] if is_oom else [10 / (1 + step / 50) + index / 1e5 for step in range(500)],
+        grad_norms=[],
+        step_seconds=[] if is_oom else [[seconds] * 500] * 2,
+        peak_allocated_bytes=None if is_oom else [int(4e9 + 5e8 * batch)] * world_size,
+        state_bytes=[{"parameters": 3 * 10**8, "master_weights": 6 * 10**8, "optimizer": 12 * 10**8}],
+        anatomy=anatomy,
+    )
 
 
 def traced(index: int) -> RunRecord:
@@ -86,37 +88,34 @@ def write_records(folder: Path, *, num_records: int) -> None:
         write_record(made(index) if index < num_measured else traced(index - num_measured), own)
 
 
-def scaled(index: int) -> RunRecord:
-    """Four sizes of models, on 1, 8 and 16 GPUs (two nodes), with DDP and ZeRO-3: 24 runs."""
-    model = ("slm-100m", "slm-500m", "slm-1b", "slm-2b")[index // 6]
-    world_size, strategy = (1, 8, 16)[index // 2 % 3], ("ddp", "ds_zero3")[index % 2]
-    base, spec = made(0), PRESETS[model]
-    engine, stage = ("ddp", None) if strategy == "ddp" else ("deepspeed", 3)
-    # a utilisation of 30 % to 45 % of 989 TFLOP/s, which grows with the model, and falls with the GPUs
-    utilisation = (0.30 + 0.05 * (index // 6)) / (1 + 0.02 * math.log2(world_size)) * (1 - 0.08 * (index % 2))
-    tokens = 16 * 1024
-    seconds = tokens * flops_per_token(spec, seq_len=1024) / (utilisation * 989e12)
-    config = {**base.asked["config"], "model": model, "per_device_train_batch_size": 16}
-    return dataclasses.replace(
-        base,
-        identity=f"scaled{index:06x}",
-        strategy=strategy,
-        engine=engine,
-        zero_stage=stage,
-        model=model_facts(spec),
-        asked={**base.asked, "config": config, "num_processes": world_size},
-        world_size=world_size,
-        num_machines=2 if world_size == 16 else 1,
-        tokens_per_step=world_size * tokens,
-        losses=[10 / (1 + step / 50) for step in range(100)],
-        step_seconds=[[seconds] * 100] * 2,
-        peak_allocated_bytes=[int(4e9 + 16 * spec.num_params)] * world_size,
-        anatomy=None,
-    )
-
-
 def write_scaled_records(folder: Path) -> None:
-    for index in range(24):
-        own = folder / f"run-{index:03}"
-        own.mkdir(parents=True)
-        write_record(scaled(index), own)
+    """Four sizes of models, on 1, 8 and 16 GPUs (two nodes), with DDP and ZeRO-3: 24 runs."""
+    models, sizes, engines = (
+        ("slm-100m", "slm-500m", "slm-1b", "slm-2b"),
+        (1, 8, 16),
+        (("ddp", None), ("deepspeed", 3)),
+    )
+    for number, (model, num_gpus, (engine, stage)) in enumerate(product(models, sizes, engines)):
+        base, spec, tokens = made(0), PRESETS[model], 16 * 1024
+        # a utilisation of 30 % to 45 % of 989 TFLOP/s, which grows with the model, and falls with the GPUs
+        utilisation = (0.30 + 0.05 * models.index(model)) / (1 + 0.02 * math.log2(num_gpus))
+        utilisation *= 1 - 0.08 * (engine == "deepspeed")
+        seconds = tokens * flops_per_token(spec, seq_len=1024) / (utilisation * 989e12)
+        config = {**base.asked["config"], "model": model, "per_device_train_batch_size": 16}
+        record = dataclasses.replace(
+            base,
+            identity=f"scaled{number:06x}",
+            strategy="ddp" if engine == "ddp" else "ds_zero3",
+            engine=engine,
+            zero_stage=stage,
+            model=model_facts(spec),
+            asked={**base.asked, "config": config, "num_processes": num_gpus},
+            world_size=num_gpus,
+            num_machines=2 if num_gpus == 16 else 1,
+            tokens_per_step=num_gpus * tokens,
+            losses=[10 / (1 + step / 50) for step in range(100)],
+            step_seconds=[[seconds] * 100] * 2,
+            peak_allocated_bytes=[int(4e9 + 16 * spec.num_params)] * num_gpus,
+            anatomy=None,
+        )
+        write_record(record, folder / f"run-{number:03}")

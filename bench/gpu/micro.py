@@ -21,12 +21,11 @@ from typing import Any
 import torch
 from measure import MODELS
 from torch.nn import functional
-from torch.nn.attention import sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from slm_toolkit.model.model_spec import PRESETS, ModelSpec
 from slm_toolkit.run.engine.optimizer import AdamWWithMasterWeights
 from slm_toolkit.run.kernels.loss_kernels import _chunk_losses_
-from slm_toolkit.run.model.model import SDPA_BACKENDS
 
 SEQ_LEN = 1024
 ALIGNMENT = (2332, 4147, 4148, 4152, 4160)
@@ -156,7 +155,8 @@ def attention(smoke: bool) -> Iterator[Benchmark]:
 def _attention(shape: dict[str, Any]) -> Work:
     size = (shape["batch"], shape["num_heads"], shape["seq_len"], shape["head_dim"])
     q, k, v = (random(*size, gradient=True) for _ in range(3))
-    backend = SDPA_BACKENDS[shape["kernel"]]
+    backends = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}
+    backend = backends[shape["kernel"]]
 
     def forward() -> torch.Tensor:
         with sdpa_kernel(backend):

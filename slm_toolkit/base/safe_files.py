@@ -41,19 +41,15 @@ def read_end(path: Path, limit_bytes: int, *, start: int = 0) -> tuple[bytes, in
     return b"", 0
 
 
-def write_beside(texts: dict[Path, str], *, flag: str, overwrite: bool | None = None) -> list[Path]:
+def write_beside(texts: dict[Path, str], *, flag: str) -> list[Path]:
     """Make the folders of `texts`, write the files, and return their paths.
 
-    `flag` is the user's flag that names the folder, for error messages. `overwrite` is None for a verb
-    without an --overwrite flag. Raises ValueError if a file exists already (then no file is written) or if a
-    file can't be written.
+    `flag` is the user's flag that names the folder, for error messages. Raises ValueError if a file exists
+    already (then no file is written) or if a file can't be written.
     """
-    if (present := [path for path in texts if path.exists()]) and not overwrite:
+    if present := [path for path in texts if path.exists()]:
         count = f" ({len(present)} such files)" if len(present) > 1 else ""
-        alternative = "" if overwrite is None else ", or --overwrite to replace it"
-        raise ValueError(
-            f"{present[0]} exists{count}: nothing was written\nhint: give {flag} another folder{alternative}"
-        )
+        raise ValueError(f"{present[0]} exists{count}: nothing was written\nhint: give {flag} another folder")
     for path, text in texts.items():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,18 +11,11 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from slm_toolkit.base.errors import user_errors
-from slm_toolkit.cli.output import (
-    add_output_flags,
-    asked_rows,
-    check_exports,
-    print_records,
-    read_baseline,
-)
-from slm_toolkit.compare.comparison import Done, Prepared, Request, launch_all, prepare, with_searches
-from slm_toolkit.compare.largest_batch import LARGEST_ON_CPU
-from slm_toolkit.compare.scripts import PAIRS, Script
-from slm_toolkit.config.flag_pairs import Pair, check_pairs, flags_given, pair_problems
-from slm_toolkit.config.flags import ONE_RUN_ONLY, add_flags, given_flags
+from slm_toolkit.cli.output import add_output_flags, asked_rows, print_records, read_baseline
+from slm_toolkit.compare.comparison import launch_all, prepare
+from slm_toolkit.compare.grid import LARGEST_ON_CPU, Script
+from slm_toolkit.config.flag_pairs import Pair, check_pairs, flags_given
+from slm_toolkit.config.flags import ONE_RUN_ONLY, add_flags
 from slm_toolkit.config.parser import count, positive_number, whole_number
 from slm_toolkit.hardware.machine import use_huge_pages
 from slm_toolkit.results import Records, Report
@@ -30,6 +23,7 @@ from slm_toolkit.strategy.groups import help_of_strategies
 
 if TYPE_CHECKING:
     from slm_toolkit.compare.grid import PlannedRun
+    from slm_toolkit.compare.local import Slot
     from slm_toolkit.compare.slurm import SlurmJobs, SlurmNodes
 
 _DESCRIPTION = """\
@@ -56,7 +50,7 @@ def add_grid_flags(parser: argparse.ArgumentParser) -> None:
         "end, after `--`; `--batch 4,8` there makes a grid, `--layers=q,v` does not",
     ).basic = True
     parser.add_argument(
-        "--num_processes", type=int, help="ranks (default: one per GPU; two without a GPU)"
+        "--num_processes", type=count, help="ranks (default: one per GPU; two without a GPU)"
     ).basic = True
     parser.add_argument(
         "--timeout",
@@ -95,7 +89,8 @@ def add_grid_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry_run",
         action="store_true",
-        help="launch nothing: print the commands of the runs to do, one per line (a list with --json)",
+        help="launch nothing: print the commands of the runs to do, one per line (a list with --json). For "
+        "Slurm, write the scripts and print how to submit them",
     )
     parser.add_argument(
         "--force", action="store_true", help="run everything again, and replace earlier records"
@@ -130,64 +125,34 @@ def add_slurm_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="template of the job's script, instead of slm_toolkit/compare/slurm.sh",
     )
-    group.add_argument(
-        "--slurm_only_write",
-        action="store_true",
-        help="write the scripts and print how to submit them; submit nothing",
-    )
 
 
 _SLURM = "launcher slurm"
-_OF_SLURM = ("num_nodes", "gpus_per_node", "slurm_options", "slurm_template", "slurm_only_write")
+_OF_SLURM = ("num_nodes", "gpus_per_node", "slurm_options", "slurm_template")
 _SLURM_PAIRS = (
     *(Pair(name, _SLURM, is_needed=True) for name in _OF_SLURM),
-    Pair("largest_batch", "slurm_only_write", ": each trial depends on the one before"),
     Pair("gpus_per_run", _SLURM, ": --gpus_per_node sets the GPUs of a run"),
-    Pair("dry_run", _SLURM, ": --slurm_only_write shows what would be submitted"),
+    Pair("num_nodes", "rehearse", ": a rehearsal is one process"),
 )
-_MEASURES_NOTHING = (Pair("export", "dry_run", ", which measures nothing"),)
 
 
 def nodes_asked(args: argparse.Namespace) -> "SlurmNodes | None":
     """Return the Slurm nodes; None for runs on this machine. Raises ValueError for flags that contradict."""
+    check_pairs(flags_given(args), _SLURM_PAIRS)
     if args.launcher == "local":
-        check_pairs(flags_given(args), _SLURM_PAIRS)
         return None
     from slm_toolkit.compare.slurm import SLURM_TEMPLATE, slurm_nodes
 
     num_nodes, gpus_per_node = args.num_nodes or 1, args.gpus_per_node or 0
     num_processes = args.num_processes or num_nodes * gpus_per_node or 2
-    problems = []
     if num_processes % num_nodes:
-        problems.append(
-            f"{num_processes} processes on {num_nodes} nodes: make --num_processes a multiple of the nodes"
-        )
-    if args.rehearse and num_nodes > 1:
-        problems.append("--rehearse with --num_nodes: a rehearsal is one process")
-    problems += pair_problems(flags_given(args), _SLURM_PAIRS)
-    if problems:
-        raise ValueError("\n".join(problems) + "\nhint: `slm compare --help all` explains each flag")
+        raise ValueError(f"{num_processes} processes on {num_nodes} nodes\nhint: --num_processes, a multiple")
     return slurm_nodes(
         num_nodes=num_nodes,
         gpus_per_node=gpus_per_node,
         options=args.slurm_options or "",
-        template=SLURM_TEMPLATE if args.slurm_template is None else args.slurm_template,
+        template=args.slurm_template or SLURM_TEMPLATE,
     )
-
-
-def print_scripts(
-    runs: list["PlannedRun"], nodes: "SlurmNodes", console: Console, *, timeout_seconds: float
-) -> int:
-    """Write the script of each run and print how to submit it. `slm compare` finds the jobs again."""
-    from slm_toolkit.compare.slurm import write_script
-
-    for run in runs:
-        script = write_script(run, nodes, timeout_seconds=timeout_seconds)
-        print(f"sbatch {shlex.quote(str(script))}")
-    console.print(
-        "the same command without --slurm_only_write waits for these jobs and collects their records"
-    )
-    return 0
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
@@ -209,24 +174,12 @@ def _compare(args: argparse.Namespace) -> int:
             signal.signal(number, signal.default_int_handler)
     console = Console(stderr=True)
     with user_errors():
-        nodes = nodes_asked(args)
-        if args.memory and not (args.profile == "memory" or args.rehearse):
-            raise ValueError("--memory needs traced allocations\nhint: add --profile memory")
-        check_exports(args.export)
-        check_pairs(flags_given(args), _MEASURES_NOTHING)
         baseline = read_baseline(args.baseline)
-        request, prepared, jobs = _prepared(args, nodes, console)
-        if args.slurm_only_write:
-            todo = [run for run in prepared.runs if args.force or jobs.kept_record(run) is None]
-            return print_scripts(todo, nodes, console, timeout_seconds=args.timeout)
-    if args.dry_run:
-        return _print_commands(prepared.runs, args)
-    with user_errors():
-        done = launch_all(prepared, request, jobs=jobs, console=console)
-    if done.interrupted and not done.records:
-        return 130
-    code = print_records(_report_of(done, args), args, baseline=baseline)
-    return 130 if done.interrupted else code
+        runs, slots, jobs = _prepared(args, console)
+        if args.dry_run:
+            return _print_commands(runs, args, jobs)
+        report = _launched(runs, slots, jobs, args, console)
+    return print_records(report, args, baseline=baseline)
 
 
 def compared(args: argparse.Namespace) -> Report:
@@ -236,59 +189,58 @@ def compared(args: argparse.Namespace) -> Report:
     """
     is_live = False if Console().is_jupyter else None  # a notebook would keep each state of a live bar
     console = Console(stderr=True, force_jupyter=False, force_terminal=is_live)
-    request, prepared, jobs = _prepared(args, nodes_asked(args), console)
-    done = launch_all(prepared, request, jobs=jobs, console=console)
-    if done.interrupted:
-        raise KeyboardInterrupt
-    return _report_of(done, args)
+    return _launched(*_prepared(args, console), args, console)
 
 
-def _report_of(done: Done, args: argparse.Namespace) -> Report:
+def _launched(
+    runs: list["PlannedRun"],
+    slots: list["Slot"],
+    jobs: "SlurmJobs | None",
+    args: argparse.Namespace,
+    console: Console,
+) -> Report:
+    records, searches = launch_all(runs, slots, args, jobs=jobs, console=console)
     problems: list[str] = []
-    rows = with_searches(asked_rows(done.records, args, problems=problems), done.searches)
-    return Report(rows, Records(done.records), problems)
+    rows = asked_rows(records, args, problems=problems)
+    rows = [row.with_values(**searches.get(row.record, {})) for row in rows]
+    return Report(rows, Records(records), problems)
 
 
 def _prepared(
-    args: argparse.Namespace, nodes: "SlurmNodes | None", console: Console
-) -> tuple[Request, Prepared, "SlurmJobs | None"]:
+    args: argparse.Namespace, console: Console
+) -> tuple[list["PlannedRun"], list["Slot"], "SlurmJobs | None"]:
+    nodes = nodes_asked(args)
     if nodes is None or not nodes.gpus_per_node:
         use_huge_pages()  # as the ranks do: a record has their allocator
-    flags = ("strategy", "num_processes", "timeout", "repeats", "largest_batch", "gpus_per_run", "force")
-    request = Request(
-        given=given_flags(args),
-        names=flags_given(args),
-        script=_script(args),
-        nodes=nodes,
-        **{name: getattr(args, name) for name in (*flags, "dry_run")},
-    )
-    prepared, jobs = prepare(request, console=console), None
-    if nodes is not None:
-        from slm_toolkit.compare.slurm import SlurmJobs
+    if args.arguments and args.script is None:
+        unknown = " ".join(args.arguments)
+        raise ValueError(f"unknown: -- {unknown}\nhint: your own script's arguments need --script FILE")
+    script = None if args.script is None else Script.of(args.script, args.arguments)
+    runs, slots = prepare(args, script=script, nodes=nodes, console=console)
+    if nodes is None:
+        return runs, slots, None
+    from slm_toolkit.compare.slurm import SlurmJobs
 
-        jobs = SlurmJobs(nodes, console, timeout_seconds=args.timeout)
-    return request, prepared, jobs
+    return runs, slots, SlurmJobs(nodes, console, timeout_seconds=args.timeout)
 
 
-def _script(args: argparse.Namespace) -> Script | None:
-    """Return the script of --script; None without it. Raises ValueError for what it excludes."""
-    if args.script is None:
-        if args.arguments:
-            unknown = " ".join(args.arguments)
-            raise ValueError(f"unknown: -- {unknown}\nhint: your own script's arguments need --script FILE")
-        return None
-    check_pairs(flags_given(args), PAIRS)
-    return Script.of(args.script, args.arguments)
+def _print_commands(runs: list["PlannedRun"], args: argparse.Namespace, jobs: "SlurmJobs | None") -> int:
+    """Print the commands of the runs to do; for Slurm, write their scripts.
 
-
-def _print_commands(runs: list["PlannedRun"], args: argparse.Namespace) -> int:
-    """Print the commands of the runs to do. They name the strategies' own files, since none is written."""
-    from slm_toolkit.compare.local import kept_record, launch_command
+    Local commands name the strategies' own files, since none is written.
+    """
+    from slm_toolkit.compare import local
     from slm_toolkit.compare.outcome import as_typed
 
-    to_do = [run for run in runs if args.force or kept_record(run) is None]
+    to_do = [run for run in runs if args.force or (jobs or local).kept_record(run) is None]
     if len(to_do) < len(runs):
         print(f"{len(runs) - len(to_do)} of {len(runs)} runs are done and kept (--force)", file=sys.stderr)
-    commands = [as_typed(launch_command(run, Path(run.strategy.path))) for run in to_do]
+    if jobs is None:
+        commands = [as_typed(local.launch_command(run, Path(run.strategy.path))) for run in to_do]
+    else:
+        from slm_toolkit.compare.slurm import write_script
+
+        scripts = [write_script(run, jobs.nodes, timeout_seconds=args.timeout) for run in to_do]
+        commands = [f"sbatch {shlex.quote(str(script))}" for script in scripts]
     print(json.dumps(commands, indent=2) if args.json else "".join(f"{line}\n" for line in commands), end="")
     return 0

@@ -86,8 +86,7 @@ def _check_measured(measured: "MeasuredNetwork", gpu: "Gpu") -> None:
 
     known = find_gpu(measured.gpu)
     if known is None or known.name != gpu.name:
-        of = f"between {measured.gpu}s" if measured.gpu else f"between CPU processes ({measured.backend})"
         raise ValueError(
-            f"--network was measured {of}, not {gpu.name}\n"
+            f"--network was measured between {measured.gpu or 'CPU processes'}, not {gpu.name}\n"
             "hint: `slm launch -m slm_toolkit.run.network_probe` on these GPUs"
         )

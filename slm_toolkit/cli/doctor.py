@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slm_toolkit.base.errors import user_errors, without_controls
 from slm_toolkit.cli.deployment_flags import add_network_flag, deployments
-from slm_toolkit.config.flag_pairs import Pair, flags_given, pair_problems
+from slm_toolkit.config.flag_pairs import flags_given
 from slm_toolkit.config.flags import add_flags, config_from_args
 from slm_toolkit.config.parser import count, positive_number
 from slm_toolkit.config.run_config import RunConfig
@@ -22,7 +22,6 @@ from slm_toolkit.doctor.finding import SEVERITIES, Finding, as_json
 from slm_toolkit.doctor.fix import write_mended
 from slm_toolkit.hardware.gpus import find_gpu, gpu_of_name, gpus_here
 from slm_toolkit.hardware.machine import look_at_host_ram
-from slm_toolkit.model.families import kernel_problems
 from slm_toolkit.predict.choices import choices, with_choices
 from slm_toolkit.predict.flag_checks import (
     NOT_OF_AN_ESTIMATE,
@@ -30,7 +29,7 @@ from slm_toolkit.predict.flag_checks import (
     model_to_estimate,
     node_problems,
 )
-from slm_toolkit.strategy.checked_run import all_of
+from slm_toolkit.strategy.checked_run import all_of, run_problems
 from slm_toolkit.strategy.groups import ranks_of_each_node
 from slm_toolkit.strategy.strategy import (
     STUDIED_STRATEGIES,
@@ -55,7 +54,6 @@ _EXAMPLES = """\
 """
 _EPILOG = """\
 more examples:
-  slm doctor --model slm-1b --strategy my.yaml --fix . --overwrite    in place
   slm doctor --strategy my.yaml --json --strict                   for CI
 severities:
   wrong            does not run, does not do what it says, or wastes most of the money
@@ -115,7 +113,6 @@ def fill(parser: argparse.ArgumentParser) -> None:
         help=f"write corrected copies of the files into a folder (default: {_FIXED}). Prints what "
         "changed, and what is left to do by hand",
     ).basic = True
-    parser.add_argument("--overwrite", action="store_true", help="let --fix replace existing files")
     parser.add_argument("--json", action="store_true", help="print a list of findings").basic = True
     add_network_flag(parser)
     leave_out = tuple(name for name in NOT_OF_AN_ESTIMATE if name not in _SEEN)
@@ -127,7 +124,7 @@ def _doctor(args: argparse.Namespace) -> int:
     with user_errors():
         cases = _cases(args)
         examined, found, notes = examine_all(cases, deployment_of=deployments(args))
-        fixed = _fix(examined, args.fix, overwrite=args.overwrite) if args.fix is not None else []
+        fixed = _fix(examined, args.fix) if args.fix is not None else []
     for note in (*notes_on([one.strategy for one in examined if one.strategy is not None]), *notes):
         print(note, file=sys.stderr)
     if args.json:
@@ -149,12 +146,8 @@ def _cases(args: argparse.Namespace) -> list[Case]:
     """Return a case per strategy. Raises ValueError for invalid flags."""
     config = config_from_args(args)
     complete = config.with_defaults(has_gpu=True)
-    no_fix = Pair("overwrite", "fix", ": only --fix writes files", is_needed=True)
-    problems = complete.problems() + pair_problems(flags_given(args), [no_fix])
-    if not problems:
-        spec = model_to_estimate(complete.model)
-        problems += kernel_problems(spec, complete)
-    if problems:
+    spec = model_to_estimate(complete.model)
+    if problems := run_problems(complete, spec=spec):
         raise all_of(problems, verb="doctor")
     if args.gpu is not None:
         args.gpu, counts = gpus_asked(args.gpu, [args.num_gpus] if args.num_gpus else None)
@@ -220,14 +213,14 @@ def _gpus_of(args: argparse.Namespace, files: Files, num_here: int) -> tuple[int
     per_node = args.gpus_per_node or num_here
     if not per_node:
         per_node = min(_NUM_GPUS, num_gpus) if machines == 1 else max(1, num_gpus // machines)
-        while args.num_gpus is None and num_gpus % per_node:
-            per_node -= 1
+        if args.num_gpus is None and node_problems(num_gpus, per_node):
+            per_node = num_gpus  # as on one machine
     if problems := node_problems(num_gpus, per_node):
         raise all_of(problems, verb="doctor")
     return num_gpus, ranks_of_each_node(num_gpus, per_node)
 
 
-def _fix(examined: list[Examined], folder: Path, *, overwrite: bool) -> list[str]:
+def _fix(examined: list[Examined], folder: Path) -> list[str]:
     """Write the corrected files. Returns a line for each file written and each change."""
     lines = []
     for one in examined:
@@ -235,7 +228,7 @@ def _fix(examined: list[Examined], folder: Path, *, overwrite: bool) -> list[str
         if before == after:
             lines.append(f"{before.yaml_path}: nothing to correct")
             continue
-        written = write_mended(before, after, folder, overwrite=overwrite)
+        written = write_mended(before, after, folder)
         lines += [f"{path}: corrected copy of {source}" for path, source in written.items()]
         lines += [f"  {finding.name}: {finding.change}" for finding in one.found if finding.edits]
     return lines

@@ -68,6 +68,7 @@ def estimates(args: argparse.Namespace) -> Estimates:
     from slm_toolkit.predict import grid
     from slm_toolkit.predict.flag_checks import gpus_asked
     from slm_toolkit.predict.setup.other_trainers import as_liked, notes_like, trainer_named
+    from slm_toolkit.predict.setup.setup import unlike_the_model
     from slm_toolkit.strategy.groups import strategies_asked
 
     own_flags, trainer = given_flags(args), trainer_named(args.like)
@@ -90,10 +91,10 @@ def estimates(args: argparse.Namespace) -> Estimates:
     )
     notes += [
         *left_out,
-        *grid.notes_on_models(given),
+        *(note for row in rows for note in unlike_the_model(row.setup.spec, row.config.seq_len)),
         *grid.notes_on_strategies(strategies, given.get("numerics") or [RunConfig.numerics]),
     ]
-    return Estimates(rows, notes, found_largest_batch=args.largest_batch)
+    return Estimates(rows, list(dict.fromkeys(notes)), found_largest_batch=args.largest_batch)
 
 
 def _estimate(args: argparse.Namespace) -> int:

@@ -28,12 +28,10 @@ _VERBS = {  # name, which is also its module in cli/: help
 }
 _EPILOG = """\
 examples:
-  slm train --strategy ddp --model slm-1m --max_steps 20  one run under one strategy
   slm compare                                             six strategies on this machine, and a table
   slm estimate --model slm-2b --gpu a100-40gb             does it fit? nothing runs
   slm recommend --model slm-1b --gpu a100-40gb h100-80gb  the cheapest way to train it on these GPUs
   slm report runs --export report.html                    the table and charts as one page
-  slm recipes                                             scripts to copy: LoRA, two nodes, a small GPU, ...
 """
 
 

@@ -2,8 +2,8 @@
 
 import argparse
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 from slm_toolkit.base.errors import user_errors
 
@@ -16,13 +16,6 @@ _EXAMPLES = """\
   slm recipes lora                       print one
   slm recipes lora > lora.sh             write it as a file
 """
-_EPILOG = """\
-more examples:
-  TRY=1 bash <(slm recipes lora)         two steps of it, on any computer
-  MODEL=slm-500m-hw bash <(slm recipes cheapest_100m)
-"""
-
-
 _HEAD = re.compile(
     r"""#!/usr/bin/env bash
 # (?P<question>.+\?)
@@ -35,36 +28,26 @@ _HEAD = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """A script, and the facts in its first lines. Time and cost were estimated on `as_of`."""
-
-    name: str
-    text: str
-    question: str
-    hardware: str
-    time: str
-    "`6.1 h` or `12 min`; without an estimate a dash, with the reason in parentheses"
-    cost: str
-    as_of: str
-
-
 def fill(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `slm recipes`."""
-    parser.description, parser.examples, parser.epilog = _DESCRIPTION, _EXAMPLES, _EPILOG
+    parser.description, parser.examples = _DESCRIPTION, _EXAMPLES
     parser.add_argument("name", nargs="?", help="recipe to print (default: list all)")
     parser.set_defaults(verb=_recipes)
 
 
-def shipped_recipes() -> list[Recipe]:
+def shipped_recipes() -> list[SimpleNamespace]:
     """Return all recipes, sorted by name."""
     return [read_recipe(path) for path in sorted(_folder().glob("*.sh"))]
 
 
-def read_recipe(path: Path) -> Recipe:
-    """Read a recipe. Raises AttributeError if its first lines lack a fact."""
+def read_recipe(path: Path) -> SimpleNamespace:
+    """Return a recipe's name, text, and the facts in its first lines: question, hardware, time, cost, as_of.
+
+    Time and cost were estimated on `as_of`: `6.1 h` or `12 min`; a dash without an estimate.
+    Raises AttributeError if a fact is missing.
+    """
     text = path.read_text()
-    return Recipe(path.stem, text, **_HEAD.match(text).groupdict())
+    return SimpleNamespace(name=path.stem, text=text, **_HEAD.match(text).groupdict())
 
 
 def _folder() -> Path:
@@ -79,8 +62,6 @@ def _recipes(args: argparse.Namespace) -> int:
         for recipe in recipes:
             print(f"{recipe.name:18}{recipe.question}")
             print(f"{'':18}{recipe.hardware}; {recipe.time}; {recipe.cost}")
-        print("time and cost as estimated on", max(recipe.as_of for recipe in recipes))
-        print("print one: slm recipes NAME; run it: bash <(slm recipes NAME)")
         return 0
     texts = {recipe.name: recipe.text for recipe in recipes}
     with user_errors():

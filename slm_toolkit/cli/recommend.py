@@ -28,48 +28,7 @@ _EXAMPLES = """\
 def fill(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `slm recommend`."""
     parser.description, parser.examples = _DESCRIPTION, _EXAMPLES
-    job = parser.add_argument_group("job")
-    length = job.add_mutually_exclusive_group()
-    length.add_argument(
-        "--tokens",
-        "--max_tokens",
-        type=_tokens,
-        metavar="N",
-        help="tokens to train on, such as 20B or 300M. A model with weights needs this or --epochs",
-    ).basic = True
-    length.add_argument(
-        "--target_loss",
-        type=positive_number,
-        metavar="L",
-        help="train until a scaling law predicts this loss",
-    ).basic = True
-    length.add_argument(
-        "--num_train_epochs",
-        "--epochs",
-        dest="epochs",
-        type=positive_number,
-        metavar="E",
-        help="passes over --dataset, which is tokenized to count its tokens",
-    )
-    job.add_argument(
-        "--global_batch_tokens",
-        type=_tokens,
-        metavar="N",
-        help="tokens per optimizer step; the micro-steps follow from it (default: 524288, as GPT-3's "
-        "small models; for fine-tuning 128 sequences, as Alpaca)",
-    )
-    job.add_argument(
-        "--deadline_hours", type=positive_number, metavar="H", help="longest time of the training"
-    ).basic = True
-    job.add_argument(
-        "--budget_usd", type=positive_number, metavar="USD", help="highest cost of the training"
-    ).basic = True
-    job.add_argument(
-        "--objective",
-        choices=("cost", "time"),
-        default="cost",
-        help="rank by cost or by time (default: cost)",
-    ).basic = True
+    _add_job_flags(parser)
     parser.add_argument(
         "--gpu",
         nargs="+",
@@ -108,6 +67,43 @@ def fill(parser: argparse.ArgumentParser) -> None:
     add_network_flag(parser)
     add_flags(parser, grid=True, leave_out=(*NOT_OF_AN_ESTIMATE, *_FOLLOW_FROM_TOKENS))
     parser.set_defaults(verb=_recommend)
+
+
+def _add_job_flags(parser: argparse.ArgumentParser) -> None:
+    job = parser.add_argument_group("job")
+    length = job.add_mutually_exclusive_group()
+    length.add_argument(
+        "--tokens",
+        "--max_tokens",
+        type=_tokens,
+        metavar="N",
+        help="tokens to train on, such as 20B or 300M. A model with weights needs this",
+    ).basic = True
+    length.add_argument(
+        "--target_loss",
+        type=positive_number,
+        metavar="L",
+        help="train until a scaling law predicts this loss",
+    ).basic = True
+    job.add_argument(
+        "--global_batch_tokens",
+        type=_tokens,
+        metavar="N",
+        help="tokens per optimizer step; the micro-steps follow from it (default: 524288, as GPT-3's "
+        "small models; for fine-tuning 128 sequences, as Alpaca)",
+    )
+    job.add_argument(
+        "--deadline_hours", type=positive_number, metavar="H", help="longest time of the training"
+    ).basic = True
+    job.add_argument(
+        "--budget_usd", type=positive_number, metavar="USD", help="highest cost of the training"
+    ).basic = True
+    job.add_argument(
+        "--objective",
+        choices=("cost", "time"),
+        default="cost",
+        help="rank by cost or by time (default: cost)",
+    ).basic = True
 
 
 def _tokens(text: str) -> float:

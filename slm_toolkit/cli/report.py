@@ -5,14 +5,7 @@ import json
 from pathlib import Path
 
 from slm_toolkit.base.errors import user_errors
-from slm_toolkit.cli.output import (
-    add_output_flags,
-    asked_rows,
-    check_exports,
-    print_records,
-    read_baseline,
-)
-from slm_toolkit.config.flag_pairs import flags_given
+from slm_toolkit.cli.output import add_output_flags, asked_rows, print_records, read_baseline
 from slm_toolkit.record.files import schema
 from slm_toolkit.results import Records, Report, read_records
 
@@ -45,17 +38,9 @@ def report_of(records: Records, args: argparse.Namespace) -> Report:
 
 def _report(args: argparse.Namespace) -> int:
     if args.schema:
-        return _print_schema(args)
+        print(json.dumps(schema(), indent=2, ensure_ascii=False))
+        return 0
     with user_errors():
-        check_exports(args.export)
         read = read_records(args.records)
         baseline = read_baseline(args.baseline)
     return print_records(report_of(read, args), args, baseline=baseline)
-
-
-def _print_schema(args: argparse.Namespace) -> int:
-    with user_errors():
-        if others := sorted({*flags_given(args)} - {"schema"}):
-            raise ValueError(f"--schema with {', '.join(others)}\nhint: --schema prints only the schema")
-    print(json.dumps(schema(), indent=2, ensure_ascii=False))
-    return 0

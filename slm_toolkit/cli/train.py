@@ -4,10 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-import yaml
-
 from slm_toolkit.base.errors import user_errors
-from slm_toolkit.base.safe_files import make_folder, write_new
 from slm_toolkit.config.flags import MODULE, add_flags, config_from_args, flags_of
 from slm_toolkit.config.parser import count
 from slm_toolkit.config.run_config import RunConfig
@@ -21,6 +18,7 @@ from slm_toolkit.strategy.strategy import (
     is_shipped,
     notes_on,
     shipped_strategies,
+    write_resolved,
 )
 
 _CPU_PROCESSES = 2  # a hybrid shard uses four: two copies of two
@@ -31,13 +29,10 @@ _EXAMPLES = """\
   slm train --strategy fsdp_full_shard --model slm-1m --seq_len 64 --max_steps 20
   slm train --model slm-1m --max_steps 40 --save_steps 20 --run_name first --resume_from_checkpoint auto
 """
-_EPILOG = f"""\
+_EPILOG = """\
 on several machines, each with its own rank:
   slm train --strategy ds_zero2 --model slm-1b --num_machines 2 --num_processes 16 \\
       --main_process_ip 10.0.0.1 --machine_rank 0
-`slm train` is the same as
-  slm launch --config_file YAML_OF_THE_STRATEGY --num_processes N -m {MODULE} FLAGS
-It prints its `accelerate launch` on stderr.
 Exit codes: 0 trained, 2 bad input, 130 Ctrl-C, 143 SIGTERM, else the code of the rank that ended first.
 """
 
@@ -82,9 +77,8 @@ def _train(args: argparse.Namespace) -> int:
     with user_errors():
         config, strategy = config_from_args(args), find_strategy(args.strategy)
         check_training([config], [strategy])
-        if config.resume_from_checkpoint is None:  # the run that it continues may have read bytes
-            model = config.with_defaults(has_gpu=bool(gpus_here())).model
-            check_tokenizer(config, find_model(model))
+        model = config.with_defaults(has_gpu=bool(gpus_here())).model
+        check_tokenizer(config, find_model(model))
         words = launch_words(strategy, config, args)
     for note in notes_on([strategy]):
         print(note, file=sys.stderr)
@@ -132,8 +126,4 @@ def yaml_to_launch(strategy: Strategy, output_dir: Path, num_processes: int) -> 
     """Return the strategy's own file; for a DeepSpeed JSON, write a YAML under `output_dir` that names it."""
     if not strategy.is_bare_json:
         return Path(strategy.path)
-    folder = output_dir / f"launch-{strategy.name}"
-    make_folder(folder)
-    config = {**strategy.accelerate_config, "num_processes": num_processes}
-    write_new(folder / f"{strategy.name}.yaml", yaml.safe_dump(config, sort_keys=False))
-    return folder / f"{strategy.name}.yaml"
+    return write_resolved(strategy, output_dir / f"launch-{strategy.name}", num_processes)

@@ -2,9 +2,9 @@
 
 import sys
 import threading
-from collections.abc import Collection, Iterable
+from argparse import Namespace
+from collections.abc import Iterable
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,22 +13,25 @@ from rich.console import Console
 
 from slm_toolkit.compare import local
 from slm_toolkit.compare.display import Display
-from slm_toolkit.compare.grid import PAIRS, PlannedRun, plan_runs
-from slm_toolkit.compare.largest_batch import LARGEST_ON_CPU, BatchSearch, find_largest_batch, flags_of_trials
+from slm_toolkit.compare.grid import (
+    PAIRS,
+    PlannedRun,
+    Script,
+    find_largest_batch,
+    flags_of_trials,
+    plan_runs,
+    plan_scripts,
+)
 from slm_toolkit.compare.local import Slot, run_in_slots, slots_of
-from slm_toolkit.compare.scripts import Script, plan_scripts
 from slm_toolkit.compare.supervisor import locked
-from slm_toolkit.compare.torch_checks import check_with_torch
-from slm_toolkit.config.flag_pairs import check_pairs
-from slm_toolkit.config.flags import every_config
-from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.config.flag_pairs import check_pairs, flags_given
+from slm_toolkit.config.flags import every_config, given_flags
+from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
 from slm_toolkit.hardware.gpus import Machine, find_gpu, this_machine
 from slm_toolkit.launch.command_line import check_surroundings, check_training, check_versions
 from slm_toolkit.model.names import check_tokenizer
 from slm_toolkit.predict.choices import choices, given_with
-from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED
 from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
-from slm_toolkit.report.rows import Row
 from slm_toolkit.strategy.groups import strategies_asked
 from slm_toolkit.strategy.strategy import Strategy, check_one_machine, find_strategy, precision_note
 
@@ -36,47 +39,19 @@ if TYPE_CHECKING:
     from slm_toolkit.compare.slurm import SlurmJobs, SlurmNodes
 
 
-@dataclass(frozen=True)
-class Request:
-    """The settings of a comparison: the flags of `slm compare` without its output flags."""
-
-    given: dict[str, Any]
-    "values by field name of RunConfig; a list makes a grid"
-    names: Collection[str]
-    "the flags with another value than their default"
-    strategy: list[str] | None
-    "None: the six strategies of the study"
-    script: Script | None
-    "the user's own training script; None: ours"
-    num_processes: int | None
-    timeout: float
-    repeats: int
-    largest_batch: bool
-    gpus_per_run: int | None
-    force: bool
-    dry_run: bool
-    nodes: "SlurmNodes | None"
-    "the nodes of Slurm; None: all runs are on this machine"
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A comparison whose runs are planned and checked."""
-
-    runs: list[PlannedRun]
-    slots: list[Slot]
-    "one slot for each run that can run at the same time"
-    machine: Machine
-
-
-def prepare(request: Request, *, console: Console) -> Prepared:
+def prepare(
+    args: Namespace, *, script: Script | None, nodes: "SlurmNodes | None", console: Console
+) -> tuple[list[PlannedRun], list[Slot]]:
     """Plan all runs and check them before anything starts. Notes go to stderr.
 
-    Raises ValueError with all wrong settings.
+    Also returns a slot for each run that can run at the same time.
+
+    `args`: the flags of `slm compare`. `script`: the user's own training script; None: ours. `nodes`: the
+    nodes of Slurm; None: all runs are on this machine. Raises ValueError with all wrong settings.
     """
-    nodes, script, given = request.nodes, request.script, dict(request.given)
+    given = given_flags(args)
     if script is None:
-        check_training(every_config(given), [find_strategy(name) for name in request.strategy or ()])
+        check_training(every_config(given), [find_strategy(name) for name in args.strategy or ()])
     elif flags := [name for name in given if name != "output_dir"]:
         raise ValueError(
             f"--script with --{', --'.join(flags)}: flags of our own trainer\n"
@@ -88,53 +63,78 @@ def prepare(request: Request, *, console: Console) -> Prepared:
     if nodes is None:
         with console.status("looking at this machine"):
             machine = this_machine()
-        slots = slots_of(machine, gpus_per_run=request.gpus_per_run, num_processes=request.num_processes)
+        slots = slots_of(machine, gpus_per_run=args.gpus_per_run, num_processes=args.num_processes)
     else:  # Slurm decides how many run at the same time; this process waits for them one by one
         machine, slots = nodes.machine, [Slot()]
     has_gpu = machine.num_gpus > 0
-    if script is None:
-        check_pairs(request.names, PAIRS, has_gpu=has_gpu)
-    strategies, notes = strategies_asked(request.strategy, given, has_gpu=has_gpu)
+    check_pairs(flags_given(args), PAIRS, has_gpu=has_gpu)
+    strategies, notes = strategies_asked(args.strategy, given, has_gpu=has_gpu)
     if nodes is not None:
         strategies = [nodes.with_strategy(strategy) for strategy in strategies]
     _print_notes(notes)
-    num_processes = request.num_processes
+    num_processes = args.num_processes
     if num_processes is None and "rehearse" not in given:  # a rehearsal is one process
-        num_processes = request.gpus_per_run
-    common = {"num_processes": num_processes, "machine": machine, "repeats": request.repeats}
+        num_processes = args.gpus_per_run
+    common = {"num_processes": num_processes, "machine": machine, "repeats": args.repeats}
     if script is not None:
         folder = given.get("output_dir", RunConfig.output_dir)
         runs = plan_scripts(script, strategies, output_dir=folder, **common)
     else:
-        given = _with_choices(request, given, strategies, machine, num_processes)
+        given = _with_choices(args, given, strategies, machine, num_processes, nodes)
         runs = plan_runs(given, strategies, **common)
     if nodes is None:
         check_one_machine(strategies)
-    if script is not None:
-        return Prepared(runs, slots, machine)
-    for run in runs:
-        if not request.dry_run:
-            check_tokenizer(run.config, run.spec)
-    check_with_torch(runs, console)  # reports a missing GPU before a missing package
+    if script is None:
+        _check_runs(runs, console, is_dry=args.dry_run)
+    return runs, slots
+
+
+def _check_runs(runs: list[PlannedRun], console: Console, *, is_dry: bool) -> None:
+    """Raise ValueError if the data, a tracker, a kernel or a package can't be used; print notes."""
+    for run in () if is_dry else runs:
+        check_tokenizer(run.config, run.spec)
+    config = runs[-1].config  # parity references, which come first, use no tracker
+    if config.report_to != "none":
+        from slm_toolkit.run.engine.engine import check_tracker
+
+        check_tracker(config.report_to)
+    flags = ("fp8", "kernels", "peft", "attn_implementation")
+    for run in {
+        (run.spec.name, *(getattr(run.config, name) for name in flags)): run for run in runs
+    }.values():
+        if run.config.fp8 != "none" or run.config.compiles or run.config.peft != "none":
+            from slm_toolkit.run.kernels.layer_kernels import check_optional
+
+            check_optional(run.config)
+        if run.config.attn_implementation not in ("eager", "sdpa"):
+            from slm_toolkit.run.model.model import check_attention
+
+            check_attention(run.spec, run.config)
+    if config.dataset != SYNTHETIC:
+        from slm_toolkit.run.data.data import load_data
+
+        with console.status("reading the dataset"):
+            for run in {(run.spec.name, run.config.seq_len): run for run in runs}.values():
+                load_data(run.config, run.spec, num_sequences=0)
     ignored = {(run.strategy.path, precision_note(run.strategy.mixed_precision, run.config)) for run in runs}
     _print_notes(sorted(f"note: {path}: {note}" for path, note in ignored if note))
     _print_notes(dict.fromkeys(run.taken_out for run in runs if run.taken_out is not None))
-    return Prepared(runs, slots, machine)
 
 
 def _with_choices(
-    request: Request,
+    args: Namespace,
     given: dict[str, Any],
     strategies: list[Strategy],
     machine: Machine,
     num_processes: int | None,
+    nodes: "SlurmNodes | None",
 ) -> dict[str, Any]:
     """Return the flags with what a comparison, a search of batches and this machine decide."""
     if given.get("save_final_model") is None:
         given["save_final_model"] = "false"  # six copies of a model would fill the disk
     if given.get("save_steps") and not (given.get("overwrite_output_dir") or "rehearse" in given):
         given["resume_from_checkpoint"] = "auto"  # or an unfinished run could not continue
-    if request.largest_batch:
+    if args.largest_batch:
         given = flags_of_trials(given, strategies)
     num_gpus = num_processes or machine.num_gpus or 1
     chosen, notes = choices(
@@ -143,9 +143,9 @@ def _with_choices(
         gpu=find_gpu(machine.gpu),
         has_gpu=machine.num_gpus > 0 or "rehearse" in given,
         num_gpus=num_gpus,
-        gpus_per_node=num_gpus // (request.nodes.num_nodes if request.nodes else 1),
+        gpus_per_node=num_gpus // (nodes.num_nodes if nodes else 1),
         is_comparison=True,
-        runs_here=request.nodes is None,
+        runs_here=nodes is None,
     )
     _print_notes(notes)
     return given_with(chosen, given)
@@ -156,33 +156,28 @@ def _print_notes(notes: Iterable[str]) -> None:
         print(note, file=sys.stderr)
 
 
-@dataclass(frozen=True)
-class Done:
-    """The results of a comparison, in the order of its planned runs."""
-
-    records: list[tuple[Path, RunRecord]]
-    searches: dict[str, BatchSearch]
-    "with find_largest_batch: the search of each run, keyed by the path of its record"
-    interrupted: bool
-    "whether Ctrl-C stopped the comparison"
-
-
-def launch_all(prepared: Prepared, request: Request, *, jobs: "SlurmJobs | None", console: Console) -> Done:
+def launch_all(
+    runs: list[PlannedRun],
+    slots: list[Slot],
+    args: Namespace,
+    *,
+    jobs: "SlurmJobs | None",
+    console: Console,
+) -> tuple[list[tuple[Path, RunRecord]], dict[str, dict[str, int | None]]]:
     """Launch the runs that have no record yet. Show progress on the console, and lock the folder of the runs.
 
-    Raises ValueError for a folder that can't be used, and for what a run can't replace.
+    Returns the records in the order of the plan, and what --largest_batch found by path of the record.
+    Raises ValueError for a folder that can't be used, and for what a run can't replace; KeyboardInterrupt
+    after Ctrl-C, when all runs have ended.
     """
-    runs, launcher = prepared.runs, jobs or local
-    folder, stop = Path(runs[0].config.output_dir), threading.Event()
-    display = Display(
-        runs,
-        console,
-        searching=request.largest_batch,
-        num_slots=len(prepared.slots) if jobs is None else None,  # the time in a queue is unknown
-    )
+    launcher, folder, stop = jobs or local, Path(runs[0].config.output_dir), threading.Event()
+    num_slots = len(slots) if jobs is None else None  # the time in a queue is unknown
+    display = Display(runs, console, searching=args.largest_batch, num_slots=num_slots)
+    searches: dict[str, dict[str, int | None]] = {}
+    done: dict[int, tuple[Path, RunRecord]] = {}
 
     def execute_or_keep(run: PlannedRun, slot: Slot) -> RunRecord:
-        if request.force:
+        if args.force:
             launcher.forget(run)
         record = launcher.kept_record(run)
         if kept := record is not None:
@@ -191,48 +186,28 @@ def launch_all(prepared: Prepared, request: Request, *, jobs: "SlurmJobs | None"
         else:
             display.begin(run)
             shows = partial(display.progress, run)
-            record = launcher.execute(
-                run, slot, timeout_seconds=request.timeout, stop=stop, on_progress=shows
-            )
+            record = launcher.execute(run, slot, timeout_seconds=args.timeout, stop=stop, on_progress=shows)
         display.end(run, record, kept=kept)
         return record
 
-    def work(run: PlannedRun, slot: Slot) -> tuple[PlannedRun, RunRecord, BatchSearch | None]:
-        if not request.largest_batch:
-            return run, execute_or_keep(run, slot), None
-        most = LARGEST_BATCH_TRIED if prepared.machine.num_gpus else LARGEST_ON_CPU
-        found, shown, record = find_largest_batch(run, partial(execute_or_keep, slot=slot), most=most)
-        return shown, record, found
+    def work(run: PlannedRun, slot: Slot) -> tuple[Path, RunRecord]:
+        if not args.largest_batch:
+            return run.folder / RECORD_FILE, execute_or_keep(run, slot)
+        found, shown, record = find_largest_batch(run, partial(execute_or_keep, slot=slot))
+        searches[str(shown.folder / RECORD_FILE)] = vars(found)
+        return shown.folder / RECORD_FILE, record
 
-    done: dict[int, tuple[PlannedRun, RunRecord, BatchSearch | None]] = {}
-    interrupted = False
     with locked(folder) as num_left_over:
         if num_left_over:
             console.print(f"stopped {num_left_over} processes that a killed comparison left in {folder}")
         try:
-            launcher.begin([] if request.largest_batch else runs, force=request.force)
-            with display, closing(run_in_slots(runs, work, prepared.slots, stop)) as results:
+            launcher.begin([] if args.largest_batch else runs, force=args.force)
+            with display.bars, closing(run_in_slots(runs, work, slots, stop)) as results:
                 done.update(results)
         except KeyboardInterrupt:
-            interrupted = True
             launcher.cancel()
-            again = "the same command, without --force," if request.force else "the same command"
+            again = "the same command, without --force," if args.force else "the same command"
             console.print(f"stopped after {len(done)} of {len(runs)} runs; {again} continues from here")
-    shown = [done[index] for index in sorted(done)]
-    if not interrupted:
-        console.print(f"records and logs: {folder}", highlight=False, soft_wrap=True)
-    return Done(
-        records=[(run.folder / RECORD_FILE, record) for run, record, _ in shown],
-        searches={str(run.folder / RECORD_FILE): found for run, _, found in shown if found is not None},
-        interrupted=interrupted,
-    )
-
-
-def with_searches(rows: list[Row], searches: dict[str, BatchSearch]) -> list[Row]:
-    """Return the rows, each with the largest batch that its search found."""
-    return [
-        row.with_values(largest_batch=search.largest_ok, smallest_oom_batch=search.smallest_oom)
-        if (search := searches.get(row.record))
-        else row
-        for row in rows
-    ]
+            raise
+    console.print(f"records and logs: {folder}", highlight=False, soft_wrap=True)
+    return [done[index] for index in sorted(done)], searches

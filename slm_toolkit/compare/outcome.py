@@ -19,7 +19,7 @@ from slm_toolkit.base.errors import (
 )
 from slm_toolkit.base.safe_files import read_end
 from slm_toolkit.base.secrets import without_secrets
-from slm_toolkit.compare.grid import PlannedRun
+from slm_toolkit.compare.grid import PlannedRun, versions
 from slm_toolkit.launch.processes import signal_name
 from slm_toolkit.record.files import read_record
 from slm_toolkit.record.run_record import RECORD_FILE, RunRecord, model_facts
@@ -40,32 +40,15 @@ _KILLED = 128 + 9
 def reason_in_log(log: Path) -> str:
     """Return the reason in a log: the last `error:` line, else the last exception, else the last line.
 
-    A line that ends with a colon is continued by the lines below, an exception of the parser by its place.
+    A line that ends with a colon is continued by the lines below.
     """
     output, _ = _parts(read_log(log))
     lines = [re.sub(r"^\[rank\d+\]: ", "", line.rstrip()) for line in output.splitlines() if line.strip()]
     for pattern in (r"(?:\S+\.py: )?error: (.*)", r"([\w.]*(?:Error|Exception)\b: .*)"):
-        found = [
-            (match[1], at)
-            for at, line in enumerate(lines)
-            if (match := re.match(pattern, line.strip())) and "ChildFailedError" not in line
-        ]
-        if found:
-            reason, at = found[-1]
-            reason = first_of([reason, *lines[at + 1 :]])
-            if place := _PLACE.search("\n".join(lines[max(0, at - 3) : at])):
-                reason += f" ({place[1]}, line {place[2]}: {place[3].strip()})"
-            return shown(reason)
-    return f"see {log}" if not lines else f"last line of {log}: {lines[-1].strip()[:200]}"
-
-
-def telling_lines(log: Path, number: int, *, reason: str | None) -> list[str]:
-    """Return a log's last `number` lines up to the line with `reason`, or before the launcher's summary."""
-    lines = [line.rstrip() for line in _parts(read_log(log))[0].splitlines() if line.strip()]
-    launcher = next((i for i, line in enumerate(lines) if _LAUNCHER.match(line)), len(lines))
-    lines = lines[:launcher] or lines
-    with_reason = [i for i, line in enumerate(lines) if reason and reason in line]
-    return lines[: with_reason[-1] + 1 if with_reason else None][-number:]
+        for at, line in reversed([*enumerate(lines)]):
+            if "ChildFailedError" not in line and (match := re.match(pattern, line.strip())):
+                return shown(first_of([match[1], *lines[at + 1 :]]))
+    return f"last line of {log}: {lines[-1].strip()[:200]}" if lines else f"see {log}"
 
 
 def _parts(log_text: str) -> tuple[str, str]:
@@ -74,14 +57,11 @@ def _parts(log_text: str) -> tuple[str, str]:
     return log_text[:launchers_error], log_text[launchers_error:]
 
 
-_LAUNCHER = re.compile(r"[EW]\d{4} [\d:.]+ \d+ .*torch/distributed/elastic/")
 _LAUNCHERS_ERROR = re.compile(
     r'^Traceback .*\n(?:  .*\n){0,8}?  File "[^"]*accelerate/commands/launch\.py".*\n(?:  .*\n)*'
     r"(?:\S+\.ChildFailedError|subprocess\.CalledProcessError): ",
     re.MULTILINE,
 )
-_PLACE = re.compile(r'File "(.+)", line (\d+)\n(.*)')
-"place and text in which Python's parser found an error"
 
 
 def read_log(log: Path) -> str:
@@ -111,10 +91,7 @@ def disk_full(folder: Path, log_text: str) -> str | None:
     free_bytes = shutil.disk_usage(folder).free
     if not SAYS_DISK_FULL.search(log_text) and free_bytes >= _LITTLE_BYTES:
         return None
-    message = next((line.strip() for line in log_text.splitlines() if SAYS_DISK_FULL.search(line)), None)
-    return f"no room on the disk of {folder} ({free_bytes / 2**20:,.1f} MiB free now)" + (
-        f": {message[:200]}" if message else ""
-    )
+    return f"no room on the disk of {folder} ({free_bytes / 2**20:,.1f} MiB free now)"
 
 
 @dataclass(frozen=True)
@@ -183,7 +160,7 @@ def planned_record(run: PlannedRun, **observed: Any) -> RunRecord:
         strategy=run.name,
         asked=run.asked,
         model={"name": Path(run.asked["script"][0]).name} if run.spec is None else model_facts(run.spec),
-        versions=run.versions,
+        versions=versions(),
         **observed,
     )
 

@@ -30,7 +30,6 @@ FP8_MULTIPLE = 16
 MOST_DDP_TIMEOUT = 3600
 ESTIMATED_ATTENTION = (  # names of transformers 5.23; all but eager keep no scores
     *("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"),
-    *("sdpa_flash", "sdpa_efficient", "sdpa_cudnn"),  # sdpa_math is missing: it keeps scores in its own way
 )
 _DEFAULT_STEPS = 33  # 3 of warm-up and 3 blocks of 10
 
@@ -101,8 +100,7 @@ class RunConfig:
     )
     attn_implementation: str = Flag(
         "sdpa",
-        "eager, sdpa, flex_attention, flash_attention_2, _3 or _4; or one backend of sdpa: sdpa_math, "
-        "sdpa_flash, sdpa_efficient, sdpa_cudnn",
+        "attention kernel by transformers' name: eager, sdpa, flex_attention, flash_attention_2, _3 or _4",
         grid=True,
         losses="rounded",
         estimate="counts",
@@ -463,7 +461,11 @@ class RunConfig:
             Excludes("pad_widths", "Muon's updates grow with the padded widths", own=("muon",)),
             Excludes("offloads", "offload's optimizer runs on the CPU", own=("muon",)),
             Excludes("is_fsdp1", "FSDP1's parameters are flat: use fsdp_version: 2", own=("muon",)),
-            Excludes("is_zero_0", "not under ZeRO-0: use DDP", own=("muon",)),
+            Excludes(
+                "is_deepspeed",
+                "DeepSpeed shards without regard to matrices: use DDP or FSDP2",
+                own=("muon",),
+            ),
         ),
         may_change_on_resume=False,
         losses="same",
@@ -573,15 +575,12 @@ class RunConfig:
     save_total_limit: int = Flag(2, "checkpoints to keep", least=1, identity=False)
     save_final_model: str | None = Flag(
         None,
-        "write a Hugging Face model folder at the end. merged: also the base model with the adapter of "
-        "--peft merged into its weights (default: true with a dataset, but false in slm compare)",
-        choices=("true", "false", "merged"),
+        "write a Hugging Face model folder at the end (default: true with a dataset, false with synthetic "
+        "tokens and in slm compare)",
+        choices=("true", "false"),
         bare="true",
         synonyms={"true": "true", "yes": "true", "1": "true", "false": "false", "no": "false", "0": "false"},
-        excludes=(
-            Excludes("rehearse", "a rehearsal learns nothing", own=("true", "merged")),
-            Excludes("peft", "there is no adapter", values=("none",), own=("merged",)),
-        ),
+        excludes=(Excludes("rehearse", "a rehearsal learns nothing", own=("true",)),),
         identity=False,
     )
     resume_from_checkpoint: str | None = Flag(
@@ -741,7 +740,7 @@ class RunConfig:
 
     @property
     def saves_model(self) -> bool:
-        return self.save_final_model in ("true", "merged")
+        return self.save_final_model == "true"
 
     @property
     def sources(self) -> tuple[Source, ...]:

@@ -1,7 +1,6 @@
 """Convert a strategy from FSDP2 to ZeRO or back, and account for every key of its files."""
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import yaml
 
 from slm_toolkit.convert.tables import FSDP_ALONE, INIT_FLAG, NUMERICS, PAIRS, ZERO, ZERO_ALONE
-from slm_toolkit.strategy.deepspeed_json import KEYS_OF_THE_JSON, deepspeed_config_path
+from slm_toolkit.strategy.deepspeed_json import KEYS_OF_THE_JSON
 from slm_toolkit.strategy.passed_on import YAML_SETTINGS
 from slm_toolkit.strategy.strategy import Strategy, config_dir, find_strategy
 
@@ -35,15 +34,6 @@ _WRITTEN_FOR_FSDP = {  # as in our own YAMLs
     "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
     "fsdp_cpu_ram_efficient_loading": False,
 }
-_AUTO = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "bf16.enabled",
-    "fp16.enabled",
-)
-"keys that accelerate fills in if there is no JSON"
 _WHY_ADDED = {
     "fsdp_auto_wrap_policy": "without it accelerate gathers the whole model as one unit",
     "fsdp_state_dict_type": "ZeRO's checkpoints also have one file per rank",
@@ -91,14 +81,11 @@ class KeyAccount:
     why: str = ""
 
     @property
-    def result(self) -> list[str]:
-        return [_text(".".join(path), value) for path, value in self.to.items()]
-
-    @property
     def text(self) -> str:
         """The settings of the source and of the result, with an arrow between them if they differ."""
         old = f"{self.key} (absent)" if self.value is None else _text(self.key, self.value)
-        return " -> ".join(dict.fromkeys(filter(None, (self.key and old, ", ".join(self.result)))))
+        new = ", ".join(_text(".".join(path), value) for path, value in self.to.items())
+        return " -> ".join(dict.fromkeys(filter(None, (self.key and old, new))))
 
 
 def _text(key: str, value: Any) -> str:
@@ -132,8 +119,9 @@ def convert(source: str, engine: str, *, num_processes: int | None, folder: Path
             f"{strategy.name} shards nothing: there is nothing to convert\n"
             "hint: use the shipped fsdp_shard_grad_op or ds_zero2, whose traffic is that of DDP"
         )
-    if strategy.is_fsdp and engine == "fsdp":
-        raise ValueError(f"{strategy.path} is for FSDP2 already\nhint: use --to accelerate_deepspeed")
+    if strategy.is_fsdp == (engine == "fsdp"):
+        other = "fsdp" if engine == "deepspeed" else "deepspeed"
+        raise ValueError(f"{strategy.path} is for {engine} already\nhint: use --to accelerate_{other}")
     config = {} if strategy.is_bare_json else dict(strategy.accelerate_config)
     if unknown := [key for key in config if key not in YAML_SETTINGS]:
         raise ValueError(
@@ -146,14 +134,14 @@ def convert(source: str, engine: str, *, num_processes: int | None, folder: Path
         why = f"distributed_type is {config['distributed_type']}"
         rows.append(KeyAccount(other, ignored, "ignored", why=why))
     stage = strategy.zero_stage or (3 if strategy.reshard_after_forward else 2)
-    rows += [_converted(setting, engine, stage) for setting in _settings(strategy, config, engine)]
+    rows += [_converted(setting, engine, stage) for setting in _settings(strategy, config)]
     return _written(rows, strategy, engine, stage, folder)
 
 
-def _settings(strategy: Strategy, config: dict[str, Any], engine: str) -> list[Setting]:
+def _settings(strategy: Strategy, config: dict[str, Any]) -> list[Setting]:
     """Return the settings of a strategy's files, also those that are absent but have a default."""
     found = []
-    if strategy.is_deepspeed and strategy.deepspeed_config_file is not None and engine == "fsdp":
+    if strategy.is_deepspeed and strategy.deepspeed_config_file is not None:
         leaves = flat(strategy.deepspeed_config)
         found = [Setting(".".join(path), value, ("json", *path), value) for path, value in leaves]
     for path, value in flat(config):
@@ -213,25 +201,15 @@ def _converted(setting: Setting, engine: str, stage: int) -> KeyAccount:
 def _written(
     rows: list[KeyAccount], strategy: Strategy, engine: str, stage: int, folder: Path | None
 ) -> Converted:
-    """Write the YAML and, under DeepSpeed, the JSON, unless the source's JSON is used unchanged."""
+    """Write the YAML and, under DeepSpeed, the JSON."""
     name, beside = f"{strategy.name}_as_{engine}", folder or Path()
-    json_file = strategy.deepspeed_config_file if strategy.is_deepspeed else None
     config: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": engine.upper()}
     if engine == "deepspeed":
-        named = str(beside / f"{name}.json")
-        if json_file is not None:
-            named = _path_to_show(deepspeed_config_path(json_file, Path(strategy.path)))
-            key = Path(strategy.path).name if strategy.is_bare_json else _JSON_FILE
-            value = f"{len(flat(strategy.deepspeed_config))} keys"
-            why = "the file is used unchanged, with all its keys"
-            rows.append(
-                KeyAccount(key, value, "carried", {("deepspeed_config", "deepspeed_config_file"): named}, why)
-            )
-        config["deepspeed_config"] = {"deepspeed_config_file": named}
-    elif json_file is not None and not strategy.is_bare_json:
+        config["deepspeed_config"] = {"deepspeed_config_file": str(beside / f"{name}.json")}
+    elif (json_file := strategy.deepspeed_config_file) is not None and not strategy.is_bare_json:
         rows.append(KeyAccount(_JSON_FILE, json_file, "default", why="each of its keys has its own row"))
     placed = {path: value for row in rows for path, value in row.to.items()}
-    added = _added(strategy, engine, stage, placed)
+    added = _added(engine, stage, placed)
     for path, (value, why) in added.items():
         if path not in placed:
             why = _WHY_ADDED.get(path[-1], why)
@@ -255,25 +233,18 @@ def _written(
     return Converted({f"{name}.yaml": head + text, **files}, command, rows)
 
 
-def _added(
-    strategy: Strategy, engine: str, stage: int, placed: dict[KeyPath, Any]
-) -> dict[KeyPath, tuple[Any, str]]:
+def _added(engine: str, stage: int, placed: dict[KeyPath, Any]) -> dict[KeyPath, tuple[Any, str]]:
     """Return the settings of the result, and why, that apply where the source sets nothing."""
     if engine == "fsdp":
         return {("fsdp_config", key): (value, "") for key, value in _WRITTEN_FOR_FSDP.items()}
-    added = {}
-    if strategy.is_fsdp:
-        name = f"zero{stage}.json"
-        why = f"as in our {name}: ds_configs/README.md explains the values"
-        shipped = json.loads((config_dir("ds_configs") / name).read_text())
-        added = {path: (value, why) for path, value in flat({"json": shipped})}
-        offloaded = [path[:-1] for path in placed if path[-1] == "device"]
-        added |= {(*path, "pin_memory"): (True, "") for path in offloaded}
-        if placed.get(("num_machines",), 1) != 1:
-            added["deepspeed_config", "deepspeed_multinode_launcher"] = "standard", ""
-    elif strategy.deepspeed_config_file is None:
-        why = "the script decides; accelerate fills in this key if there is no JSON"
-        added = {("json", *key.split(".")): ("auto", why) for key in _AUTO}
+    name = f"zero{stage}.json"
+    why = f"as in our {name}: ds_configs/README.md explains the values"
+    shipped = json.loads((config_dir("ds_configs") / name).read_text())
+    added = {path: (value, why) for path, value in flat({"json": shipped})}
+    offloaded = [path[:-1] for path in placed if path[-1] == "device"]
+    added |= {(*path, "pin_memory"): (True, "") for path in offloaded}
+    if placed.get(("num_machines",), 1) != 1:
+        added["deepspeed_config", "deepspeed_multinode_launcher"] = "standard", ""
     return {**added, tuple(INIT_FLAG.split(".")): (False, "")}
 
 
@@ -287,9 +258,3 @@ def flat(config: dict[str, Any], before: KeyPath = ()) -> list[tuple[KeyPath, An
         elif value is not None:
             leaves.append((path, value))
     return leaves
-
-
-def _path_to_show(path: Path) -> str:
-    """Return a path relative to the working folder, or absolute if it is outside."""
-    relative = os.path.relpath(path)
-    return os.path.realpath(path) if relative.startswith("..") else relative

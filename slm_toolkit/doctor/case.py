@@ -15,7 +15,6 @@ import yaml
 
 from slm_toolkit.base.user_files import json_of, read_text, yaml_node
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.doctor.finding import Finding
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.strategy.deepspeed_json import deepspeed_config_path, settings_of_yaml
 from slm_toolkit.strategy.settings import ZeroSettings, deepspeed_settings, is_true, value_at
@@ -179,18 +178,6 @@ def as_written(value: object) -> str:
     if value is None:
         return "absent"
     return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def located(finding: Finding, case: Case, topic: str) -> Finding:
-    """Fill in a finding's file path (its sentence then lacks it), its strategy and, if missing, its topic."""
-    json_path = case.files.json_path if finding.file == "json" else None
-    return replace(
-        finding,
-        topic=finding.topic or topic,
-        sentence=finding.sentence.removeprefix(f"{case.files.yaml_path}: "),
-        file=str(json_path or case.files.yaml_path) if finding.file else None,
-        strategy=case.name if finding.file or finding.edits else None,
-    )
 
 
 def read_files(path: Path) -> Files:

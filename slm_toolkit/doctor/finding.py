@@ -1,10 +1,16 @@
-"""Finding: one fault of a configuration, with its reason and the change that corrects it."""
+"""Finding: one fault of a configuration, with its reason and the change that corrects it.
+
+Rule: such a fault as data.
+"""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+from slm_toolkit.doctor.case import Case, as_written
+from slm_toolkit.strategy.settings import value_at
 
 SEVERITIES = ("wrong", "unwise", "could be faster")
 "wrong: the launch fails, does not do what a setting says, or wastes most of its money"
@@ -46,8 +52,6 @@ class Finding:
 
     name: str
     "a stable identifier that scripts may match"
-    topic: str
-    "such as fsdp, deepspeed, memory or security"
     severity: str
     "one of SEVERITIES"
     sentence: str
@@ -75,18 +79,16 @@ def fault(
     then: str = "",
     file: str | None = None,
     key: str | None = None,
-    topic: str = "",
     speedup: float | None = None,
 ) -> Finding:
     """Return a finding; `file`, `key` and `change` follow from the edits unless they are given.
 
     `then` is appended to the text of the change, for example an alternative. `examine` fills in the file's
-    path, the strategy and the topic.
+    path and the strategy.
     """
     place = edits[0] if edits else None
     return Finding(
         name=name,
-        topic=topic,
         severity=severity,
         sentence=sentence,
         why=why,
@@ -140,3 +142,52 @@ def as_json(finding: Finding) -> dict[str, Any]:
     """Return the finding's fields. An edit has `file`, `key` (with dots) and `value` (null removes)."""
     edits = [{"file": edit.file, "key": edit.key, "value": edit.value} for edit in finding.edits]
     return {**vars(finding), "edits": edits}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`why` and `sentence` may name {key}, {value}, {case}, {spec} and {gib}, the model's weights in bf16."""
+
+    severity: str
+    name: str
+    key: str
+    "the path of keys, with dots"
+    is_fault: Callable[[Case, Any], object]
+    "True for a case and the key's value that are at fault; the value is None if the key is absent"
+    write: Any
+    "the value that corrects the fault, or a function of the case that returns it"
+    why: str
+    then: str = ""
+    sentence: str = "{key} is {value}"
+    change: str | None = None
+    "what to do if no value in the file corrects the fault"
+
+
+def faults_by(
+    rules: Iterable[Rule],
+    case: Case,
+    settings: Mapping[str, Any],
+    *,
+    edit: Callable[[str, Any], Edit] | None,
+    shown: Callable[[Case, str, Any], str] = lambda case, key, value: as_written(value),
+) -> Iterator[Finding]:
+    """Yield a finding for each rule that `settings` break. `edit`: None if they are in no file."""
+    for rule in rules:
+        value = value_at(settings, rule.key.split("."))
+        if not rule.is_fault(case, value):
+            continue
+        key = rule.key.split(".")[-1]
+        facts = {"key": key, "value": shown(case, key, value), "case": case, "spec": case.spec}
+        facts["gib"] = 2 * case.spec.num_params / 2**30
+        change = edit(rule.key, rule.write(case) if callable(rule.write) else rule.write) if edit else None
+        yield fault(
+            rule.severity,
+            rule.name,
+            rule.sentence.format(**facts),
+            *([] if rule.change else [change]),
+            why=rule.why.format(**facts),
+            change=rule.change,
+            then=rule.then,
+            file=change.file if change else None,
+            key=change.key if change else None,
+        )

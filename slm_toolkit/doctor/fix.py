@@ -42,10 +42,10 @@ def mended(case: Case, edits: list[Edit]) -> Case:
     return dataclasses.replace(case, files=files)
 
 
-def write_mended(before: Files, after: Files, folder: Path, *, overwrite: bool) -> dict[Path, Path]:
+def write_mended(before: Files, after: Files, folder: Path) -> dict[Path, Path]:
     """Write the corrected YAML, and the JSON that it then names, into `folder`; return each with its source.
 
-    Raises ValueError if a file exists and `overwrite` is False, or if the folder can't be written.
+    Raises ValueError if a file exists, or if the folder can't be written.
     """
     texts, sources = {}, {}
     json_path = folder / after.json_path.name if after.json_path is not None else None
@@ -58,7 +58,7 @@ def write_mended(before: Files, after: Files, folder: Path, *, overwrite: bool) 
         sources[path] = before.yaml_path
     if json_path is not None and after.json_text:
         texts[json_path], sources[json_path] = _as_json(after.deepspeed), after.json_path
-    return {path: sources[path] for path in write_beside(texts, flag="--fix", overwrite=overwrite)}
+    return {path: sources[path] for path in write_beside(texts, flag="--fix")}
 
 
 def _as_json(content: Any) -> str:

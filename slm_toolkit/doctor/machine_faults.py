@@ -4,8 +4,7 @@ import re
 from collections.abc import Iterator
 
 from slm_toolkit.doctor.case import Case, is_of_cpus
-from slm_toolkit.doctor.finding import Finding, fault, slow
-from slm_toolkit.doctor.rule import Rule, faults_by
+from slm_toolkit.doctor.finding import Finding, Rule, fault, faults_by, slow
 from slm_toolkit.predict.memory.machine import host_bytes
 from slm_toolkit.predict.setup.setup import Setup
 from slm_toolkit.strategy.settings import is_true

@@ -80,26 +80,15 @@ def bus_bytes_per_second(timing: CollectiveTiming, world_size: int) -> float:
 
 
 def fit(network: MeasuredNetwork, collective: str) -> LinkFit:
-    """Fit latency and bus bandwidth, both at least zero, by least squares of the relative errors.
-
-    With absolute errors, the largest sizes alone would decide the fit, and small sizes would fit badly.
-    """
+    """Return the line through the smallest and the largest size; latency is at least zero."""
     timings = [timing for timing in network.timings if timing.collective == collective]
     factor = bus_factor(collective, network.world_size)
-    # (latency + sent * seconds_per_byte) / seconds = 1 for each timing: two columns u and v, two unknowns
-    u = [1 / timing.seconds for timing in timings]
-    v = [timing.num_bytes * factor / timing.seconds for timing in timings]
-    uu, uv, vv = _dot(u, u), _dot(u, v), _dot(v, v)
-    determinant = uu * vv - uv * uv
-    latency_seconds = seconds_per_byte = -1.0  # stays if the sizes are too close for two unknowns
-    if determinant > 1e-12 * uu * vv:
-        latency_seconds = (sum(u) * vv - sum(v) * uv) / determinant
-        seconds_per_byte = (sum(v) * uu - sum(u) * uv) / determinant
-    if latency_seconds < 0:
-        latency_seconds, seconds_per_byte = 0.0, sum(v) / vv
+    small, large = (pick(timings, key=lambda timing: timing.num_bytes) for pick in (min, max))
+    seconds_per_byte = (large.seconds - small.seconds) / (large.num_bytes - small.num_bytes) / factor
     if seconds_per_byte <= 0:
-        return LinkFit(latency_seconds=sum(u) / uu, bus_bytes_per_second=None)
-    return LinkFit(latency_seconds=latency_seconds, bus_bytes_per_second=1 / seconds_per_byte)
+        return LinkFit(latency_seconds=small.seconds, bus_bytes_per_second=None)
+    latency_seconds = max(0.0, small.seconds - small.num_bytes * factor * seconds_per_byte)
+    return LinkFit(latency_seconds, 1 / seconds_per_byte)
 
 
 LINK_SHARE = 0.7
@@ -192,7 +181,3 @@ def read_network(path: Path) -> MeasuredNetwork:
     except ValueError as error:
         raise ValueError(f"{path}: {error}\nhint: {_HINT}") from None
     return network
-
-
-def _dot(left: list[float], right: list[float]) -> float:
-    return sum(a * b for a, b in zip(left, right, strict=True))

@@ -90,16 +90,12 @@ def _read_prices(path: Path) -> dict[str, Price]:
     entries = yaml_of(read_text(path, what="prices", hint=_HINT), path, hint=_HINT)
     if not isinstance(entries, dict):
         raise ValueError(f"{path} contains no prices\nhint: {_HINT}")
-    prices, problems, hints = {}, [], [f"hint: {_HINT}"]
+    prices = {}
     for gpu_name, usd in entries.items():
         try:
             prices[gpu_of_name(gpu_name).name] = Price(converted(usd, Positive), f"given by {path}")
         except ValueError as error:
-            problem, *hint = str(error).splitlines()
-            problems.append(f"{path}: {gpu_name}: {problem}")
-            hints += hint
-    if problems:
-        raise ValueError("\n".join([*problems, *dict.fromkeys(hints)]))
+            raise ValueError(f"{path}: {gpu_name}: {error}\nhint: {_HINT}") from None
     return prices
 
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from slm_toolkit.config.run_config import FLAGS
 from slm_toolkit.model.families import kernel_problems
-from slm_toolkit.model.model_spec import ALIGNED_TO, PRESETS, ModelSpec, padded_spec
+from slm_toolkit.model.model_spec import ModelSpec, padded_spec
 from slm_toolkit.predict.choices import allowed_kernels
 from slm_toolkit.predict.estimate import estimate
 from slm_toolkit.predict.setup.setup import Setup, with_flags
-from slm_toolkit.predict.speed.matmul import ALIGNMENT, is_aligned
+from slm_toolkit.predict.speed.matmul import is_aligned, next_aligned
 
 WORTH_SAYING = 1.03
 "smallest speedup that is reported: predictions are not more precise"
@@ -73,24 +73,18 @@ def _changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
 
 
 def alignment_gain(setup: Setup) -> Lever | None:
-    """Compare a setup with a padded one, or else with the preset's sibling or its own rounded shape.
+    """Compare a setup with a padded one, or else with its own shape rounded up to multiples of 8.
 
     Return None if all widths are aligned, or if an adapter is trained, which can't change the shape of its
-    frozen model. The speedup of a sibling includes its different size.
+    frozen model.
     """
-    spec = setup.spec
-    if not misaligned_widths(setup.launched.spec) or setup.config.peft != "none":
+    spec = setup.launched.spec
+    if not misaligned_widths(spec) or setup.config.peft != "none":
         return None
-    padded = with_flags(setup, pad_widths=True)
-    can_pad = not kernel_problems(spec, padded.config) and not setup.strategy.builds_in_shards
-    if can_pad and not misaligned_widths(padded_spec(spec)):
-        change, aligned = "--pad_widths", padded
-    else:
-        spec = setup.launched.spec
-        sibling = PRESETS.get(f"{spec.name}-hw") or aligned_sibling(spec)
-        change = f"--model {sibling.name}" if sibling.name != spec.name else "another shape"
-        change += f" ({describe_alignment(spec, sibling)})"
-        aligned = dataclasses.replace(setup, spec=sibling)
+    change, aligned = "--pad_widths", with_flags(setup, pad_widths=True)
+    can_pad = not kernel_problems(spec, aligned.config) and not setup.strategy.builds_in_shards
+    if not can_pad or misaligned_widths(padded_spec(setup.spec)):
+        change, aligned = "another shape", dataclasses.replace(setup, spec=_rounded(spec))
     before, after = estimate(setup.launched), estimate(aligned.launched)
     if before.tokens_per_second is None or after.tokens_per_second is None:
         return None
@@ -109,29 +103,6 @@ def misaligned_widths(spec: ModelSpec) -> dict[str, int]:
     return {name: width for name, width in widths.items() if not is_aligned(width)}
 
 
-def aligned_sibling(spec: ModelSpec) -> ModelSpec:
-    """Return the same shape with all widths in multiples of 8, as tensor cores need; an aligned spec as is.
-
-    FFN and hidden size are rounded to the nearest multiple of 64, a head's width to the nearest multiple of
-    8: the model keeps its size. The vocabulary is rounded up: every token needs its row.
-    """
-    changes = {
-        name: _nearest(getattr(spec, name), ALIGNED_TO)
-        for name in ("ffn_size", "hidden_size")
-        if not is_aligned(getattr(spec, name))
-    }
-    if not is_aligned(spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim):
-        changes["head_dim"] = _nearest(spec.head_dim, ALIGNMENT)
-    if not is_aligned(spec.vocab_size):
-        changes["vocab_size"] = -(-spec.vocab_size // ALIGNED_TO) * ALIGNED_TO
-    return dataclasses.replace(spec, **changes)
-
-
-def _nearest(width: int, multiple: int) -> int:
-    return max(multiple, round(width / multiple) * multiple)
-
-
-def describe_alignment(spec: ModelSpec, aligned: ModelSpec) -> str:
-    words = {"FFN": "ffn_size", "hidden": "hidden_size", "heads of": "head_dim", "vocabulary": "vocab_size"}
-    pairs = [(word, getattr(aligned, name), getattr(spec, name)) for word, name in words.items()]
-    return ", ".join(f"{word} {after} for {before}" for word, after, before in pairs if after != before)
+def _rounded(spec: ModelSpec) -> ModelSpec:
+    names = ("ffn_size", "hidden_size", "vocab_size")
+    return dataclasses.replace(spec, **{name: next_aligned(getattr(spec, name)) for name in names})

@@ -28,19 +28,19 @@ def changes_that_fit(setup: Setup, before: Estimate) -> list[Change]:
     more GPUs. Of each kind of change only the mildest value that fits is returned. Two are combined only if
     no single one is enough, three only if no two are. Empty if three are not enough.
     """
-    flags_only = [_kernels, _checkpointing, _smaller_batches]
-    found = _fewest(setup, before, [], [*flags_only, _strategies])[:4]
-    found += _fewest(setup, before, [], flags_only)[:1]
-    found += _fewest(setup, before, [_more_gpus], flags_only)[:1]
+    flags_only = [_checkpointing, _smaller_batches]
+    found = _fewest(setup, before, [*flags_only, _strategies])[:4]
+    found += _fewest(setup, before, flags_only)[:1]
+    found += _fewest(setup, before, [_more_gpus])[:1]
     return list(dict.fromkeys(found))
 
 
-def _fewest(setup: Setup, before: Estimate, always: list[_Kind], kinds: list[_Kind]) -> list[Change]:
-    """Return the changes that combine the fewest of `kinds` with all of `always`, the fastest first."""
-    options = {kind: list(kind(setup)) for kind in (*always, *kinds)}
-    for size in range(1 - len(always), MOST_CHANGES + 1 - len(always)):
+def _fewest(setup: Setup, before: Estimate, kinds: list[_Kind]) -> list[Change]:
+    """Return the changes that combine the fewest of `kinds`, the fastest first."""
+    options = {kind: list(kind(setup)) for kind in kinds}
+    for size in range(1, MOST_CHANGES + 1):
         tried = [
-            _mildest(setup, before, {kind: options[kind] for kind in (*always, *combined)})
+            _mildest(setup, before, {kind: options[kind] for kind in combined})
             for combined in itertools.combinations(kinds, size)
         ]
         if found := [change for change in tried if change is not None]:
@@ -83,17 +83,16 @@ def _has_estimate(setup: Setup) -> bool:
         _ = launched.placement
     except ValueError:
         return False
-    problems = [
-        *run_problems(setup.config, launched.strategy, setup.spec, num_ranks=setup.num_gpus),
-        *(setup.like.problems([launched.strategy]) if setup.like else []),
-        *unknown_to_estimates(setup.config, gpu=setup.gpu, spec=setup.spec),
-    ]
-    return not problems
+    return not (
+        run_problems(setup.config, launched.strategy, setup.spec, num_ranks=setup.num_gpus)
+        or (setup.like and setup.like.problems([launched.strategy]))
+        or unknown_to_estimates(setup.config, gpu=setup.gpu, spec=setup.spec)
+    )
 
 
 def _described(before: Setup, after: Setup) -> str:
     """Return what differs: `batch 4 instead of 8 with --gradient_accumulation_steps 2`."""
-    names = ("gradient_accumulation_steps", "kernels", "gradient_checkpointing")
+    names = ("gradient_accumulation_steps", "gradient_checkpointing")
     flags = [
         f"--{name} {value}"
         for name in names
@@ -109,13 +108,6 @@ def _described(before: Setup, after: Setup) -> str:
 
 
 # The kinds of changes. Each yields functions that change a setup, the mildest first.
-
-
-def _kernels(setup: Setup) -> Iterator[_Option]:
-    """Yield kernels that keep less for backward; each option includes those before it."""
-    for parts in (("loss",), ("loss", "norm")):
-        if not set(parts) <= set(setup.config.kernel_parts):
-            yield _with_flags(kernels=setup.config.with_kernels(*parts).kernels)
 
 
 def _checkpointing(setup: Setup) -> Iterator[_Option]:
@@ -169,19 +161,12 @@ _shipped = functools.cache(find_strategy)
 def _on_gpus(strategy: Strategy, num_gpus: int) -> _Option:
     """Return the change to another strategy and number of GPUs.
 
-    More GPUs do fewer micro-steps, else smaller batches, so that a step has as many sequences; if not even
-    one per GPU is left, the step grows.
+    More GPUs do fewer micro-steps, so that a step has as many sequences; with one micro-step, the step grows.
     """
 
     def apply(setup: Setup) -> Setup:
-        batch, steps = setup.config.per_device_train_batch_size, setup.config.gradient_accumulation_steps
-        sequences, left = divmod(batch * steps * setup.num_gpus, num_gpus)
-        if sequences and not left:
-            # some number up to the present one divides the sequences, because the batch times it does
-            fewest = -(-sequences // batch)
-            steps = next(number for number in range(fewest, steps + 1) if sequences % number == 0)
-            batch = sequences // steps
-        flags = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": steps}
-        return dataclasses.replace(with_flags(setup, **flags), strategy=strategy, num_gpus=num_gpus)
+        steps = max(1, setup.config.gradient_accumulation_steps * setup.num_gpus // num_gpus)
+        changed = with_flags(setup, gradient_accumulation_steps=steps)
+        return dataclasses.replace(changed, strategy=strategy, num_gpus=num_gpus)
 
     return apply

@@ -9,30 +9,27 @@ from math import inf
 from typing import Any
 
 from slm_toolkit.config.run_config import DEFAULT_BATCH, FLAGS, KERNEL_SETS, RunConfig
-from slm_toolkit.hardware.gpus import Gpu, find_gpu, gpus_here, num_cores
+from slm_toolkit.hardware.gpus import Gpu, find_gpu, gpus_here
 from slm_toolkit.hardware.machine import has_compiler
-from slm_toolkit.model.model_spec import ModelSpec, flops_per_token
+from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED, Estimate, estimate
 from slm_toolkit.predict.setup.other_trainers import OtherTrainer
-from slm_toolkit.predict.setup.setup import Deployment, Setup
+from slm_toolkit.predict.setup.setup import Deployment, setup_of
 from slm_toolkit.strategy.checked_run import run_problems
 from slm_toolkit.strategy.strategy import Strategy, sequences_per_step
 
 _USUAL = Deployment()
 _COMPILE_SECONDS = 10
 "of the first step on an H100: 9.3, 9.3 and 17.6 s for three models (results/h100-80gb, 2026-11-27)"
-_COMPILE_SECONDS_ON_CPU = 20
-"of the first step of slm-10m on two cores, without torch's cache (docs/accuracy.md, 2026-11-28)"
-_CPU_FLOPS, _CPU_GAIN = 1.1e11, 1.07
-"""FLOPs per second of one core (AMD EPYC) in bf16 with fused kernels, and how much faster compiled ones are:
-1.05 times for slm-10m, 1.09 times with a vocabulary of 32,000 (same place)"""
+_FOREVER = 10**9
+"steps of a comparison on a GPU, and of a run there whose length nobody gave"
+_ON_CPU = "because compiling takes about 20 s and gains 7 % on a CPU"
+"of slm-10m on two cores, without torch's cache (docs/accuracy.md, 2026-11-28)"
 _LEAST_GAIN = 1.03
 "times the tokens per second; a batch twice as large that gains less is not worth its memory"
 _SURE = 0.95
 "probability with which a chosen batch fits"
-_FOREVER = 10**9
-"steps of a comparison on a GPU, and of a run there whose length nobody gave"
 _BATCH = "per_device_train_batch_size"
 
 
@@ -66,24 +63,17 @@ def choices(
     specs = [find_model(config.model) for config in filled()]
 
     def rows_with(**flags: Any) -> list[Estimate]:
-        rows = []
-        for (config, spec), strategy in product(zip(filled(**flags), specs, strict=True), strategies):
-            count = 1 if strategy.is_single else num_gpus
-            sizes = {"num_gpus": count, "gpus_per_node": gpus_per_node, "gpu": gpu}
-            setup = Setup(spec, strategy, config, **sizes, like=like, deployment=deployment)
-            rows.append(estimate(setup.launched))
-        return rows
+        sizes = (num_gpus, gpus_per_node, gpu, like, deployment)
+        runs = product(zip(filled(**flags), specs, strict=True), strategies)
+        return [
+            estimate(setup_of(spec, strategy, config, *sizes).launched) for (config, spec), strategy in runs
+        ]
 
     missing = _missing_here(has_gpu) if runs_here else set()
     fused, compiled = (
         allowed_kernels(name, filled(), specs, strategies, missing) for name in ("fused", "compiled")
     )
-    chosen["kernels"], why = compiled, "without an estimate of its speed"
-    if not has_gpu:
-        saved = _saved_on_cpu(filled()[0], specs[0], strategies[0], num_gpus)
-        chosen["kernels"] = compiled if saved > _COMPILE_SECONDS_ON_CPU else fused
-        saves = f"about {saved:.0f} s" if saved >= 1 else "less than a second"
-        why = f"because compiling takes about {_COMPILE_SECONDS_ON_CPU} s and saves {saves} in such a run"
+    chosen["kernels"], why = (compiled, "without an estimate of its speed") if has_gpu else (fused, _ON_CPU)
     with suppress(ValueError):  # no closed form for one of the rows
         for kernels in () if gpu is None else (compiled, fused):
             chosen["kernels"] = kernels
@@ -93,8 +83,7 @@ def choices(
             names = ("plain", fused, kernels)
             plain, uncompiled, best = (_seconds(rows_with(kernels=name)) for name in names)
             why = f"an estimated {plain / best:.2f} times as fast as plain"
-            asked = [_with_steps(config, strategies[0], num_gpus).max_steps for config in filled()]
-            num_steps = _FOREVER if is_comparison else max(steps or _FOREVER for steps in asked)
+            num_steps = _FOREVER if is_comparison else _num_steps(filled(), strategies[0], num_gpus)
             pays = num_steps * (uncompiled - best) >= _COMPILE_SECONDS * len(specs) * len(strategies)
             if pays or "kernels" not in free:
                 break
@@ -170,16 +159,11 @@ def _missing_here(has_gpu: bool) -> set[str]:
     return missing
 
 
-def _with_steps(config: RunConfig, strategy: Strategy, num_ranks: int) -> RunConfig:
-    return config.with_steps(sequences_per_step(config, strategy, num_ranks))
-
-
-def _saved_on_cpu(config: RunConfig, spec: ModelSpec, strategy: Strategy, num_ranks: int) -> float:
-    """Return the seconds that compiled kernels save over fused ones in a run on this machine's CPU."""
-    steps = _with_steps(config, strategy, num_ranks).steps_asked or 0  # unknown with epochs: a short run
-    tokens = steps * sequences_per_step(config, strategy, num_ranks) * config.seq_len
-    flops = tokens * flops_per_token(spec, seq_len=config.seq_len)
-    return (1 - 1 / _CPU_GAIN) * flops / (_CPU_FLOPS * num_cores())
+def _num_steps(configs: list[RunConfig], strategy: Strategy, num_ranks: int) -> int:
+    """Return the steps of the longest run."""
+    sizes = [sequences_per_step(config, strategy, num_ranks) for config in configs]
+    asked = [config.with_steps(size).max_steps for config, size in zip(configs, sizes, strict=True)]
+    return max(steps or _FOREVER for steps in asked)
 
 
 def _batch(rows_with: Callable[[int], list[Estimate]]) -> tuple[int, str]:

@@ -1,6 +1,6 @@
-"""DeepSpeed's own memory estimate, by a copy of its arithmetic or by its installed functions.
+"""DeepSpeed's own memory estimate, by a copy of its arithmetic.
 
-Both count model states only: neither activations, nor logits, nor communication buffers.
+It counts model states only: neither activations, nor logits, nor communication buffers.
 """
 
 from dataclasses import dataclass
@@ -56,32 +56,3 @@ def deepspeed_needs(
     else:
         return None
     return DeepSpeedNeeds(gpu_bytes, int(host_bytes * _BUFFER_FACTOR))
-
-
-def live_deepspeed_needs(
-    num_params: int,
-    largest_layer_params: int,
-    *,
-    zero_stage: int | None,
-    num_gpus_per_node: int,
-    num_nodes: int,
-) -> DeepSpeedNeeds | None:
-    """Return the same, without offload, from the functions of the installed DeepSpeed, of any version.
-
-    Its `*_all_live` functions count 0 parameters in a meta model, so this calls the plain ones.
-    """
-    shape = {"num_gpus_per_node": num_gpus_per_node, "num_nodes": num_nodes, "cpu_offload": False}
-    if zero_stage == 2:
-        from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
-
-        host_bytes, gpu_bytes = estimate_zero2_model_states_mem_needs(num_params, **shape)
-    elif zero_stage == 3:
-        from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
-
-        shape |= {"cpu_offload_params": False, "zero_init": False}
-        host_bytes, gpu_bytes, _ = estimate_zero3_model_states_mem_needs(
-            num_params, largest_layer_params, **shape
-        )
-    else:
-        return None
-    return DeepSpeedNeeds(gpu_bytes, host_bytes)

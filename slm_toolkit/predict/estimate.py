@@ -11,10 +11,10 @@ from slm_toolkit.base.derived import Derived, Functions, attributes_of, unset
 from slm_toolkit.hardware.network import NODE_NETWORK_SHARE
 from slm_toolkit.model.model_spec import model_flops_utilization
 from slm_toolkit.predict.cost import usd_per_million_tokens
-from slm_toolkit.predict.deepspeed_estimator import ESTIMATOR_VERSION, deepspeed_needs
+from slm_toolkit.predict.deepspeed_estimator import deepspeed_needs
 from slm_toolkit.predict.memory.machine import (
+    OUTSIDE_ERROR,
     allocator_slack,
-    band_of,
     context_bytes,
     host_bytes,
     needed_bytes,
@@ -24,7 +24,8 @@ from slm_toolkit.predict.memory.machine import (
 )
 from slm_toolkit.predict.memory.peak import MemoryEstimate, peak
 from slm_toolkit.predict.setup.setup import Setup, unknown_to_estimates, with_flags
-from slm_toolkit.predict.speed.traffic import Transfer, transfers
+from slm_toolkit.predict.speed.offload import FASTEST, SLOWEST
+from slm_toolkit.predict.speed.traffic import transfers
 from slm_toolkit.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -60,31 +61,21 @@ _FIELDS: Functions = {
     **attributes_of("config", "pad_widths", "optim", "peft"),
     # None without LoRA, like the next two; the third has the matrices of each layer that have an adapter
     **attributes_of("adapters", lora_r="rank"),
-    "lora_dropout": lambda row: row.adapters and row.config.lora_dropout,
     "adapted_modules": lambda row: row.adapters and list(row.adapters.targets),
     "num_trainable_params": lambda row: (
         row.setup.unpadded.num_params if row.setup.unpadded else row.setup.weights.trained
     ),
     # the measurements of this GPU in `hardware/calibration.py`; None: constants fitted to published runs
     "calibration": lambda row: row.setup.calibration.described,
-    **attributes_of(
-        "allocated",
-        peak_allocated_bytes="middle",
-        peak_allocated_low_bytes="low",
-        peak_allocated_high_bytes="high",
-    ),
-    **attributes_of(
-        "reserved",
-        peak_reserved_bytes="middle",
-        peak_reserved_low_bytes="low",
-        peak_reserved_high_bytes="high",
-    ),
+    **unset("peak_allocated_bytes", "peak_reserved_bytes"),
+    "peak_reserved_low_bytes": lambda row: round((1 - OUTSIDE_ERROR) * row.peak_reserved_bytes),
+    "peak_reserved_high_bytes": lambda row: round((1 + OUTSIDE_ERROR) * row.peak_reserved_bytes),
     "host_bytes_per_node": lambda row: host_bytes(row.setup),
     # bytes by part at the peak; all but allocator_slack and cuda_context add up to peak_allocated_bytes
     **unset("parts"),
     **attributes_of("memory", "peak_instant"),
     # bytes without which a step runs out of memory: peak_allocated_bytes and most of allocator_slack
-    "needed_bytes": lambda row: needed_bytes(row.allocated.middle, row.parts["allocator_slack"]),
+    "needed_bytes": lambda row: needed_bytes(row.peak_allocated_bytes, row.parts["allocator_slack"]),
     "fits": lambda row: row.usable_bytes and row.fit_probability >= 0.5,
     # probability that needed_bytes and cuda_context fit on the GPU, given the errors on other people's runs
     "fit_probability": lambda row: (
@@ -111,7 +102,6 @@ _FIELDS: Functions = {
     "deepspeed_stands_in": lambda row: (
         row.deepspeed_stage is not None and not row.setup.strategy.is_deepspeed
     ),
-    "deepspeed_version": lambda row: row.deepspeed and ESTIMATOR_VERSION,
     # bytes that each rank sends in a step, by purpose; intra_node and inter_node are sums over purposes
     "traffic_bytes": lambda row: {
         **{transfer.name: transfer.sent_bytes for transfer in row.transfers},
@@ -120,14 +110,11 @@ _FIELDS: Functions = {
     },
     # None without a GPU, or if the network between the nodes is unknown
     **attributes_of("time", "step_seconds"),
-    "step_low_seconds": lambda row: row.time and _seconds(row.time, row.software.high, row.time.offload.low),
+    "step_low_seconds": lambda row: row.time and _seconds(row.time, row.software.high, FASTEST),
     # includes the slow end of PCIe's range if PCIe links the GPUs of a node and was not measured
-    "step_high_seconds": lambda row: (
-        row.time and _seconds(row.slow_time, row.software.low, row.slow_time.offload.high)
-    ),
+    "step_high_seconds": lambda row: row.time and _seconds(row.slow_time, row.software.low, SLOWEST),
     # seconds by part, for each of `predict.speed.step.PARTS`; they add up to step_seconds
-    # misaligned_seconds: within matmul, lost because widths are not multiples of 8
-    **attributes_of("time", "parts_seconds", "misaligned_seconds", "tokens_per_second"),
+    **attributes_of("time", "parts_seconds", "tokens_per_second"),
     "tokens_per_second_per_gpu": lambda row: row.time and row.tokens_per_second / row.num_gpus,
     # from 6 N + 12 L H S FLOPs per token; with adapters from 4 N + 6 N_adapters + 12 L H S
     "mfu": lambda row: _mfu(row),
@@ -139,15 +126,12 @@ _FIELDS: Functions = {
     "inter_node_gbps_needed": lambda row: (
         row.time and row.traffic_bytes["inter_node"] and _gbps_needed(row) or None
     ),
-    # source of the network's speed: measured, measured in part, given or data sheet; None if nothing is sent
-    "network_evidence": lambda row: row.time and row.transfers and _network_evidence(row) or None,
     # True if PCIe links the GPUs of a node and was not measured
     "depends_on_pcie": lambda row: row.slow_time is not row.time,
     **attributes_of("price", "usd_per_gpu_hour", price_source="source"),
     "usd_per_million_tokens": lambda row: usd_per_million_tokens(
         row.tokens_per_second, row.usd_per_gpu_hour, row.num_gpus
     ),
-    "tokens_per_usd": lambda row: row.usd_per_million_tokens and 1e6 / row.usd_per_million_tokens,
 }
 
 
@@ -168,9 +152,9 @@ class Estimate(Derived):
     def _set_memory(self, memory: MemoryEstimate) -> None:
         setup = self.setup
         allocated_parts = {**memory.parts, "workspace": workspace_bytes(setup.gpu)}
-        self.memory, self.allocated = memory, band_of(sum(allocated_parts.values()))
-        slack = allocator_slack(setup, memory, allocated=self.allocated.middle)
-        self.reserved = band_of(self.allocated.middle + slack)
+        self.memory, self.peak_allocated_bytes = memory, sum(allocated_parts.values())
+        slack = allocator_slack(setup, memory, allocated=self.peak_allocated_bytes)
+        self.peak_reserved_bytes = self.peak_allocated_bytes + slack
         context = context_bytes(num_gpus=setup.num_gpus, calibration=setup.calibration)
         self.parts = {**allocated_parts, "allocator_slack": slack, "cuda_context": context}
         self.usable_bytes = setup.gpu and setup.gpu.memory_bytes - context
@@ -251,9 +235,10 @@ def deepspeed_stage(strategy: Strategy) -> int | None:
     return 3 if strategy.is_fsdp and strategy.sharding.reshard_after_forward else None
 
 
-def _seconds(time: "StepTime", share: float, offload_seconds: float) -> float:
-    """Return a step's seconds at a share of the expected speed, with offload's own seconds."""
-    return (time.step_seconds - time.offload.middle) / share + offload_seconds
+def _seconds(time: "StepTime", share: float, of_offload: float) -> float:
+    """Return a step's seconds at a share of the expected speed; `of_offload` multiplies offload's seconds."""
+    offload = time.parts_seconds["offload"]
+    return (time.step_seconds - offload) / share + of_offload * offload
 
 
 def _mfu(row: Estimate) -> float | None:
@@ -277,24 +262,7 @@ def _inter_node_gbps(setup: Setup) -> float | None:
 def _gbps_needed(row: Estimate) -> float:
     """Return the gigabits per second that a node needs to hide its communication behind compute.
 
-    Bytes sent once per step must hide behind the last micro-step; all bytes together must hide behind all
-    micro-steps. Communication after the optimizer can't hide, so it needs no bandwidth here.
+    Communication after the optimizer can't hide, so it needs no bandwidth here.
     """
-
-    def bytes_of(sent: list[Transfer]) -> float:
-        return row.gpus_per_node * sum(transfer.inter_node_bytes for transfer in sent)
-
-    hideable = [transfer for transfer in row.transfers if transfer.overlaps]
-    late = [transfer for transfer in hideable if transfer.in_last_micro_step]
-    of_last = bytes_of(late) / row.time.last_micro_step_seconds
-    of_all = bytes_of(hideable) / row.time.overlappable_seconds
-    return max(of_last, of_all) / NODE_NETWORK_SHARE * 8 / 1e9
-
-
-def _network_evidence(row: Estimate) -> str:
-    cluster = row.setup.cluster
-    measured = [cluster.is_measured(num_nodes=transfer.num_nodes) for transfer in row.transfers]
-    if any(measured):
-        return "measured" if all(measured) else "measured in part"
-    is_given = cluster.given_node_bytes_per_second is not None
-    return "given" if is_given and any(each.num_nodes > 1 for each in row.transfers) else "data sheet"
+    sent = sum(transfer.inter_node_bytes for transfer in row.transfers if transfer.overlaps)
+    return row.gpus_per_node * sent / row.time.overlappable_seconds / NODE_NETWORK_SHARE * 8 / 1e9

@@ -67,12 +67,9 @@ def gpus_asked(words: list[str], num_gpus: list[int] | None) -> tuple[list[str],
     names, counts = [], set()
     for word in words:
         parsed = gpus_and_count(word)
-        if parsed is None:
-            raise ValueError(f"--gpu {word}: not NAME or NAME:COUNT\nhint: --gpu a100-40gb --num_gpus 8")
-        of_word, numbers, usd_per_hour = parsed
-        if usd_per_hour is not None:
-            hint = f"hint: --gpu {' '.join(of_word)} --prices {usd_per_hour:g}"
-            raise ValueError(f"--gpu {word}: a price\n{hint}")
+        if parsed is None or parsed[2] is not None:
+            raise ValueError(f"--gpu {word}: not NAME or NAME:COUNT\nhint: --gpu a100-40gb:8 --prices 2.49")
+        of_word, numbers, _ = parsed
         names += of_word
         counts.add(numbers)
     if counts == {()}:

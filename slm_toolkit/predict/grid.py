@@ -13,7 +13,7 @@ from slm_toolkit.predict.flag_checks import (
     model_to_estimate,
     placement_problems,
 )
-from slm_toolkit.predict.setup.setup import unknown_to_estimates, unlike_the_model
+from slm_toolkit.predict.setup.setup import unknown_to_estimates
 from slm_toolkit.strategy.checked_run import all_of, run_problems
 from slm_toolkit.strategy.strategy import Strategy
 
@@ -43,20 +43,17 @@ def estimates(
 ) -> list["Estimate"]:
     """Return an Estimate for each different combination.
 
-    `given` maps a field of RunConfig to a value or a list of values. A strategy of one process uses one GPU,
-    whatever `num_gpus` is. `search_changes`: the first rows that do not fit get the smallest changes with
-    which they would. `notes` gets the lines about what was chosen. Raises one ValueError with all problems of
-    the flags.
+    `given` maps a field of RunConfig to a value or a list of values. `search_changes`: the first rows that
+    do not fit get the smallest changes with which they would. `notes` gets the lines about what was chosen.
+    Raises one ValueError with all problems of the flags.
     """
     from slm_toolkit.hardware.gpus import gpu_of_name
     from slm_toolkit.predict.changes_that_fit import changes_that_fit
     from slm_toolkit.predict.estimate import estimate, largest_batch
-    from slm_toolkit.predict.setup.setup import Deployment, Setup
+    from slm_toolkit.predict.setup.setup import Deployment, setup_of
 
     several = {
-        name: list(dict.fromkeys(value))[: 1 if FLAGS[name].estimate == "ignores" else None]
-        if isinstance(value, list)
-        else value
+        name: value[:1] if FLAGS[name].estimate == "ignores" and isinstance(value, list) else value
         for name, value in given.items()
     }
     if find_largest_batch:
@@ -69,23 +66,13 @@ def estimates(
         problems += largest_batch_problems(given, strategies, found_gpus)
     if problems:
         raise all_of(problems, verb="estimate")
+    shared = {"has_gpu": True, "gpus_per_node": gpus_per_node, "is_comparison": True, "like": like}
     chosen = [
-        choices(
-            configs,
-            strategies,
-            gpu=gpu,
-            has_gpu=True,
-            num_gpus=count,
-            gpus_per_node=gpus_per_node,
-            is_comparison=True,
-            like=like,
-            deployment=deployment_of(gpu),
-        )
+        choices(configs, strategies, gpu=gpu, num_gpus=count, deployment=deployment_of(gpu), **shared)
         for gpu, count in itertools.product(found_gpus, num_gpus)
     ]
     smallest, why = min(chosen, key=lambda one: one[0].get("per_device_train_batch_size", 0))
-    if notes is not None:
-        notes += why
+    (notes if notes is not None else []).extend(why)
     configs = [with_choices(config, smallest) for config in configs]
     specs = {name: model_to_estimate(name) for name in dict.fromkeys(config.model for config in configs)}
     problems = like.problems(strategies) if like else []
@@ -93,30 +80,16 @@ def estimates(
     problems += _problems_of_rows(configs, strategies, found_gpus, specs)
     if problems:
         raise all_of(problems, verb="estimate")
-
-    estimate_of = largest_batch if find_largest_batch else estimate
     setups = [
-        Setup(
-            specs[config.model],
-            strategy,
-            config,
-            num_gpus=1 if strategy.is_single else count,
-            gpus_per_node=gpus_per_node,
-            gpu=gpu,
-            like=like,
-            deployment=deployment_of(gpu),
-        )
+        setup_of(specs[config.model], strategy, config, count, gpus_per_node, gpu, like, deployment_of(gpu))
         for config, gpu, count, strategy in itertools.product(configs, found_gpus, num_gpus, strategies)
     ]
-    rows: list[Estimate] = []
-    num_searched = 0
-    for setup in dict.fromkeys(setups):
-        row = estimate_of(setup.launched)
-        if search_changes and row.fits is False and num_searched < MOST_SEARCHED_ROWS:
-            num_searched += 1
-            row = row.with_values(changes_that_fit=changes_that_fit(setup, row))
-        rows.append(row)
-    return rows
+    estimate_of = largest_batch if find_largest_batch else estimate
+    rows = {setup: estimate_of(setup.launched) for setup in setups}
+    too_large = [setup for setup, row in rows.items() if search_changes and row.fits is False]
+    for setup in too_large[:MOST_SEARCHED_ROWS]:
+        rows[setup] = rows[setup].with_values(changes_that_fit=changes_that_fit(setup, rows[setup]))
+    return list(rows.values())
 
 
 def _problems_of_rows(
@@ -148,17 +121,4 @@ def notes_on_strategies(strategies: list[Strategy], numerics: list[str]) -> list
             found.append(
                 f"{strategy.path}: mixed_precision no: --numerics {in_bf16[0]} is estimated for bf16"
             )
-        policy = strategy.fsdp.auto_wrap_policy if strategy.fsdp is not None else "TRANSFORMER_BASED_WRAP"
-        if policy != "TRANSFORMER_BASED_WRAP":
-            found.append(f"{strategy.path}: fsdp_auto_wrap_policy {policy}: estimated with a unit per layer")
     return found
-
-
-def notes_on_models(given: dict[str, Any]) -> list[str]:
-    """Return notes on settings of a model's own configuration that the estimate ignores."""
-    pairs = itertools.product(given.get("model", [None]), given.get("seq_len", [None]))
-    configs = [
-        RunConfig(model=model, seq_len=seq_len).with_defaults(has_gpu=True) for model, seq_len in pairs
-    ]
-    notes = [unlike_the_model(model_to_estimate(config.model), config.seq_len) for config in configs]
-    return list(dict.fromkeys(itertools.chain.from_iterable(notes)))

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from slm_toolkit.config.flags import every_config
-from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
+from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import Gpu, gpu_of_name, gpus, gpus_and_count
 from slm_toolkit.hardware.prices import Price
 from slm_toolkit.model.families import kernel_problems
 from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.model.names import check_tokenizer, find_model, has_weights
+from slm_toolkit.model.names import has_weights
 from slm_toolkit.predict.flag_checks import flag_problems, model_to_estimate, node_problems
 from slm_toolkit.predict.setup.setup import Deployment, unlike_the_model
 from slm_toolkit.recommend.plans import GpuOffer, Workload
@@ -81,21 +81,18 @@ _FINE_TUNING_BATCH_SEQUENCES = 128  # tatsu-lab/stanford_alpaca, README: batch s
 
 
 def workloads_of(given: dict[str, Any], asked: Namespace) -> tuple[list[Workload], list[str]]:
-    """Return a workload for each model, and notes on models that never reach the target loss.
+    """Return a workload for each model, and notes on what the closed forms ignore.
 
-    `asked` has tokens, target_loss, epochs and global_batch_tokens; at most one of the first three is given.
+    `asked` has tokens, target_loss and global_batch_tokens; at most one of the first two is given.
 
     A model without weights trains on as many tokens as the law calls compute-optimal if the length is not
-    given. Raises ValueError if no model reaches the target, and for fine-tuning of unknown asked.
+    given. Raises ValueError if a model does not reach the target, and for fine-tuning of unknown length.
     """
-    found, unreached, notes = [], [], []
+    found, notes = [], []
     lengths = given.get("seq_len") or [RunConfig().with_defaults(has_gpu=True).seq_len]
-    of_data = {flag: given[flag] for flag in ("dataset", "dataset_format", "tokenizer_name") if flag in given}
     kernels = [{name: value} for name in _KERNELS for value in given.get(name, [])]
     for name in dict.fromkeys(given.get("model", [_DEFAULT_MODEL])):
         spec = model_to_estimate(name)
-        if spec.hub_id is None:  # a published preset's plan names its tokenizer
-            check_tokenizer(RunConfig(**of_data), spec)
         problems = []
         for flag in kernels:
             problems += kernel_problems(spec, RunConfig(**{"attn_implementation": "eager", **flag}))
@@ -105,19 +102,11 @@ def workloads_of(given: dict[str, Any], asked: Namespace) -> tuple[list[Workload
         # a published preset starts from its weights on the hub, unless a target loss asks for pretraining
         on_hub = spec.hub_id if asked.target_loss is None else None
         starts_from = spec.path if has_weights(spec) else on_hub
-        try:
-            tokens = _num_tokens(name, spec, starts_from, given, asked)
-        except ValueError as error:
-            if asked.target_loss is None:
-                raise
-            unreached.append(f"{name}: {error}")
-            continue
+        tokens = _num_tokens(name, spec, starts_from, given, asked)
         default = _FINE_TUNING_BATCH_SEQUENCES * lengths[0] if starts_from else _PRETRAINING_BATCH_TOKENS
         batch_tokens = asked.global_batch_tokens or default
         found.append(Workload(name, spec, tokens, batch_tokens, starts_from))
-    if not found:
-        raise ValueError("\n".join(unreached))
-    return found, [*notes, *(f"left out: {problem.splitlines()[0]}" for problem in unreached)]
+    return found, notes
 
 
 _KERNELS = ("attn_implementation", "kernels")
@@ -129,33 +118,17 @@ def _num_tokens(
     """Return the tokens to train on. Raises ValueError if only the user can know them."""
     if asked.tokens is not None:
         return asked.tokens
-    if asked.epochs is not None:
-        return asked.epochs * _tokens_of_dataset(name, starts_from, given)
     adapters = [peft for peft in given.get("peft", []) if peft != "none"]
     if starts_from is not None or adapters:
         reason = f"--peft {adapters[0]}" if adapters else f"--model {name} has weights"
         raise ValueError(
             f"{reason}: this is fine-tuning, and scaling laws don't say how long that takes\n"
-            "hint: --tokens 50M, or --dataset DATA --num_train_epochs 3; --target_loss trains a preset from "
+            "hint: --tokens 50M: those of the dataset, times its epochs; --target_loss trains a preset from "
             "random weights"
         )
     if asked.target_loss is not None:
         return tokens_for_loss(spec.num_params, asked.target_loss)
     return compute_optimal_tokens(spec.num_params)
-
-
-def _tokens_of_dataset(name: str, starts_from: str | None, given: dict[str, Any]) -> int:
-    """Return the tokens of one pass over --dataset, packed and tokenized as the training would do it."""
-    if given.get("dataset", SYNTHETIC) == SYNTHETIC:
-        raise ValueError("--num_train_epochs without --dataset\nhint: --dataset FILE, or --tokens 50M")
-    flags = {flag: value[0] if isinstance(value, list) else value for flag, value in given.items()}
-    config = RunConfig(**{**flags, "model": starts_from or name}).with_defaults(has_gpu=True)
-    from slm_toolkit.run.data.data import load_data
-
-    train = load_data(config, find_model(config.model), num_sequences=0).train
-    if not hasattr(train, "__len__"):
-        raise ValueError(f"{config.dataset} is read as a stream, which has no epochs\nhint: --tokens 50M")
-    return len(train) * config.seq_len
 
 
 def configs_of(given: dict[str, Any], *, gpus_per_node: int) -> list[RunConfig]:

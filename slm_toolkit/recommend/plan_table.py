@@ -1,12 +1,12 @@
-"""Print ranked plans: the table, the reason for the order, and the commands."""
+"""Print ranked plans: the table, what ties, and the commands."""
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from slm_toolkit.config.run_config import COLUMN_TITLES
 from slm_toolkit.recommend.launch_files import launch_command
-from slm_toolkit.recommend.plans import HIGHEST_PUBLISHED_MFU, Plan
-from slm_toolkit.recommend.ranking import TIE, amount, per_hardware, reason_of
+from slm_toolkit.recommend.plans import Plan
+from slm_toolkit.recommend.ranking import TIE, amount, per_hardware
 from slm_toolkit.recommend.scaling_laws import LAW
 from slm_toolkit.report.tables.estimate import FLAGS_SHOWN, differs, same_settings
 from slm_toolkit.report.tables.fitted import (
@@ -22,8 +22,6 @@ from slm_toolkit.report.tables.fitted import (
 
 _SPEED_EVIDENCE = {"compared": "rarely measured", "none": "never measured"}
 "cells of plans whose GPU type has no fitted constants; others are estimated"
-_MOST_COMPARED = 4
-"plans that are compared with the first one, the next best first"
 
 
 def plan_report(ranked: list[Plan], *, top: int, objective: str, width: int) -> RenderableType:
@@ -50,26 +48,18 @@ def plan_report(ranked: list[Plan], *, top: int, objective: str, width: int) -> 
 
 
 def reasons(plans: list[Plan], *, objective: str) -> list[str]:
-    """Return a line on the plans that tie with the first one, and a line on the next best of the others."""
-    winner, ties, others = plans[0], [], []
-    for number, plan in enumerate(plans[1:], 2):
-        if objective == "cost" and (plan.usd is None) != (winner.usd is None):
-            continue  # GPUs without a price come last
-        ratio, part = reason_of(plan, winner, objective=objective)
-        if abs(ratio - 1) < TIE and plan.estimate.verdict == winner.estimate.verdict:
-            ties.append(str(number))
-        else:
-            others.append(f"row {number} {ratio - 1:+.0%} ({part.replace('_', ' ')})")
-    lines = []
-    if ties:
-        lines.append(
-            f"rows within {TIE:.0%} of row 1, too close to rank: {', '.join(ties)}. Of these the simplest "
-            "strategy comes first, then the fewest GPUs"
-        )
-    if others:
-        unit = "hours" if objective == "time" else "GPU-hours" if winner.usd is None else "dollars"
-        lines.append(f"{unit} against row 1 (main reason): {', '.join(others[:_MOST_COMPARED])}")
-    return lines
+    """Return a line on the plans that tie with the first one, if there are any."""
+    winner = plans[0]
+    ties = [
+        str(number)
+        for number, plan in enumerate(plans[1:], 2)
+        if (plan.usd is None) == (winner.usd is None) and plan.estimate.verdict == winner.estimate.verdict
+        if abs(amount(plan, objective) / amount(winner, objective) - 1) < TIE
+    ]
+    return [
+        f"rows within {TIE:.0%} of row 1, too close to rank: {', '.join(ties)}. Of these the simplest "
+        "strategy comes first, then the fewest GPUs"
+    ] * bool(ties)
 
 
 def nothing_found(
@@ -77,10 +67,7 @@ def nothing_found(
 ) -> RenderableType:
     """Return the text for no plan within the limits: the closest plans, or why there is no plan."""
     if not plans:
-        return Text(
-            "no plan: see what was left out. If nothing was, use more or larger GPUs or a smaller model "
-            "(`slm estimate` shows by how much)"
-        )
+        return Text("no plan: use more or larger GPUs or a smaller model (`slm estimate` shows by how much)")
     limits = [deadline_hours and f"{deadline_hours:g} h", budget_usd and f"${budget_usd:,.2f}"]
     lines = [f"nothing is within {' and '.join(filter(None, limits))}"]
     fastest = min(plans, key=lambda plan: plan.hours)
@@ -164,6 +151,4 @@ def _evidence(plan: Plan) -> str:
     words = [_SPEED_EVIDENCE.get(plan.speed_evidence, "estimated")]
     if plan.estimate.verdict != "fits":
         words.append(f"may fit {plan.estimate.fit_probability:.0%}")
-    if plan.slowed_by > 1:
-        words.append(f"MFU held to {HIGHEST_PUBLISHED_MFU:.0%}")
     return ", ".join(words)

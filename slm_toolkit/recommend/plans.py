@@ -14,7 +14,7 @@ from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.estimate import Estimate, estimate
 from slm_toolkit.predict.flag_checks import placement_problems
 from slm_toolkit.predict.setup.setup import Deployment, Setup, config_as_launched, unknown_to_estimates
-from slm_toolkit.recommend.scaling_laws import loss, loss_per_usd
+from slm_toolkit.recommend.scaling_laws import loss
 from slm_toolkit.strategy.checked_run import contradictions
 from slm_toolkit.strategy.strategy import Strategy
 
@@ -47,11 +47,6 @@ class Workload:
     "folder or hub id of the weights that are trained further; None: random weights"
 
 
-HIGHEST_PUBLISHED_MFU = 0.641
-"""of the runs that the speed form is fitted to: MPT-7b on 8 x A100-80GB, sequences of 2,048 tokens
-(mosaicml/llm-foundry, scripts/train/benchmarking/README.md)"""
-
-
 @dataclass(frozen=True)
 class Plan:
     """One configuration for the workload."""
@@ -72,10 +67,6 @@ class Plan:
     usd: float | None
     expected_loss: float | None
     "by a scaling law, for its data and tokenizer; None for fine-tuning, which no law covers"
-    loss_per_usd: float | None
-    "the paper's equation 1: how much one dollar more would lower the loss"
-    slowed_by: float
-    "the estimated rate is divided by it: see `_limited`"
 
     @property
     def gpu_hours(self) -> float:
@@ -232,7 +223,6 @@ def _plan(workload: Workload, row: Estimate, config: RunConfig, strategy: Strate
     """Return the plan of an estimate that fits and whose time is known."""
     is_timed = row.calibration and is_calibrated(gpu.name)
     speed_evidence = "calibrated" if is_timed else gpu.speed_evidence
-    row, slowed_by = _limited(row, speed_evidence)
     tokens_per_step = config.gradient_accumulation_steps * _tokens_per_micro_step(config, row.num_gpus)
     hours = workload.num_tokens / row.tokens_per_second / 3600
     price = row.usd_per_gpu_hour
@@ -251,34 +241,7 @@ def _plan(workload: Workload, row: Estimate, config: RunConfig, strategy: Strate
         hours=hours,
         usd=usd,
         expected_loss=loss(workload.spec.num_params, workload.num_tokens) if is_pretraining else None,
-        loss_per_usd=loss_per_usd(workload.num_tokens, usd) if usd and is_pretraining else None,
-        slowed_by=slowed_by,
     )
-
-
-_RATES = ("tokens_per_second", "tokens_per_second_per_gpu", "mfu", "tokens_per_usd")
-_TIMES = (
-    "step_seconds",
-    "step_low_seconds",
-    "step_high_seconds",
-    "misaligned_seconds",
-    "usd_per_million_tokens",
-)
-
-
-def _limited(row: Estimate, speed_evidence: str) -> tuple[Estimate, float]:
-    """Slow an estimate above HIGHEST_PUBLISHED_MFU to it, on a GPU type that nothing supports.
-
-    Return the estimate and the number by which its rate was divided.
-    """
-    of_peak = (row.mfu or 0.0) / (1 if row.fp8 == "none" else 2)  # float8's peak is twice bf16's
-    by = of_peak / HIGHEST_PUBLISHED_MFU
-    if speed_evidence not in ("compared", "none") or by <= 1:
-        return row, 1.0
-    factors = {**dict.fromkeys(_RATES, 1 / by), **dict.fromkeys(_TIMES, by)}
-    changes = {name: getattr(row, name) and getattr(row, name) * factors[name] for name in factors}
-    parts = {name: seconds * by for name, seconds in row.parts_seconds.items()}
-    return row.with_values(**changes, parts_seconds=parts), by
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""Choose the best plans, and explain why the others rank lower."""
+"""Choose and rank the best plans."""
 
+import math
 from operator import attrgetter
 
 from slm_toolkit.recommend.plans import Plan
@@ -22,9 +23,8 @@ def best_plans(
     """
     best: dict[tuple, Plan] = {}
 
-    def fastest_first(plan: Plan) -> tuple[bool, float, float]:
-        """Of plans slowed to one MFU, the one with the fastest estimate comes first."""
-        return plan.estimate.verdict != "fits", round(plan.hours, 6), -plan.slowed_by
+    def fastest_first(plan: Plan) -> tuple[bool, float]:
+        return plan.estimate.verdict != "fits", plan.hours
 
     for plan in sorted(plans, key=fastest_first):
         is_late = deadline_hours is not None and plan.hours > deadline_hours
@@ -35,30 +35,21 @@ def best_plans(
 
 
 def _simplest_of_ties(plans: list[Plan], objective: str) -> list[Plan]:
-    """Return the plans by hours or dollars; of plans within TIE of the first one, the simplest comes first.
+    """Return the plans by hours or dollars; of plans within TIE of the best one, the simplest comes first."""
 
-    Plans within TIE of the best one on the same hardware count as much as that one, so that plans of one
-    hardware don't fall on both sides of a limit.
-    """
-    lowest: dict[tuple, float] = {}
-    rest: list[tuple[tuple[bool, bool], float, Plan]] = []
-    for plan in sorted(plans, key=lambda plan: amount(plan, objective)):
-        late = (plan.estimate.verdict != "fits", objective == "cost" and plan.usd is None)
+    def late(plan: Plan) -> tuple[bool, bool]:
+        return plan.estimate.verdict != "fits", objective == "cost" and plan.usd is None
+
+    least: dict[tuple[bool, bool], float] = {}
+    for plan in plans:
+        least[late(plan)] = min(amount(plan, objective), least.get(late(plan), math.inf))
+
+    def order(plan: Plan) -> tuple:
         value = amount(plan, objective)
-        least = lowest.setdefault((late, _hardware(plan)), value)
-        rest.append((late, least if value <= least * (1 + TIE) else value, plan))
+        counted = max(value, least[late(plan)] * (1 + TIE))
+        return late(plan), counted, plan.strategy.simplicity, plan.estimate.num_gpus, value
 
-    def simplest_first(plan: Plan) -> tuple[int, int, float]:
-        return plan.strategy.simplicity, plan.estimate.num_gpus, amount(plan, objective)
-
-    rest.sort(key=lambda item: item[:2])
-    ranked = []
-    while rest:
-        late, least, _ = rest[0]
-        tied = [plan for *place, plan in rest if place <= [late, least * (1 + TIE)]]
-        ranked += sorted(tied, key=simplest_first)
-        rest = rest[len(tied) :]
-    return ranked
+    return sorted(plans, key=order)
 
 
 def per_hardware(ranked: list[Plan]) -> list[Plan]:
@@ -83,21 +74,3 @@ def amount(plan: Plan, objective: str) -> float:
     if objective == "time":
         return plan.hours
     return plan.gpu_hours if plan.usd is None else plan.usd
-
-
-def reason_of(plan: Plan, winner: Plan, *, objective: str) -> tuple[float, str]:
-    """Compare a plan with the winner, if both have a price or neither has one.
-
-    Return its dollars, GPU-hours or hours divided by the winner's, and the part of a step that explains most
-    of the difference.
-    """
-
-    def parts_of(each: Plan) -> dict[str, float]:
-        seconds = each.estimate.parts_seconds
-        per_second = amount(each, objective) / sum(seconds.values())
-        return {name: per_second * part for name, part in seconds.items()}
-
-    ratio = amount(plan, objective) / amount(winner, objective)
-    of_winner = parts_of(winner)
-    more = {name: part - of_winner[name] for name, part in parts_of(plan).items()}
-    return ratio, (max if ratio >= 1 else min)(more, key=more.get)

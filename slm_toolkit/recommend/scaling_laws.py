@@ -19,18 +19,6 @@ def loss(num_params: float, num_tokens: float) -> float:
     return _E + _A / num_params**_ALPHA + _B / num_tokens**_BETA
 
 
-def loss_per_usd(num_tokens: float, usd: float) -> float:
-    """Return the paper's equation 1, Loss/Dollar = Loss/Token x Token/Second x inv(Dollar/Second).
-
-    We read it as: how much one dollar more lowers the loss after D tokens. Loss/Token is -dL/dD. The other
-    two terms are D / `usd`, the tokens per dollar. The paper evaluates no law, and ranks by Token/Dollar
-    only. For one model at one D the two rankings are the same; for two models, equation 1 also counts how
-    much each learns from a token.
-    """
-    loss_over_token = _BETA * _B / num_tokens ** (_BETA + 1)
-    return loss_over_token * num_tokens / usd
-
-
 def compute_optimal_tokens(num_params: float) -> float:
     """Return the D for which N has the lowest loss among all (N, D) with the same FLOPs, C = 6 N D.
 

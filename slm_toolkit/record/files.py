@@ -1,14 +1,10 @@
 """Write records to disk completely or not at all, read every version of them, and print their JSON schema."""
 
-import ast
 import dataclasses
-import inspect
 import json
 import os
 import socket
-from contextlib import suppress
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,8 +15,7 @@ from slm_toolkit.base.safe_files import write_new
 from slm_toolkit.base.typed_files import PositiveInt, converted, field_problem, typed_dict_of
 from slm_toolkit.base.user_files import check_values, exists, is_dir, read_bytes
 from slm_toolkit.config.run_config import FLAGS, RunConfig, in_todays_names
-from slm_toolkit.record import run_record
-from slm_toolkit.record.run_record import RECORD_FILE, SCHEMA_VERSION, SHAPES, RunRecord
+from slm_toolkit.record.run_record import RECORD_FILE, SHAPES, RunRecord
 from slm_toolkit.record.saved_files import delete, sync
 from slm_toolkit.strategy.settings import DeepSpeedSettings
 from slm_toolkit.strategy.strategy import check_sections
@@ -28,7 +23,7 @@ from slm_toolkit.strategy.strategy import check_sections
 LIMIT_BYTES = 2**28
 "size limit of a record; 100,000 steps on 64 ranks take half of it"
 _HINT = f"records are runs/*/{RECORD_FILE}"
-_SCHEMA_HINT = "`slm report --schema` prints the type of each field; was it written by another tool?"
+_SCHEMA_HINT = "`slm report --schema` prints each field's type; did another tool or a newer version write it?"
 
 
 def write_record(record: RunRecord, folder: Path) -> Path:
@@ -48,12 +43,12 @@ def write_record(record: RunRecord, folder: Path) -> Path:
 
 
 def read_record(path: Path) -> RunRecord:
-    """Read one record of this version or an older one. Raises ValueError for any other file."""
+    """Read a record of this version or an older one. Raises ValueError for any other file."""
     data = read_bytes(path, what="record", hint=_HINT, limit_bytes=LIMIT_BYTES)
     try:
         record = _DECODER.decode(data)
     except msgspec.ValidationError as error:
-        raise _not_a_record(data, error, path) from None
+        raise ValueError(f"{path}: {field_problem(error)}\nhint: {_SCHEMA_HINT}") from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"can't read record {path}: {error}\nhint: {_HINT}") from None
     if not record.is_of_script:
@@ -101,25 +96,9 @@ def _record_files(folder: Path) -> list[Path]:
     return sorted(files)
 
 
-def _not_a_record(data: bytes, error: msgspec.ValidationError, path: Path) -> ValueError:
-    """Return the error for JSON that is not a record of a supported version."""
-    with suppress(msgspec.DecodeError, RecursionError):
-        version = msgspec.json.decode(data, type=_Version).schema_version
-        if version > SCHEMA_VERSION:
-            return ValueError(
-                f"{path} is a record of version {version}; this slm_toolkit reads versions up to "
-                f"{SCHEMA_VERSION}\nhint: install the slm_toolkit that wrote it, or a newer one"
-            )
-    return ValueError(f"{path}: {field_problem(error)}\nhint: {_SCHEMA_HINT}")
-
-
-class _Version(msgspec.Struct):
-    schema_version: int = 0
-
-
 def _problem(record: RunRecord) -> str | None:
-    """Return the first problem that RunRecord's types can't express: wrong flags, or unequal lengths."""
-    asked, steps = record.asked, record.step_seconds
+    """Return the first problem that RunRecord's types can't express: wrong flags, no world size."""
+    asked = record.asked
     try:
         converted(asked["config"], _asked_flags(all_required=not record.is_of_script), prefix="asked.config")
         for name in ("accelerate_config", "deepspeed_config"):
@@ -135,14 +114,6 @@ def _problem(record: RunRecord) -> str | None:
         return f"invalid field: asked.deepspeed_config: zero_optimization.stage is {zero['stage']!r}"
     if record.status == "ok" and record.world_size is None:
         return "invalid field: world_size (null, though the status is ok)"
-    if len(set(map(len, steps))) > 1:
-        return "invalid field: step_seconds (ranks have different numbers of steps)"
-    phases = record.phase_seconds
-    if phases and (
-        len(phases) != len(steps)
-        or any(len(series) != len(steps[0]) for of_rank in phases for series in of_rank.values())
-    ):
-        return "invalid field: phase_seconds (not as many ranks and steps as step_seconds)"
     return None
 
 
@@ -176,30 +147,4 @@ _DECODER = msgspec.json.Decoder(RunRecord)
 
 def schema() -> dict[str, Any]:
     """Return the record's JSON Schema, draft 2020-12. It allows unknown names: later versions add some."""
-    _, components = msgspec.json.schema_components([RunRecord], ref_template="#/$defs/{name}")
-    for name, component in components.items():
-        descriptions = _attribute_docstrings(getattr(run_record, name, None))
-        for field, content in component["properties"].items():
-            if field in descriptions:
-                content["description"] = descriptions[field]
-    record = components.pop(RunRecord.__name__)
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **record,
-        "title": f"record.json of slm_toolkit, version {SCHEMA_VERSION}",
-        "$defs": components,
-    }
-
-
-def _attribute_docstrings(kind: type | None) -> dict[str, str]:
-    """Return the string below each field of a class, as one line, by the field's name."""
-    if kind is None:
-        return {}
-    (tree,) = ast.parse(inspect.getsource(kind)).body
-    return {
-        field.target.id: " ".join(below.value.value.split())
-        for field, below in pairwise(tree.body)
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(below, ast.Expr)
-        and isinstance(below.value, ast.Constant)
-    }
+    return msgspec.json.schema(RunRecord)

@@ -2,8 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, field
 from typing import Any
 
 from slm_toolkit.config.run_config import FLAGS, RunConfig
@@ -29,22 +28,18 @@ class Limits:
     loss_change: float = 0.0
     "added to `loss` for each unit by which the loss has changed since step 1"
 
-    def at(self, step: int) -> "Limits":
-        """Return the limits at a step, counted from 1.
-
-        Rounding errors add up like a random walk: they grow with the square root of the steps.
-        """
-        factor = max(1.0, (step / GROWTH_STEPS) ** 0.5)
-        return replace(self, loss=self.loss * factor, norm=self.norm * factor)
-
-
-@cache
-def limits_by_step(limits: Limits, num_steps: int) -> tuple[Limits, ...]:
-    """Return the limits of each of the first `num_steps` steps."""
-    return tuple(limits.at(step) for step in range(1, num_steps + 1))
-
 
 GROWTH_STEPS = 5
+
+
+def growth(step: int) -> float:
+    """Return the factor of the limits at a step, counted from 1.
+
+    Rounding errors add up like a random walk: they grow with the square root of the steps.
+    """
+    return max(1.0, (step / GROWTH_STEPS) ** 0.5)
+
+
 _FP32 = Limits(1e-5, 5e-5, 1e-4)
 # About three times the largest difference of a correct pair in results/parity/README.md.
 ALIKE = {
@@ -81,30 +76,29 @@ def precision_of(config: Mapping[str, Any]) -> str:
 
 
 _SEQUENCES_OF_A_STEP = (
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "seq_len", "world_size"),
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "seq_len",
+    "world_size",
 )
 _OF_OPTIMIZER = (
-    *(
-        "learning_rate",
-        "weight_decay",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-        "optim",
-        "lr_scheduler_type",
-        "warmup_steps",
-        "max_steps",
-        "max_tokens",
-        "model",
-        "peft",
-    ),
-    *(
-        "num_train_epochs",
-        "dataset",
-        "seq_len",
-        "lora_r",
-        "lora_target_modules",
-    ),
+    "learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "optim",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "max_steps",
+    "max_tokens",
+    "num_train_epochs",
+    "dataset",
+    "seq_len",
+    "model",
+    "peft",
+    "lora_r",
+    "lora_target_modules",
 )
 
 
@@ -123,9 +117,12 @@ PLAIN = {
 "the plain values of flags whose other values change the rounding, under any numerics"
 
 
-def _probed(meaning: str, *, settings: tuple[str, ...] = (), compared: bool = True) -> Any:
-    """Make a field of Numerics; a difference of the flags `settings` explains a difference of the field."""
-    return field(default=None, metadata={"help": meaning, "settings": settings, "compared": compared})
+def _varies_by(*flags: str) -> Any:
+    """Make a field of Numerics; a difference of one of the flags explains a difference of the field."""
+    return field(default=None, metadata={"flags": flags})
+
+
+Settings = dict[str, float | list[float] | str | None]
 
 
 @dataclass(frozen=True)
@@ -134,83 +131,86 @@ class Numerics:
 
     No field is copied from the RunConfig: clipping and TF32 are read from the live optimizer and from torch,
     and everything else is observed while the step runs. Dtypes are torch's names without `torch.`; if tensors
-    of one kind have two dtypes, both are joined by `+`.
+    of one kind have two dtypes, both are joined by `+`. In older records, Settings are text.
     """
 
-    parameter_dtype: str | None = _probed("weights of the module between steps")
-    autocast: bool | None = _probed("whether the forward ran under autocast")
-    compute_dtype: str | None = _probed("output of the head's matrix product; its input, if fused")
-    residual_dtype: str | None = _probed("residual stream, the input of the last norm")
-    logits_dtype: str | None = _probed(
-        "logits returned to the training script; None if it receives none", settings=("kernels",)
+    # weights of the module between steps
+    parameter_dtype: str | None = None
+    # whether the forward ran under autocast
+    autocast: bool | None = None
+    # output of the head's matrix product; its input, if fused
+    compute_dtype: str | None = None
+    # residual stream, the input of the last norm
+    residual_dtype: str | None = None
+    # logits returned to the training script; None if it receives none
+    logits_dtype: str | None = _varies_by("kernels")
+    # input of the cross-entropy; None if a kernel of torch.compile or Triton hides it
+    cross_entropy_dtype: str | None = _varies_by("kernels")
+    # the kernel that computed the loss
+    loss_kernel: str | None = _varies_by("kernels")
+    # loss returned to the training script
+    loss_dtype: str | None = None
+    # gradients when the optimizer's step begins
+    gradient_dtype: str | None = None
+    # tensors of the collectives that reduce gradients; None on one rank
+    reduction_dtype: str | None = _varies_by("world_size")
+    # weights that the optimizer updates: masters, or parameters
+    master_weight_dtype: str | None = None
+    # moments of the optimizer
+    optimizer_state_dtype: str | None = None
+    # largest gradient norm that is not clipped; 0: no clipping
+    clipping: float | None = _varies_by("max_grad_norm")
+    # forward passes per optimizer step, on each rank
+    accumulation: int | None = _varies_by("gradient_accumulation_steps")
+    # tokens that went through the model in one optimizer step, over all ranks
+    tokens_per_step: int | None = _varies_by(*_SEQUENCES_OF_A_STEP)
+    # attention kernel that ran
+    attention: str | None = _varies_by("attn_implementation", "kernels", "seq_len")
+    # fused, foreach, for-loop or muon, as run
+    optimizer_kernel: str | None = _varies_by("optim")
+    # whether a graph of torch.compile ran
+    compiled: bool | None = _varies_by("kernels")
+    # whether backward recomputed activations; None if torch.compile hides it
+    recomputed: bool | None = _varies_by("gradient_checkpointing", "kernels", "attn_implementation")
+    # float8 types of the decoder layers' matrix products; None without float8, or if torch.compile hides it
+    float8: str | None = _varies_by("fp8", "kernels")
+    # whether fp32 matrix products may round to TF32
+    tf32: bool | None = None
+    # hash of the tokens in each rank's first step
+    batch_hashes: list[str] | None = _varies_by(
+        *_SEQUENCES_OF_A_STEP,
+        "seed",
+        "model",
+        "dataset",
+        "text_column",
+        "tokenizer_name",
+        "streaming",
+        "eval_dataset",
+        "eval_steps",
+        "eval_batches",
     )
-    cross_entropy_dtype: str | None = _probed(
-        "input of the cross-entropy; None if a kernel of torch.compile or Triton hides it",
-        settings=("kernels",),
+    # calls of SDPA with other arguments: mask (causal, given or none), dropout and scale
+    attention_call: list[Settings] | str | None = _varies_by(
+        "attn_implementation", "kernels", "model", "seq_len", "dataset", "packing"
     )
-    loss_kernel: str | None = _probed("the kernel that computed the loss", settings=("kernels",))
-    loss_dtype: str | None = _probed("loss returned to the training script")
-    gradient_dtype: str | None = _probed("gradients when the optimizer's step begins")
-    reduction_dtype: str | None = _probed(
-        "tensors of the collectives that reduce gradients; None on one rank", settings=("world_size",)
-    )
-    master_weight_dtype: str | None = _probed("weights that the optimizer updates: masters, or parameters")
-    optimizer_state_dtype: str | None = _probed("moments of the optimizer")
-    clipping: float | None = _probed(
-        "largest gradient norm that is not clipped; 0: no clipping", settings=("max_grad_norm",)
-    )
-    accumulation: int | None = _probed(
-        "forward passes per optimizer step, on each rank", settings=("gradient_accumulation_steps",)
-    )
-    tokens_per_step: int | None = _probed(
-        "tokens that went through the model in one optimizer step, over all ranks",
-        settings=_SEQUENCES_OF_A_STEP,
-    )
-    attention: str | None = _probed(
-        "attention kernel that ran", settings=("attn_implementation", "kernels", "seq_len")
-    )
-    optimizer_kernel: str | None = _probed("fused, foreach, for-loop or muon, as run", settings=("optim",))
-    compiled: bool | None = _probed("whether a graph of torch.compile ran", settings=("kernels",))
-    recomputed: bool | None = _probed(
-        "whether backward recomputed activations; None if torch.compile hides it",
-        settings=("gradient_checkpointing", "kernels", "attn_implementation"),
-    )
-    float8: str | None = _probed(
-        "float8 types of the decoder layers' matrix products; None without float8, or if torch.compile hides "
-        "it",
-        settings=("fp8", "kernels"),
-    )
-    tf32: bool | None = _probed("whether fp32 matrix products may round to TF32")
-    batch_hashes: list[str] | None = _probed(
-        "hash of the tokens in each rank's first step",
-        settings=(
-            *_SEQUENCES_OF_A_STEP,
-            *("seed", "model", "dataset", "text_column", "tokenizer_name"),
-            *("streaming", "eval_dataset", "eval_steps", "eval_batches"),
-        ),
-    )
-    attention_call: str | None = _probed(
-        "arguments of SDPA: causal or with a mask, dropout, scale; None for other kernels",
-        settings=("attn_implementation", "kernels", "model", "seq_len", "dataset", "packing"),
-    )
-    dropout: str | None = _probed(
-        "p of the dropout modules and of attention's weights", settings=("peft", "lora_dropout")
-    )
-    rope: str | None = _probed("dtype and first, last and sum of RoPE's frequencies", settings=("model",))
-    norm_eps: str | None = _probed("eps of the norms", settings=("model", "kernels"))
-    tied: str | None = _probed("whether the head is the embedding", settings=("model", "kernels"))
-    frozen: str | None = _probed("parameters that are not trained", settings=("peft", "model"))
-    without_gradient: str | None = _probed(
-        "trained parameters without a gradient in this step", settings=("peft", "model", "dataset")
-    )
-    optimizer_settings: str | None = _probed(
-        "each group's number of elements, learning rate, betas, eps (or Muon's momentum) and weight decay",
-        settings=_OF_OPTIMIZER,
-    )
-    optimizer_settings_at_end: str | None = _probed("the same at the last step", settings=_OF_OPTIMIZER)
-    optimizer_class: str | None = _probed(
-        "classes of the optimizer and its wrappers, outermost first", compared=False
-    )
+    # p of the dropout modules and of attention's weights
+    dropout: str | None = _varies_by("peft", "lora_dropout")
+    # dtype and first, last and sum of RoPE's frequencies
+    rope: list[Settings] | str | None = _varies_by("model")
+    # eps of the norms
+    norm_eps: str | None = _varies_by("model", "kernels")
+    # whether the head is the embedding
+    tied: str | None = _varies_by("model", "kernels")
+    # parameters that are not trained
+    frozen: str | None = _varies_by("peft", "model")
+    # trained parameters without a gradient in this step
+    without_gradient: str | None = _varies_by("peft", "model", "dataset")
+    # each group's number of elements, lr, betas, eps (or Muon's momentum) and weight_decay
+    optimizer_settings: list[Settings] | str | None = _varies_by(*_OF_OPTIMIZER)
+    # the same at the last step
+    optimizer_settings_at_end: list[Settings] | str | None = _varies_by(*_OF_OPTIMIZER)
+    # classes of the optimizer and its wrappers, outermost first; not compared
+    optimizer_class: str | None = None
 
 
 ALIGNMENTS = {
@@ -235,7 +235,6 @@ def alignments(found: Iterable["Difference"]) -> list[str]:
 
 
 _FIELDS = dataclasses.fields(Numerics)
-_NAMES = frozenset(f.name for f in _FIELDS)
 
 
 @dataclass(frozen=True)
@@ -251,6 +250,12 @@ class Difference:
         return f"{name} {_text(self.ran)} (not {_text(self.reference)})"
 
 
+def settings_that_differ(settings: Mapping[str, Any], others: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names that have other values in two runs."""
+    names = settings.keys() | others.keys()
+    return frozenset(name for name in names if settings.get(name) != others.get(name))
+
+
 def differences(
     numerics: Numerics, reference: Numerics, *, other_settings: frozenset[str] = frozenset()
 ) -> list[Difference]:
@@ -260,43 +265,44 @@ def differences(
     with different values in the two runs.
     """
     return [
-        Difference(f.name, getattr(numerics, f.name), getattr(reference, f.name))
+        Difference(f.name, ran, expected)
         for f in _FIELDS
-        if f.metadata["compared"]
-        and not other_settings.intersection(f.metadata["settings"])
-        and getattr(numerics, f.name) != getattr(reference, f.name)
+        if (ran := getattr(numerics, f.name)) != (expected := getattr(reference, f.name))
+        and not other_settings.intersection(f.metadata.get("flags", ()))
+        and f.name != "optimizer_class"
     ]
 
 
 def merged(of_ranks: list[dict[str, Any]]) -> Numerics:
     """Merge the observations of all ranks: tokens are added, hashes are listed in order of rank.
 
-    None is ignored: a rank without a shard of a tiny model observes nothing. If two ranks differ in a field,
-    the field has both values, joined by ` / `.
+    None is ignored: a rank without a shard of a tiny model observes nothing. If ranks differ in a field, it
+    has all their values: in one list, or joined by ` / `.
     """
-    merged_fields: dict[str, Any] = {}
-    for f in dataclasses.fields(Numerics):
-        values = [of_rank[f.name] for of_rank in of_ranks]
-        if f.name == "tokens_per_step":
-            merged_fields[f.name] = sum(value or 0 for value in values) or None
-        elif f.name == "batch_hashes":
-            merged_fields[f.name] = [batch_hash for value in values for batch_hash in value]
+    fields: dict[str, Any] = {}
+    for name in of_ranks[0]:
+        values = [of_rank[name] for of_rank in of_ranks if of_rank[name] is not None]
+        if name != "batch_hashes":
+            values = [value for place, value in enumerate(values) if value not in values[:place]]
+        if name == "tokens_per_step":
+            fields[name] = sum(of_rank[name] or 0 for of_rank in of_ranks) or None
+        elif values and isinstance(values[0], list):
+            fields[name] = [item for value in values for item in value]
         else:
-            distinct = list(dict.fromkeys(value for value in values if value is not None))
-            merged_fields[f.name] = (
-                " / ".join(map(str, distinct)) if len(distinct) > 1 else next(iter(distinct), None)
-            )
-    return Numerics(**merged_fields)
+            fields[name] = " / ".join(map(str, values)) if len(values) > 1 else next(iter(values), None)
+    return Numerics(**fields)
 
 
 def numerics_from(content: dict[str, Any] | None) -> Numerics | None:
     """Read Numerics from a record's JSON; None for a run that ended before it was probed."""
-    return Numerics(**{key: value for key, value in content.items() if key in _NAMES}) if content else None
+    return Numerics(**{f.name: content.get(f.name) for f in _FIELDS}) if content else None
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_text(item)}" for name, item in value.items())
     if isinstance(value, list):
-        return " ".join(value)
+        return " ".join(map(_text, value))
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, bool):

@@ -3,16 +3,16 @@
 It compares losses, gradient norms, weights and live settings.
 """
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Any
 
 import msgspec
 
 from slm_toolkit.config.run_config import FLAGS, SYNTHETIC, rule_of
-from slm_toolkit.config.schedule import share_of_peak
+from slm_toolkit.config.schedule import learning_rate
 from slm_toolkit.record.measurement_warnings import rank_differences
 from slm_toolkit.record.numerics import (
     ALIGNMENTS,
@@ -21,13 +21,15 @@ from slm_toolkit.record.numerics import (
     LOW_PRECISION,
     PARITY_STEPS,
     ROUNDED,
+    Difference,
     Limits,
     Numerics,
     differences,
+    growth,
     is_computed_plainly,
-    limits_by_step,
     numerics_from,
     precision_of,
+    settings_that_differ,
 )
 from slm_toolkit.record.run_record import FP32_REFERENCE, RunRecord
 
@@ -40,114 +42,91 @@ _CLOSE = 1e-4
 
 
 def settings_not_as_asked(record: RunRecord) -> list[str]:
-    """Return a sentence for each setting that differs from its flag; empty for older records without them."""
+    """Return a phrase for each setting that differs from its flag; empty for older records without them."""
     numerics = numerics_from(record.numerics)
     if numerics is None or record.first_step > 0 or record.is_rehearsal or record.is_of_script:
         return []
+    settings = [*_optimizer_settings(record, numerics), *_model_settings(record, numerics)]
+    wrong = [
+        str(Difference(name, ran, asked))
+        for name, ran, asked in settings
+        if None not in (ran, asked) and not _is_close(ran, asked)
+    ]
     dtypes = {"master weights": numerics.master_weight_dtype}
     config = record.config
     if config.adam_beta1 and config.adam_beta2:  # with beta 0 a moment is the gradient, which may be bf16
         dtypes["moments"] = numerics.optimizer_state_dtype
-    rounded = [f"{name} are {dtype}" for name, dtype in dtypes.items() if ROUNDED in str(dtype)]
-    return [*_wrong_optimizer_settings(record, numerics), *_wrong_model_settings(record, numerics), *rounded]
+    wrong += [f"{name} are {dtype}" for name, dtype in dtypes.items() if ROUNDED in str(dtype)]
+    return list(dict.fromkeys(wrong))
 
 
-def _wrong_optimizer_settings(record: RunRecord, numerics: Numerics) -> list[str]:
+def _optimizer_settings(record: RunRecord, numerics: Numerics) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, observed value and asked value; a value that is None is not compared."""
     config = record.config
-    peak = config.learning_rate
+    yield "clipping", numerics.clipping, config.max_grad_norm
     num_steps = config.steps_asked or len(record.losses)
-    problems = []
-    clipping = config.max_grad_norm
-    if clipping is not None and numerics.clipping not in (None, clipping):
-        problems.append(f"gradients clipped at {numerics.clipping:g}, not {clipping:g}")
-    steps = ((record.num_probed_steps - 1, numerics.optimizer_settings, "at the first step"),)
+    observed = {"first": (record.num_probed_steps - 1, numerics.optimizer_settings)}
     if len(record.losses) == num_steps:
-        steps += ((num_steps - 1, numerics.optimizer_settings_at_end, "at the last step"),)
-    for step, line, when in steps:
-        rate = peak * share_of_peak(config, step, num_steps)
-        for group in line.split("; ") if line else ():
-            number = r"(lr|eps|decay|momentum) ([-+.\de]+)"
-            ran = {name: float(value) for name, value in re.findall(number, group)}
-            expected = {"lr": rate}
-            if "momentum" not in ran:  # AdamW's group, not Muon's
-                beta1, beta2 = re.findall(r"betas (\S+) (\S+),", group)[0]
-                ran |= {"beta1": float(beta1), "beta2": float(beta2)}
-                expected |= {
-                    "beta1": config.adam_beta1,
-                    "beta2": config.adam_beta2,
-                    "eps": config.adam_epsilon,
-                }
-            expected["decay"] = config.weight_decay if ran["decay"] else 0.0
-            problems += [
-                f"{name} {ran[name]:g} {when}, not {value:g}"
-                for name, value in expected.items()
-                if not _is_close(ran[name], value)
-            ]
-        rule = "muon" if line and "momentum" in line else "adamw"
-        if line and rule != config.optimizer_rule:
-            problems.append(f"the optimizer is {rule} {when}, not {config.optimizer_rule}")
-        decays = re.findall(r"decay ([-+.\de]+)", line or "")
-        if line and config.weight_decay and config.peft == "none" and "0" not in decays:
-            problems.append(f"weight decay also applies to norms {when}")
-        if line and config.weight_decay and set(decays) == {"0"}:
-            problems.append(f"no weight decay {when}, not {config.weight_decay:g}")
-    return list(dict.fromkeys(problems))
+        observed["last"] = (num_steps - 1, numerics.optimizer_settings_at_end)
+    for when, (step, groups) in observed.items():
+        if not isinstance(groups, list):  # older records have text
+            continue
+        is_muon = any("momentum" in group for group in groups)
+        yield f"optimizer at the {when} step", "muon" if is_muon else "adamw", config.optimizer_rule
+        asked = {
+            "lr": learning_rate(config, step, num_steps),
+            "beta1": config.adam_beta1,
+            "beta2": config.adam_beta2,
+            "eps": config.adam_epsilon,
+        }
+        for group in groups:
+            for name, value in asked.items():
+                yield f"{name} at the {when} step", group.get(name), value
+        decays = {group["weight_decay"] for group in groups if _is_number(group.get("weight_decay"))}
+        for decay in decays - {0.0} or decays:
+            yield f"weight decay at the {when} step", decay, config.weight_decay
+        if config.weight_decay and config.peft == "none":
+            yield f"weight decay of norms at the {when} step", min(decays, default=None), 0.0
 
 
-def _wrong_model_settings(record: RunRecord, numerics: Numerics) -> list[str]:
-    """Check the model's settings; of a user's own config.json, only whether embedding and head are tied."""
+def _model_settings(record: RunRecord, numerics: Numerics) -> Iterator[tuple[str, Any, Any]]:
+    """Yield as above; of a user's own config.json, only whether embedding and head are tied, and frozen."""
     spec, config = record.spec, record.config
-    problems = []
-    if numerics.dropout not in (None, "none") and not config.lora_dropout and spec.path is None:
-        problems.append(f"dropout {numerics.dropout}, but no flag sets it")
-    if numerics.tied not in (None, "tied" if spec.tied else "untied"):
-        problems.append(f"embedding and head are {numerics.tied}")
-    if config.peft == "none" and numerics.frozen not in (None, "none"):
-        problems.append(f"not trained: {numerics.frozen}")
+    yield "embedding and head", numerics.tied, "tied" if spec.tied else "untied"
+    if config.peft == "none":
+        yield "not trained:", numerics.frozen, "none"
     if spec.path is not None:
-        return problems
-    if numerics.norm_eps not in (None, _NORM_EPS):
-        problems.append(f"eps of the norms {numerics.norm_eps}, not {_NORM_EPS}")
-    last = spec.rope_theta ** -((spec.head_dim - 2) / spec.head_dim)
-    if numerics.rope and not _is_close(float(re.findall(r"to (\S+),", numerics.rope)[0]), last):
-        problems.append(f"RoPE frequencies {numerics.rope}, but the last should be {last:g}")
-    if numerics.rope and not numerics.rope.startswith("float32"):
-        problems.append(f"RoPE frequencies are in {numerics.rope.split()[0]}, not float32")
-    scales = re.findall(r"scale (\S+?)(?: and|$)", numerics.attention_call or "")
-    wrong = [scale for scale in scales if not _is_close(float(scale), spec.head_dim**-0.5)]
-    problems += [f"attention scale {scale}, not {spec.head_dim**-0.5:g}" for scale in wrong]
-    drops = re.findall(r"dropout (\S+),", numerics.attention_call or "")
-    problems += [f"attention has dropout {drop}" for drop in drops if float(drop)]
-    masks = (numerics.attention_call or "").split(" and ")
-    problems += [f"attention {mask.split(',')[0]}" for mask in masks if mask.startswith("without a mask")]
-    return problems
+        return
+    if not config.lora_dropout:
+        yield "dropout", numerics.dropout, "none"
+    yield "eps of the norms", numerics.norm_eps, _NORM_EPS
+    for frequencies in numerics.rope if isinstance(numerics.rope, list) else ():
+        last = spec.rope_theta ** -((spec.head_dim - 2) / spec.head_dim)
+        yield "last of RoPE's frequencies", frequencies.get("last"), last
+        yield "RoPE frequencies", frequencies.get("dtype"), "float32"
+    for call in numerics.attention_call if isinstance(numerics.attention_call, list) else ():
+        yield "attention scale", call.get("scale"), spec.head_dim**-0.5
+        yield "attention dropout", call.get("dropout"), 0.0
+        if call.get("mask") == "none":
+            yield "attention mask", "none", "causal"
 
 
-def _is_close(value: float, other: float) -> bool:
-    return abs(value - other) <= _CLOSE * abs(other)
+def _is_close(value: Any, asked: Any) -> bool:
+    numbers = _is_number(value) and _is_number(asked)
+    return abs(value - asked) <= _CLOSE * abs(asked) if numbers else value == asked
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
 
 
 def cause_of(record: RunRecord, reference: RunRecord) -> str | None:
     """Return why two runs differ, without a full stop; None if the records show no cause."""
+    causes = ["the weights before step 1 differ"] if _weights_differ(record, reference) else []
     ran, expected = numerics_from(record.numerics), numerics_from(reference.numerics)
-    causes = []
-    if _weights_differ(record, reference):
-        causes.append("the weights before step 1 differ")
-    if record.skipped_steps != reference.skipped_steps:
-        skipped = ", ".join(map(str, record.skipped_steps)) or "none"
-        other = ", ".join(map(str, reference.skipped_steps)) or "none"
-        causes.append(f"skipped steps: {skipped} (not {other})")
-    if ran is None or expected is None:
-        return causes[0] if causes else None
-    same_ranks = len(ran.batch_hashes or []) == len(expected.batch_hashes or [])
-    if (
-        same_ranks
-        and record.num_probed_steps == reference.num_probed_steps
-        and ran.batch_hashes != expected.batch_hashes
-    ):
-        causes.append("the batches of step 1 differ")
-    if _have_same_flags(record, reference):
-        causes += [str(other) for other in differences(ran, expected) if other.field != "batch_hashes"]
+    if ran is not None and expected is not None:
+        settings = ({**run.asked["config"], "world_size": run.world_size} for run in (record, reference))
+        causes += map(str, differences(ran, expected, other_settings=settings_that_differ(*settings)))
     return "; ".join(causes) or None
 
 
@@ -156,12 +135,6 @@ def _weights_differ(record: RunRecord, reference: RunRecord) -> bool:
     in_fp16 = {run.config.numerics == "fp16" for run in (record, reference) if not run.is_of_script}
     # fp16 has other digits of tiny weights than the fingerprint's bf16
     return None not in pair and pair[0] != pair[1] and len(in_fp16) < 2
-
-
-def _have_same_flags(record: RunRecord, reference: RunRecord) -> bool:
-    """Return whether flags and world size are equal; then the strategy causes different numerics."""
-    same_flags = record.asked["config"] == reference.asked["config"]
-    return same_flags and record.world_size == reference.world_size
 
 
 _SAME_TASK = frozenset(name for name, flag in FLAGS.items() if flag.losses != "others")
@@ -216,9 +189,9 @@ class Parity:
         """Return the largest ratio of a difference to its limit; infinite if a number is missing."""
         parts = [self.loss_difference / self.loss_tolerance]
         if self.grad_norm_ratio is not None:
-            parts.append((_at_least_1(self.grad_norm_ratio) - 1) / (self.grad_norm_limit - 1))
+            parts.append(_excess(self.grad_norm_ratio) / (self.grad_norm_limit - 1))
         if self.parameter_ratio is not None:
-            parts.append((_at_least_1(self.parameter_ratio) - 1) / (self.parameter_limit - 1))
+            parts.append(_excess(self.parameter_ratio) / (self.parameter_limit - 1))
         return max(parts)
 
     def __str__(self) -> str:
@@ -247,72 +220,70 @@ def judge(records: list[RunRecord]) -> list[Parity | None]:
     """Return the Parity of each record: with the fp32 reference, or another one if that exceeds its limits.
 
     Returns None for references and for records that can't be compared. Runs of several strategies without a
-    reference are compared with each other, if their flags and batches are equal.
+    reference are compared with each other, if their flags are equal.
     """
-    references = _references(records)
+    references: dict[bytes, list[RunRecord]] = defaultdict(list)
+    for record in sorted(records, key=lambda record: not record.is_parity_reference):
+        if _usable(record) and (record.is_parity_reference or _is_fp32_reference(record)):
+            references[_task_of(record)].append(record)
     judged: list[Parity | None] = [None] * len(records)
+    compared = [i for i, record in enumerate(records) if _usable(record) and not record.is_parity_reference]
     others: dict[bytes, list[int]] = defaultdict(list)
-    for index, record in enumerate(records):
-        if record.is_parity_reference or not _usable(record):
-            continue
-        if comparisons := _comparisons(record, references):
+    for index in compared:
+        record = records[index]
+        if comparisons := _comparisons(record, references[_task_of(record)] if references else []):
             # readers expect the fp32 reference, unless another comparison exceeds its limits
             judged[index] = max(
                 comparisons, key=lambda parity: (not parity.agrees, parity.reference == FP32_REFERENCE)
             )
         else:
-            others[_settings_of(record)].append(index)
-    for indices in _comparable(others, records):
-        if len({records[index].strategy for index in indices}) == 1:  # repeats
-            continue
-        parities = _among_each_other([records[index] for index in indices])
-        for index, parity in zip(indices, parities, strict=True):
-            judged[index] = parity
-    for index, record in enumerate(records):
-        if _usable(record) and not record.is_parity_reference and (faults := _faults(record)):
-            parity = judged[index] or _alone(record)
-            judged[index] = replace(parity, faults=faults)
+            asked = [record.asked["config"], record.asked["files"], record.world_size, record.gpu]
+            others[msgspec.json.encode(asked, order="sorted")].append(index)
+    for indices in others.values():
+        if len({records[index].strategy for index in indices}) > 1:  # else repeats
+            parities = _among_each_other([records[index] for index in indices])
+            for index, parity in zip(indices, parities, strict=True):
+                judged[index] = parity
+    for index in compared:
+        record = records[index]
+        if faults := _faults(record):
+            alone = Parity(record.strategy, len(record.losses), 0.0, 1, None, 1.0, 1.0)
+            judged[index] = replace(judged[index] or alone, faults=faults)
     return judged
 
 
-def _comparable(by_settings: dict[bytes, list[int]], records: list[RunRecord]) -> Iterator[list[int]]:
-    """Yield groups of comparable runs; in a group without DDP, all runs must have the same batches."""
-    for indices in by_settings.values():
-        if any(records[index].engine in ("ddp", "single") for index in indices):
-            yield indices
-            continue
-        by_batches: dict[tuple[str, ...], list[int]] = defaultdict(list)
-        for index in indices:
-            if hashes := (records[index].numerics or {}).get("batch_hashes"):
-                by_batches[tuple(hashes)].append(index)
-        yield from by_batches.values()
-
-
-def _comparisons(record: RunRecord, references: "_References") -> list[Parity]:
-    """Compare a record with its references; empty if there is no fp32 reference.
+def _comparisons(record: RunRecord, references: list[RunRecord]) -> list[Parity]:
+    """Compare a record with the references of its task; empty if there is no fp32 reference.
 
     Compares the run and its fp32 steps with the fp32 reference, and the run with one process of the same
     numerics and kernels. That process is compared with fp32, too: its fault would be in every run.
     """
-    fp32 = None if record.is_of_script else _fp32_reference_of(record, references)
-    if fp32 is None:
+    fp32_runs = (
+        other
+        for other in references
+        if _is_fp32_reference(other) and (other.is_parity_reference or other.identity != record.identity)
+    )
+    fp32 = next(fp32_runs, None)
+    if fp32 is None or record.is_of_script:
         return []
-    limits = _limits_to_fp32(record)
+    limits, config = _limits_to_fp32(record), record.config
     comparisons = [compare_with(fp32, record, limits=limits)]
     if record.fp32_pass and record.fp32_pass["status"] == "ok":
         names = ("losses", "grad_norms", "parameter_grad_norms", "numerics")
         in_fp32 = replace(record, **{name: record.fp32_pass[name] for name in names})
-        comparisons.append(compare_with(fp32, in_fp32, limits=ALIKE["fp32"], what=" in fp32"))
-    control = _control_of(record, references)
-    if control is not None and control is not record:
-        is_plain = is_computed_plainly(record.asked["config"]) and not record.config.compiles
-        same_limits = _same_numerics_limits(record) if is_plain else limits
-        comparisons.append(compare_with(control, record, limits=same_limits))
-        control_parity = compare_with(fp32, control, limits=limits)
-        if not control_parity.agrees:
-            name = f"one process in {control.asked['config']['numerics']}"
-            conflict = f"{name} itself differs, {control_parity.difference}"
-            comparisons.append(replace(control_parity, conflict=conflict))
+        comparisons.append(replace(compare_with(fp32, in_fp32, limits=ALIKE["fp32"]), what=" in fp32"))
+    for control in references:
+        other = control.config
+        is_like = control.is_parity_reference and other.kernels == config.kernels
+        if config.numerics != "fp32" and is_like and other.numerics == config.numerics:
+            is_plain = is_computed_plainly(record.asked["config"]) and not config.compiles
+            same_limits = _same_numerics_limits(record) if is_plain else limits
+            comparisons.append(compare_with(control, record, limits=same_limits))
+            control_parity = compare_with(fp32, control, limits=limits)
+            if not control_parity.agrees:
+                conflict = f"{_name_of(control)} itself differs, {control_parity.difference}"
+                comparisons.append(replace(control_parity, conflict=conflict))
+            break
     return comparisons
 
 
@@ -339,56 +310,44 @@ def _faults(record: RunRecord) -> tuple[str, ...]:
     return (*weight_faults[:1], *settings_not_as_asked(record))
 
 
-def _alone(record: RunRecord) -> Parity:
-    """Return the Parity of a record without any reference: it agrees with itself."""
-    return Parity(record.strategy, len(record.losses), 0.0, 1, None, 1.0, 1.0)
-
-
 def _among_each_other(records: list[RunRecord]) -> list[Parity | None]:
-    """Return the Parity of each of several runs of the same flags and batches, without a reference.
+    """Return the Parity of each of several runs of the same flags, without a reference.
 
     Runs that agree form a group. If one group has the most strategies, its DDP run, or else its first run,
     becomes the reference of all. If two groups have equally many, it is unknown which group is right, and no
     run's parity holds. Runs of other trainers count only if there are none of ours.
     """
+
+    def compared(reference: int, index: int) -> Parity:
+        record = records[index]
+        return compare_with(records[reference], record, limits=_same_numerics_limits(record))
+
     groups: list[list[int]] = []
-    first_ddp = sorted(range(len(records)), key=lambda index: _order(records[index]))
-    for index in first_ddp:
-        for group in groups:
-            if _compare_same_numerics(records[group[0]], records[index]).agrees:
-                group.append(index)
-                break
-        else:
+    order = sorted(
+        range(len(records)), key=lambda index: (records[index].is_of_script, records[index].engine != "ddp")
+    )
+    for index in order:
+        group = next((group for group in groups if compared(group[0], index).agrees), None)
+        if group is None:
             groups.append([index])
-    of_ours = {index for index, record in enumerate(records) if not record.is_of_script}
-    counted = of_ours or set(range(len(records)))
-    sizes = [len({records[index].strategy for index in counted.intersection(group)}) for group in groups]
-    if sizes.count(max(sizes)) == 1:
-        largest = groups[sizes.index(max(sizes))]
-        reference = records[largest[0]]
-        repeats = [index for index in largest if records[index].strategy == reference.strategy]
-        return [
-            None if index in repeats else _compare_same_numerics(reference, record)
-            for index, record in enumerate(records)
-        ]
+        else:
+            group.append(index)
+    of_scripts = {index for index, record in enumerate(records) if record.is_of_script}
+    ignored = of_scripts if len(of_scripts) < len(records) else set()
+    sizes = [len({records[index].strategy for index in group if index not in ignored}) for group in groups]
     judged: list[Parity | None] = []
     for index, record in enumerate(records):
+        if sizes.count(max(sizes)) == 1:
+            largest = groups[sizes.index(max(sizes))]
+            is_repeat = index in largest and record.strategy == records[largest[0]].strategy
+            judged.append(None if is_repeat else compared(largest[0], index))
+            continue
         other = next(group[0] for group in groups if index not in group)
-        parity = _compare_same_numerics(records[other], record)
-        first, second = records[min(index, other)], records[max(index, other)]
-        judged.append(replace(parity, conflict=_conflict(first, second, parity)))
+        parity = compared(other, index)
+        first, second = (records[place].strategy for place in sorted((index, other)))
+        conflict = f"{first} and {second} compute different things, {parity.difference}"
+        judged.append(replace(parity, conflict=conflict))
     return judged
-
-
-def _order(record: RunRecord) -> tuple[bool, bool]:
-    """Sort key of references: ours before a user's script, DDP before other engines."""
-    return record.is_of_script, record.engine != "ddp"
-
-
-def _compare_same_numerics(reference: RunRecord, record: RunRecord) -> Parity:
-    """Compare two runs of the same numerics, flags and batches."""
-    limits = _same_numerics_limits(record)
-    return compare_with(reference, record, limits=limits)
 
 
 def _same_numerics_limits(record: RunRecord) -> Limits:
@@ -404,51 +363,44 @@ def _has_own_weights(record: RunRecord) -> bool:
     return not (record.weights or "random").startswith("random")
 
 
-def _conflict(first: RunRecord, second: RunRecord, parity: Parity) -> str:
-    """Return a sentence with both losses of the first step whose difference exceeds the tolerance."""
-    sentence = f"{first.strategy} and {second.strategy} compute different things"
-    for step, (loss, other) in enumerate(zip(first.losses, second.losses, strict=False), start=1):
-        if None in (loss, other) or abs(loss - other) > parity.loss_tolerance:
-            losses = " and ".join("NaN" if value is None else f"{value:.4f}" for value in (loss, other))
-            return f"{sentence}: step-{step} loss {losses} on the same batches"
-    return f"{sentence}: {parity.difference}"
-
-
-def compare_with(
-    reference: RunRecord,
-    record: RunRecord,
-    *,
-    limits: Limits,
-    what: str = "",
-) -> Parity:
+def compare_with(reference: RunRecord, record: RunRecord, *, limits: Limits) -> Parity:
     """Compare losses and gradient norms of the steps that both runs have.
 
     With a reference of `slm compare --parity`, all its steps count; with another run, the first PARITY_STEPS.
-    Against fp32, those before the first one that overflowed in fp16.
-    Raises ValueError if the runs share no step.
     """
     num_steps = len(reference.losses) if reference.is_parity_reference else PARITY_STEPS
+    parity = _compared(reference, record, limits, num_steps)
+    # losses near ln(V) of other random weights may agree by chance
+    by_chance = record.is_of_script and _weights_differ(record, reference)
+    if parity.agrees and not by_chance:
+        return parity
+    if (jump := _jump(reference, record)) and not by_chance:
+        before = _compared(reference, record, limits, min(num_steps, max(1, jump - 2)))
+        if before.agrees:
+            loss = f"to {reference.losses[jump - 1]:.3g} in step {jump}"
+            hint = "a lower learning rate, or one that warms up, keeps them comparable"
+            return replace(before, unlike=f"both jump, {loss}, where rounding errors grow ({hint})")
+    return replace(parity, cause=cause_of(record, reference), unlike=_unlike_beginning(record, reference))
+
+
+def _compared(reference: RunRecord, record: RunRecord, limits: Limits, num_steps: int) -> Parity:
+    """Compare the first steps. Against fp32, only those before the first one that overflowed in fp16."""
     num_norms = num_steps
     if record.skipped_steps and reference.config.numerics == "fp32":  # which has no overflows to skip
         num_steps = min(num_steps, record.skipped_steps[0])
         num_norms = num_steps - 1
-    gaps = [
-        float("inf") if None in pair else abs(pair[1] - pair[0])
-        for pair in list(zip(reference.losses, record.losses, strict=False))[:num_steps]
-    ]
-    if not gaps:
-        raise ValueError(f"{record.run_name} and {reference.run_name} share no step")
-    changes = [abs((loss or 0.0) - (reference.losses[0] or 0.0)) for loss in reference.losses]
+    pairs = list(zip(reference.losses, record.losses, strict=False))[:num_steps]
+    gaps = [inf if None in pair else abs(pair[1] - pair[0]) for pair in pairs]
     allowed = [
-        at_step.loss + limits.loss_change * change
-        for at_step, change in zip(limits_by_step(limits, len(gaps)), changes, strict=False)
+        limits.loss * growth(step) + limits.loss_change * abs((loss or 0.0) - (pairs[0][0] or 0.0))
+        for step, (loss, _) in enumerate(pairs, start=1)
     ]
     worst = max(range(len(gaps)), key=lambda step: gaps[step] / allowed[step])
     ratio, norm_limit = _grad_norm_ratio(reference, record, limits, num_norms)
     parameter, parameter_ratio = _worst_parameter(reference, record, limits)
-    parity = Parity(
+    return Parity(
         reference=FP32_REFERENCE if _is_fp32_reference(reference) else _name_of(reference),
-        num_steps=len(gaps),
+        num_steps=len(pairs),
         loss_difference=gaps[worst],
         worst_step=worst + 1,
         grad_norm_ratio=ratio,
@@ -457,25 +409,7 @@ def compare_with(
         parameter=parameter,
         parameter_ratio=parameter_ratio,
         parameter_limit=None if parameter is None else 1 + limits.parameter_norm,
-        what=what,
     )
-    # losses near ln(V) of other random weights may agree by chance
-    by_chance = record.is_of_script and _weights_differ(record, reference)
-    if parity.agrees and not by_chance:
-        return parity
-    if (jump := _jump(reference, record)) and not by_chance:
-        end = max(1, jump - 2)
-        before = compare_with(
-            replace(reference, losses=reference.losses[:end], grad_norms=reference.grad_norms[:end]),
-            replace(record, losses=record.losses[:end], grad_norms=record.grad_norms[:end]),
-            limits=limits,
-            what=what,
-        )
-        if before.agrees:
-            loss = f"to {reference.losses[jump - 1]:.3g} in step {jump}"
-            hint = "a lower learning rate, or one that warms up, keeps them comparable"
-            return replace(before, unlike=f"both jump, {loss}, where rounding errors grow ({hint})")
-    return replace(parity, cause=cause_of(record, reference), unlike=_unlike_beginning(record, reference))
 
 
 def _jump(reference: RunRecord, record: RunRecord) -> int | None:
@@ -484,9 +418,9 @@ def _jump(reference: RunRecord, record: RunRecord) -> int | None:
     There a step multiplies the rounding errors of the steps before, from the step before it on: its gradient
     is as steep as the next loss shows.
     """
-    for step, pair in enumerate(zip(reference.losses, record.losses, strict=False), start=1):
-        firsts = (reference.losses[0], record.losses[0])
-        if None not in (*pair, *firsts) and all(a > b + JUMP for a, b in zip(pair, firsts, strict=True)):
+    first, own_first = reference.losses[0], record.losses[0]
+    for step, (loss, own) in enumerate(zip(reference.losses, record.losses, strict=False), start=1):
+        if None not in (loss, own, first, own_first) and min(loss - first, own - own_first) > JUMP:
             return step
     return None
 
@@ -510,9 +444,8 @@ def _unlike_beginning(record: RunRecord, reference: RunRecord) -> str | None:
 
 
 def _name_of(reference: RunRecord) -> str:
-    if reference.is_parity_reference:
-        return f"one process in {reference.asked['config']['numerics']}"
-    return reference.strategy
+    is_control = reference.is_parity_reference
+    return f"one process in {reference.config.numerics}" if is_control else reference.strategy
 
 
 def _grad_norm_ratio(
@@ -526,12 +459,10 @@ def _grad_norm_ratio(
         return None, 1 + limits.norm
     norms = list(zip(reference.grad_norms, record.grad_norms, strict=False))[:num_steps]
     ratios = [
-        (norm / wanted if wanted and norm else float("inf") if wanted != norm else 1.0, at_step.norm)
-        for (wanted, norm), at_step in zip(norms, limits_by_step(limits, len(norms)), strict=True)
+        (norm / wanted if wanted and norm else inf if wanted != norm else 1.0, limits.norm * growth(step))
+        for step, (wanted, norm) in enumerate(norms, start=1)
     ]
-    ratio, limit = max(
-        ratios, key=lambda pair: (_at_least_1(pair[0]) - 1) / pair[1], default=(1.0, limits.norm)
-    )
+    ratio, limit = max(ratios, key=lambda pair: _excess(pair[0]) / pair[1], default=(1.0, limits.norm))
     return ratio, 1 + limit
 
 
@@ -545,46 +476,18 @@ def _worst_parameter(
         return None, None
     floor = _SMALL_SHARE * max(norm or 0.0 for norm in wanted.values())
     ratios = {name: _ratio(norms.get(name), wanted.get(name), floor) for name in {**norms, **wanted}}
-    name = max(ratios, key=lambda name: _at_least_1(ratios[name]))
+    name = max(ratios, key=lambda name: _excess(ratios[name]))
     return name, ratios[name]
 
 
 def _ratio(norm: float | None, wanted: float | None, floor: float) -> float:
     if norm == wanted:
         return 1.0
-    return (norm + floor) / (wanted + floor) if norm and wanted else float("inf")
+    return (norm + floor) / (wanted + floor) if norm and wanted else inf
 
 
-def _at_least_1(ratio: float) -> float:
-    return max(ratio, 1 / ratio) if ratio else inf  # a quotient of tiny norms may round to 0
-
-
-@dataclass(frozen=True)
-class _References:
-    """The records that other records can be compared with."""
-
-    fp32_references: dict[bytes, list[RunRecord]]
-    "by task; the references of `slm compare --parity` come first"
-    controls: dict[tuple[str, str, bytes], RunRecord]
-    "by numerics, kernels and task"
-
-
-def _references(records: list[RunRecord]) -> _References:
-    references = _References(defaultdict(list), {})
-    usable = list(filter(_usable, records))
-    for record in sorted(usable, key=lambda record: not record.is_parity_reference):
-        if _is_fp32_reference(record):
-            references.fp32_references[_task_of(record)].append(record)
-        if record.is_parity_reference:
-            references.controls.setdefault(_key_of_control(record), record)
-    return references
-
-
-def _fp32_reference_of(record: RunRecord, references: _References) -> RunRecord | None:
-    for other in references.fp32_references.get(_task_of(record), []) if references.fp32_references else ():
-        if other is not record and (other.is_parity_reference or other.identity != record.identity):
-            return other
-    return None
+def _excess(ratio: float) -> float:
+    return max(ratio, 1 / ratio) - 1 if ratio else inf  # a quotient of tiny norms may round to 0
 
 
 def _usable(record: RunRecord) -> bool:
@@ -597,39 +500,16 @@ def _is_fp32_reference(record: RunRecord) -> bool:
     return record.engine == "single" and record.config.numerics == "fp32" and not record.is_of_script
 
 
-def _control_of(record: RunRecord, references: _References) -> RunRecord | None:
-    """Return the reference run of one process with the same numerics and kernels; None without one."""
-    if record.config.numerics == "fp32" or not references.controls:
-        return None
-    return references.controls.get(_key_of_control(record))
-
-
-def _key_of_control(record: RunRecord) -> tuple[str, str, bytes]:
-    return record.config.numerics, record.config.kernels, _task_of(record)
-
-
-def _settings_of(record: RunRecord) -> bytes:
-    settings = [record.asked["config"], record.asked["files"], record.world_size, record.gpu]
-    return msgspec.json.encode(settings, order="sorted")
-
-
 def _task_of(record: RunRecord) -> bytes:
     """Return a key of all settings that decide the losses.
 
     These are the model, data and schedule, and the number of sequences per step over all ranks; it also
     decides where an epoch ends, since epochs end after whole steps.
     """
-    config = record.asked["config"]
-    settings = {name: value for name, value in config.items() if name not in _SAME_TASK}
-    settings["max_grad_norm"] = (
-        settings["max_grad_norm"] or 0.0
-    )  # stock numerics: the script sets no clipping
-    settings["optim"] = rule_of(config.get("optim", "adamw"))
-    task = [settings, _sequences_per_step(record), record.asked["files"]]
+    asked, config = record.asked["config"], record.config
+    settings = {name: value for name, value in asked.items() if name not in _SAME_TASK}
+    settings["max_grad_norm"] = settings["max_grad_norm"] or 0.0  # stock numerics set no clipping
+    settings["optim"] = rule_of(asked.get("optim", "adamw"))
+    per_rank = config.per_device_train_batch_size * config.gradient_accumulation_steps
+    task = [settings, per_rank * record.asked["num_processes"], record.asked["files"]]
     return msgspec.json.encode(task, order="sorted")
-
-
-def _sequences_per_step(record: RunRecord) -> int:
-    config = record.config
-    sequences_per_rank = config.per_device_train_batch_size * config.gradient_accumulation_steps
-    return sequences_per_rank * record.asked["num_processes"]

@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import platform
 import re
 from collections.abc import Sequence
@@ -60,11 +59,11 @@ class Asked(TypedDict):
     accelerate_config: NotRequired[dict[str, Any] | None]
     deepspeed_config: NotRequired[dict[str, Any] | None]
     num_processes: NotRequired[PositiveInt]
+    # for each data path, a hash of its files' sizes and times; null for a hub id
     files: NotRequired[dict[str, str | None]]
-    "for each data path, a hash of its files' sizes and times; null for a hub id"
+    # a user's own script that did the run, and its arguments (`recorder.py`). `config` then has only these
+    # arguments by name, and numerics stock: what accelerate does by itself. Other flags are unknown
     script: NotRequired[list[str]]
-    """a user's own script that did the run, and its arguments (`recorder.py`). `config` then has only these
-    arguments by name, and numerics stock: what accelerate does by itself. Other flags are unknown"""
 
 
 _SHAPES = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_size", "vocab_size")
@@ -83,11 +82,11 @@ class WeightsCheck(TypedDict):
     """A comparison of all ranks' weights after a step."""
 
     step: Count
+    # tensors that several ranks have
     num_compared: Count
-    "tensors that several ranks have"
     num_different: Count
+    # names of the first different tensors
     different: list[str]
-    "names of the first different tensors"
 
 
 class Fp32Pass(TypedDict):
@@ -111,14 +110,14 @@ class ResumedFrom(TypedDict, total=False):
     num_processes: PositiveInt
     per_device_train_batch_size: PositiveInt
     gradient_accumulation_steps: PositiveInt
+    # sentence about the differences of this run's launch
     conversion: str | None
-    "sentence about the differences of this run's launch"
 
 
 class EvalLoss(TypedDict):
     step: Count
+    # mean over all held-out tokens
     loss: Loss | None
-    "mean over all held-out tokens"
 
 
 class DatasetFacts(TypedDict, total=False):
@@ -127,8 +126,8 @@ class DatasetFacts(TypedDict, total=False):
     name: Required[str]
     packing: Required[str]
     format: str
+    # share of the sequences
     weight: NonNegative | None
-    "share of the sequences"
     num_rows: Count
     num_sequences: Count
     num_tokens: Count
@@ -137,10 +136,10 @@ class DatasetFacts(TypedDict, total=False):
 
 
 class TokensCounted(TypedDict, total=False):
+    # tokens drawn from the data
     drawn: Count
-    "tokens drawn from the data"
+    # tokens at which the loss was computed
     in_loss: Count
-    "tokens at which the loss was computed"
 
 
 class GpuFacts(TypedDict, total=False):
@@ -172,8 +171,8 @@ class MemoryAtPeak(TypedDict):
     phase: str
     module: str
     num_bytes: Count
+    # bytes by part
     parts: dict[Literal[tuple(PARTS)], Count]
-    "bytes by part"
 
 
 class DeepSpeedEstimate(TypedDict):
@@ -188,123 +187,119 @@ class RunRecord:
     """The flags, launch and observations of one run. Reports derive rates, MFU and dollars from it."""
 
     run_name: str
+    # hash of all settings, versions and the GPU
     identity: str
-    "hash of all settings, versions and the GPU"
+    # ok, oom, failed, timeout, or skipped: not launched, because the estimate did not fit
     status: Status
-    "ok, oom, failed, timeout, or skipped: not launched, because the estimate did not fit"
     strategy: str
+    # the RunConfig's identity, the strategy's files and the number of processes
     asked: Asked
-    "the RunConfig's identity, the strategy's files and the number of processes"
+    # ModelSpec, with num_params
     model: ModelFacts
-    "ModelSpec, with num_params"
     versions: dict[str, str]
+    # ISO 8601, UTC
     started_at: str
-    "ISO 8601, UTC"
+    # source of the initial weights: random with the seed, a folder or a hub id; None in older records
     weights: str | None = None
-    "source of the initial weights: random with the seed, a folder or a hub id; None in older records"
+    # bytes, a folder, a hub id, or none for synthetic tokens; None in older records
     tokenizer: str | None = None
-    "bytes, a folder, a hub id, or none for synthetic tokens; None in older records"
+    # why the status is not ok
     reason: str | None = None
-    "why the status is not ok"
     command: str | None = None
+    # from the start of the process to the writing of the record
     seconds_total: Seconds | None = None
-    "from the start of the process to the writing of the record"
+    # the driver's name; None on CPU
     gpu: str | None = None
-    "the driver's name; None on CPU"
     cpu: str = field(default_factory=lambda: _cpu_name())
+    # CPU cores that the run's processes may use on their machine
     num_cores: PositiveInt | None = None
-    "CPU cores that the run's processes may use on their machine"
     world_size: PositiveInt | None = None
+    # machines, each with equally many ranks; None in older records
     num_machines: PositiveInt | None = None
-    "machines, each with equally many ranks; None in older records"
+    # probed after prepare, like the next two fields
     engine: Literal["single", "ddp", "fsdp1", "fsdp2", "deepspeed"] | None = None
-    "probed after prepare, like the next two fields"
     zero_stage: Count | None = None
     reshard_after_forward: bool | None = None
+    # the setting; `numerics` has the kernel that ran
     attn_implementation: str | None = None
-    "the setting; `numerics` has the kernel that ran"
+    # number of first steps that the probe slowed down; more than one if the first step compiled
     num_probed_steps: Count = 1
-    "number of first steps that the probe slowed down; more than one if the first step compiled"
+    # observations of `run/observe/probe.py` in the last probed step: the fields of `numerics.Numerics`
     numerics: NumericsFacts | None = None
-    "observations of `run/observe/probe.py` in the last probed step: the fields of `numerics.Numerics`"
+    # gradient norms of the last probed step by parameter, after reduction and before clipping; None: no
+    # gradient; empty in older records
     parameter_grad_norms: dict[str, NonNegative | None] = field(default_factory=dict)
-    """gradient norms of the last probed step by parameter, after reduction and before clipping; None: no
-    gradient; empty in older records"""
+    # with `slm compare --parity`: status, reason, losses, grad_norms, parameter_grad_norms, weights_of_ranks
+    # and numerics of the first steps in fp32
     fp32_pass: Fp32Pass | None = None
-    """with `slm compare --parity`: status, reason, losses, grad_norms, parameter_grad_norms, weights_of_ranks
-    and numerics of the first steps in fp32"""
+    # why plain kernels replaced those asked for; None if they did not
     plain_kernels: str | None = None
-    "why plain kernels replaced those asked for; None if they did not"
+    # comparison of all ranks' weights at each checkpoint and at the end: step, num_compared tensors,
+    # num_different, and the names of some different tensors
     weights_of_ranks: list[WeightsCheck] = field(default_factory=list)
-    """comparison of all ranks' weights at each checkpoint and at the end: step, num_compared tensors,
-    num_different, and the names of some different tensors"""
+    # hash of the weights before step 1: the first elements of each tensor, rounded to bf16; None if the run
+    # resumed, in a rehearsal and in older records
     weights_fingerprint: str | None = None
-    """hash of the weights before step 1: the first elements of each tensor, rounded to bf16; None if the run
-    resumed, in a rehearsal and in older records"""
+    # sum over all ranks and micro-steps
     tokens_per_step: PositiveInt | None = None
-    "sum over all ranks and micro-steps"
+    # of a user's own script: the shape of the first token ids that its model got on rank 0
     first_batch: FirstBatch | None = None
-    "of a user's own script: the shape of the first token ids that its model got on rank 0"
+    # above 0 if the run resumed
     first_step: Count = 0
-    "above 0 if the run resumed"
+    # the checkpoint before first_step: path, step, strategy, num_processes, per_device_train_batch_size,
+    # gradient_accumulation_steps; conversion is a sentence about the values that this run changed
     resumed_from: ResumedFrom | None = None
-    """the checkpoint before first_step: path, step, strategy, num_processes, per_device_train_batch_size,
-    gradient_accumulation_steps; conversion is a sentence about the values that this run
-    changed"""
+    # steps without an update, because the loss or gradient was not finite or too large; counted from 1
     skipped_steps: list[Count] = field(default_factory=list)
-    "steps without an update, because the loss or gradient was not finite or too large; counted from 1"
+    # fp32 loss of each step, the mean over all ranks and micro-steps; None if it was not finite
     losses: list[Loss | None] = field(default_factory=list)
-    "fp32 loss of each step, the mean over all ranks and micro-steps; None if it was not finite"
+    # gradient norm of each step, before clipping
     grad_norms: list[NonNegative | None] = field(default_factory=list)
-    "gradient norm of each step, before clipping"
-    losses_by_dataset: dict[str, list[Loss | None]] = field(default_factory=dict)
-    "with several datasets: each step's mean loss over the dataset's tokens; None if the step drew none"
+    # step and loss of each evaluation, over all held-out tokens
     eval_losses: list[EvalLoss] = field(default_factory=list)
-    "step and loss of each evaluation, over all held-out tokens"
+    # losses of each held-out set, at the steps of eval_losses
     eval_losses_by_set: dict[str, list[Loss | None]] = field(default_factory=dict)
-    "losses of each held-out set, at the steps of eval_losses"
+    # each dataset's name, weight, format, packing, and numbers of rows, sequences, tokens, padding and labels
     datasets: list[DatasetFacts] = field(default_factory=list)
-    "each dataset's name, weight, format, packing, and numbers of rows, sequences, tokens, padding and labels"
+    # trainable parameters with adapters; None: all parameters
     num_trainable_params: Count | None = None
-    "trainable parameters with adapters; None: all parameters"
+    # time of each step on each rank: from the end of the previous step to the step's end. It starts at the
+    # step's own beginning after an evaluation, a checkpoint or a probed step, and in older records always
     step_seconds: list[list[Positive]] = field(default_factory=list)
-    """time of each step on each rank: from the end of the previous step to the step's end. It starts at the
-    step's own beginning after an evaluation, a checkpoint or a probed step, and in older records always"""
+    # each rank's seconds of each step by phase: data, forward, backward and optimizer; under DeepSpeed, whose
+    # backward and optimizer step are one call, data only
     phase_seconds: list[dict[str, list[Seconds]]] = field(default_factory=list)
-    """each rank's seconds of each step by phase: data, forward, backward and optimizer; under DeepSpeed,
-    whose backward and optimizer step are one call, data only"""
+    # graphs that torch.compile compiled in each step, on the rank with the most
     num_graphs_compiled: list[Count] = field(default_factory=list)
-    "graphs that torch.compile compiled in each step, on the rank with the most"
+    # over all ranks and steps: tokens drawn from the data, and in_loss, the tokens with a loss
     tokens_counted: TokensCounted | None = None
-    "over all ranks and steps: tokens drawn from the data, and in_loss, the tokens with a loss"
+    # padding among the drawn tokens
     num_padding_tokens: Count | None = None
-    "padding among the drawn tokens"
+    # time of rank 0's profiled steps by activity: the fields of `step_breakdown.Anatomy`
     anatomy: AnatomyFacts | None = None
-    "time of rank 0's profiled steps by activity: the fields of `step_breakdown.Anatomy`"
+    # each rank's readings of NVML and the allocator: see `run/observe/machine_load.py`
     gpu_watch: list[GpuFacts] = field(default_factory=list)
-    "each rank's readings of NVML and the allocator: see `run/observe/machine_load.py`"
+    # mean number of this machine's CPU cores that other programs kept busy while the steps ran
     other_busy_cores: NonNegative | None = None
-    "mean number of this machine's CPU cores that other programs kept busy while the steps ran"
+    # RAM of rank 0's machine while the steps ran: total_bytes, least_available_bytes, swapped_out_bytes
     host_ram: HostRam | None = None
-    "RAM of rank 0's machine while the steps ran: total_bytes, least_available_bytes, swapped_out_bytes"
+    # each rank's bytes of parameters, gradients, master_weights and optimizer, counted from live tensors.
+    # Gradients are counted when the optimizer's step begins; even ZeRO-1 has reduced them to a shard then
     state_bytes: list[dict[str, Count]] = field(default_factory=list)
-    """each rank's bytes of parameters, gradients, master_weights and optimizer, counted from live tensors.
-    Gradients are counted when the optimizer's step begins; even ZeRO-1 has reduced them to a shard then"""
+    # each rank's peak, after the probed steps if there are others; None on CPU; in a rehearsal, only rank 0's
+    # peak, which is traced if there is no GPU
     peak_allocated_bytes: list[Count] | None = None
-    """each rank's peak, after the probed steps if there are others; None on CPU; in a rehearsal, only rank
-    0's peak, which is traced if there is no GPU"""
+    # as above; None in a rehearsal without a GPU
     peak_reserved_bytes: list[Count] | None = None
-    "as above; None in a rehearsal without a GPU"
+    # peak resident memory of each rank's process
     peak_rss_bytes: list[Count] | None = None
-    "peak resident memory of each rank's process"
+    # rank 0's peak in a step whose allocations were all traced: phase, module, num_bytes, bytes by part
     memory_at_peak: MemoryAtPeak | None = None
-    """rank 0's peak in a step whose allocations were all traced: phase, module, num_bytes, and bytes by
-    part"""
+    # DeepSpeed's own estimate: gpu_bytes per GPU and cpu_bytes per node; ZeRO-2 and ZeRO-3 only
     deepspeed_estimate: DeepSpeedEstimate | None = None
-    "DeepSpeed's own estimate: gpu_bytes per GPU and cpu_bytes per node; ZeRO-2 and ZeRO-3 only"
     model_dir: str | None = None
+    # the tracker that received the run's metrics
     reported_to: str | None = None
-    "the tracker that received the run's metrics"
     schema_version: Annotated[int, Meta(ge=0, le=SCHEMA_VERSION)] = SCHEMA_VERSION
 
     @cached_property
@@ -389,10 +384,12 @@ def installed_versions() -> dict[str, str]:
 
 def everything_asked(config: RunConfig, strategy: Strategy, num_processes: int) -> dict[str, Any]:
     """Return all settings of a run; two runs with equal settings are repeats of each other."""
+    paths = [source.path for source in (*config.sources, *config.eval_sources)]
+    paths += [config.model] if config.model else []
     return {
         "config": config.identity,
         **launch_asked(strategy, num_processes),
-        "files": {path: state_of(typed_path(path)) for path in _files_of(config)},
+        "files": {path: state_of(typed_path(path)) for path in paths},
     }
 
 
@@ -452,11 +449,6 @@ def launch_asked(strategy: Strategy, num_processes: int) -> dict[str, Any]:
     }
 
 
-def _files_of(config: RunConfig) -> list[str]:
-    data_paths = [source.path for source in (*config.sources, *config.eval_sources)]
-    return [*data_paths, *([config.model] if config.model else [])]
-
-
 def state_of(path: Path) -> str | None:
     """Return a hash that changes when a local file, or a file of a local folder, changes; else None."""
     if not exists(path):
@@ -465,12 +457,9 @@ def state_of(path: Path) -> str | None:
 
 
 def _state_of_files(files: Sequence[Path]) -> str:
-    states = [(str(file), stat.st_size, stat.st_mtime_ns) for file in files if (stat := _stat_of(file))]
+    there = [(str(file), file.stat()) for file in files if exists(file)]  # not so for a dangling link
+    states = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in there]
     return hashlib.sha256(json.dumps(states).encode()).hexdigest()[:12]
-
-
-def _stat_of(file: Path) -> os.stat_result:
-    return file.stat() if exists(file) else file.lstat()  # lstat for a dangling link
 
 
 def round_of(run_name: str) -> int:

@@ -53,7 +53,8 @@ def check_replaceable(model: Path) -> None:
             "hint: remove the link; to put the whole run on another disk, use --output_dir"
         )
     written = {model / name for name in _listed(model)}
-    if kept := [path for path in _files(model) if path not in written and path.lstat().st_size]:
+    present = [model] if model.is_file() else _files(model)
+    if kept := [path for path in present if path not in written and path.lstat().st_size]:
         raise ValueError(
             f"{kept[0]} was not written by a run, and saving the model would delete it\n"
             f"hint: move {model} away, or use another --run_name"
@@ -70,7 +71,7 @@ def delete_model(model: Path) -> None:
 def model_damage(model: Path) -> str | None:
     """Return what is missing from a saved model; None if all its files exist and none is empty."""
     if not (files := _files(model)):
-        return f"{model} is empty" if model.is_dir() else f"there is no {model}"
+        return f"there is no model in {model}"
     if lost := [path for path in map(model.__truediv__, _listed(model)) if path not in files]:
         return f"{lost[0]} is missing"
     empty = [path for path in files if not path.lstat().st_size]
@@ -87,10 +88,7 @@ def _listed(model: Path) -> list[str]:
 
 
 def _files(model: Path) -> list[Path]:
-    """List all files and links in a model's folder; or `model` itself, if it is not a folder."""
-    if model.is_dir():
-        return sorted(path for path in model.rglob("*") if path.is_symlink() or not path.is_dir())
-    return [model] if os.path.lexists(model) else []
+    return sorted(path for path in model.rglob("*") if path.is_symlink() or not path.is_dir())
 
 
 def delete(path: Path) -> None:

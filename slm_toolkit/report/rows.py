@@ -1,13 +1,9 @@
 """Turn records into ranked rows: a row has every figure of one run, computed once; None: unknown."""
 
-import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
-from functools import cache
+from math import inf
 from pathlib import Path
 from statistics import geometric_mean
-
-import msgspec
 
 from slm_toolkit.base.derived import Derived, Functions, attributes_of, unset
 from slm_toolkit.hardware.gpus import find_gpu
@@ -15,7 +11,7 @@ from slm_toolkit.hardware.prices import OwnPrices, find_price
 from slm_toolkit.model.model_spec import flops_per_token
 from slm_toolkit.predict.cost import usd_per_million_tokens
 from slm_toolkit.record.measurement_warnings import padding_share, warnings_of
-from slm_toolkit.record.numerics import alignments, differences, numerics_from
+from slm_toolkit.record.numerics import alignments, differences, numerics_from, settings_that_differ
 from slm_toolkit.record.parity import Parity, judge
 from slm_toolkit.record.run_record import RunRecord, finite
 from slm_toolkit.report.recorded_estimate import estimate_of
@@ -40,12 +36,12 @@ def _flags(*names: str) -> Functions:
 
 def _most(*names: str) -> Functions:
     """Return functions of the largest value of all ranks and launches."""
-
-    def of(row: "Row", name: str) -> int | None:
-        values = (value for record in row.measured for value in getattr(record, name) or ())
-        return max(values, default=None)
-
-    return {name: lambda row, name=name: of(row, name) for name in names}
+    return {
+        name: lambda row, name=name: max(
+            (value for record in row.measured for value in getattr(record, name) or ()), default=None
+        )
+        for name in names
+    }
 
 
 _FIGURES: Functions = {
@@ -101,11 +97,6 @@ _FIGURES: Functions = {
     **attributes_of("main", "tokens_per_step", "tokens_counted"),
     # share of the tokens, 0..1; rates and dollars exclude padding, MFU includes it (it was computed)
     "padding": lambda row: padding_share(row.main),
-    # with several datasets: each dataset's loss in the last step that drew from it
-    "final_loss_by_dataset": lambda row: {
-        name: next((loss for loss in reversed(losses) if loss is not None), None)
-        for name, losses in row.first.losses_by_dataset.items()
-    },
     # loss of each held-out set after the last step
     "final_eval_losses": lambda row: {
         name: losses[-1] for name, losses in row.first.eval_losses_by_set.items() if losses
@@ -158,11 +149,11 @@ _FIGURES: Functions = {
     **unset("rank"),
     # whether another row has the same rank: a tie
     **unset("shares_rank"),
-    # why this row has no rank: another dtype of compute or master weights than `numerics_reference` (with
-    # --strict, any difference), or another number of ranks than was asked for
-    "unlike": lambda row: _unasked_ranks(row.main),
+    # why this row has no rank: another dtype of compute or master weights than `numerics_reference`, or
+    # another number of ranks than was asked for
+    "unlike": lambda row: _unlike(row.world_size, row.main.asked.get("num_processes")),
     # events that slowed the run down or may have disturbed its measurement
-    "warnings": lambda row: [*_warnings(row), *row.warnings_of_others],
+    "warnings": lambda row: _warnings(row),
     "anatomy": lambda row: next(filter(None, (record.anatomy for record in row.ok_records)), None),
     # the launch command of the first launch; None if it was not launched
     **attributes_of("main", "command"),
@@ -195,11 +186,10 @@ class Row(Derived):
         *,
         prices: OwnPrices | None = None,
         judged: Parity | None = None,
-        warnings: Iterable[str] = (),
     ) -> None:
         """Compute all figures, so that an error shows which record can't be shown.
 
-        `judged`: the parity of its worst launch. `warnings`: those that follow from other records.
+        `judged`: the parity of its worst launch. If losses can't be compared, the row has only the reason.
         """
         self.path = launches[0][0]
         records = [record for _, record in launches]
@@ -212,7 +202,8 @@ class Row(Derived):
         self.rate = throughput(self.ok_records)
         self.found_price = None if self.is_rehearsed else find_price(self.main.gpu, prices)
         self.estimate = estimate_of(self.main) if self.main.gpu or self.is_rehearsed else None
-        self.judged, self.warnings_of_others = judged, warnings
+        is_unlike = judged is not None and judged.unlike is not None and not judged.faults
+        self.judged, self.losses_unlike = (None, judged.unlike) if is_unlike else (judged, None)
         self.as_json()
 
     @property
@@ -271,19 +262,15 @@ class Row(Derived):
         return "unequal" if self.parity_holds is False else self.status
 
 
-def num_different_flags(row: Row, other: Row) -> int:
-    """Count the flags of `row` that have another value in `other`."""
-    return sum(other.asked.get(name) != value for name, value in row.asked.items())
-
-
 def _warnings(row: Row) -> list[str]:
     if row.is_rehearsed:
         return []
     warnings = [warning for record in row.ok_records for warning in warnings_of(record)]
+    if row.losses_unlike:
+        warnings.append(f"losses not comparable: {row.losses_unlike}")
     if row.ok_records and row.rate is None:
-        is_counted = row.tokens_per_step is not None
-        how = "tokens are unknown: the model was called without token ids"
-        return ["no step was timed: all steps were warm-up" if is_counted else how, *warnings]
+        unknown = "tokens are unknown: the model was called without token ids"
+        warnings.insert(0, "no step was timed: all steps were warm-up" if row.tokens_per_step else unknown)
     return warnings
 
 
@@ -330,9 +317,8 @@ def impossible(records: list[RunRecord], mfu: float | None) -> str | None:
     return None
 
 
-def _unasked_ranks(record: RunRecord) -> str | None:
+def _unlike(size: int | None, asked: int | None) -> str | None:
     """Return that a run had other ranks than it asked for, as accelerate's launcher may start fewer."""
-    size, asked = record.world_size, record.asked.get("num_processes")
     return None if None in (size, asked) or size == asked else f"{size} of {asked} ranks ran"
 
 
@@ -343,7 +329,6 @@ def rows_of(
     records: list[tuple[Path, RunRecord]],
     *,
     prices: OwnPrices | None = None,
-    strict: bool = False,
     problems: list[str] | None = None,
 ) -> list[Row]:
     """Make one row for each run, for any number of launches, with parity, marks and ranks.
@@ -359,44 +344,35 @@ def rows_of(
     rows = []
     for indices in launches.values():
         try:
-            launched = [records[index] for index in indices]
-            rows.append(_judged_row(launched, [parities[index] for index in indices], prices))
+            known = [parity for index in indices if (parity := parities[index]) is not None]
+            worst = max(known, key=_badness, default=None)
+            rows.append(Row([records[index] for index in indices], prices=prices, judged=worst))
         except Exception as error:
             if problems is None:
                 raise
             problems.append(f"{records[indices[0]][0]} can't be shown: {type(error).__name__}: {error}")
-    return ranked(rows, strict=strict)
+    return ranked(rows)
 
 
-def _judged_row(
-    launches: list[tuple[Path, RunRecord]], parities: list[Parity | None], prices: OwnPrices | None
-) -> Row:
-    """Make a row with the worst parity of its launches; of incomparable losses it has only the reasons."""
-    known = [parity for parity in parities if parity is not None]
-    unlike = [f"losses not comparable: {parity.unlike}" for parity in known if parity.unlike is not None]
-    if unlike and not any(parity.faults for parity in known):
-        return Row(launches, prices=prices, warnings=dict.fromkeys(unlike))
-    worst = max(known, key=lambda parity: (not parity.holds, parity.loss_difference), default=None)
-    return Row(launches, prices=prices, judged=worst)
+def _badness(parity: Parity) -> tuple:
+    return bool(parity.faults), parity.unlike is not None, not parity.holds, parity.loss_difference
 
 
 # Which rows of a report may be compared, and their ranks by tokens per second; ties share a rank.
 
 
-def ranked(rows: list[Row], *, strict: bool) -> list[Row]:
+def ranked(rows: list[Row]) -> list[Row]:
     """Return the rows in the same order, with ranks and differences of their numerics.
 
     Rows of one model, sequence length and machine are ranked together. The reference for differences is a DDP
     row of the same `--numerics`, else a row of one process, else the first such row. A rehearsal has no rank.
-    With `strict`, rows with different or unknown numerics have no rank either, and each `--numerics` is
-    ranked separately.
     """
     rows = [row.with_values(rank=None, shares_rank=None) for row in rows]
-    _mark_differences(rows, strict=strict)
+    _mark_differences(rows)
     groups: dict[tuple, list[Row]] = defaultdict(list)
     for row in rows:
-        if _competes(row, strict=strict):
-            groups[_machine(row), row.numerics if strict else None].append(row)
+        if _competes(row):
+            groups[_machine(row)].append(row)
     for group in groups.values():
         if len(group) > 1:
             _rank(group)
@@ -436,19 +412,18 @@ def clearly_faster(row: Row, other: Row, *, weight: float = 1.0) -> bool:
     return row.interval[0] * weight > other.interval[1]
 
 
-def _competes(row: Row, *, strict: bool) -> bool:
-    fair = row.unlike is None and (row.numerics_probed is not None or not strict)
+def _competes(row: Row) -> bool:
     in_rounds = len(row.tokens_per_second_by_round) >= MIN_ROUNDS
     is_judged = row.interval is not None and (in_rounds or not row.is_uncertain)
     timed = is_judged and row.world_size is not None and not row.is_rehearsed
-    return row.is_good and timed and fair
+    return row.is_good and timed and row.unlike is None
 
 
 def _machine(row: Row) -> tuple:
     return row.script or row.model, row.num_params, row.seq_len, row.gpu or row.cpu
 
 
-def _mark_differences(rows: list[Row], *, strict: bool) -> None:
+def _mark_differences(rows: list[Row]) -> None:
     """Mark how the numerics of rows differ from their references."""
     groups: dict[tuple, list[Row]] = defaultdict(list)
     for row in rows:
@@ -458,37 +433,22 @@ def _mark_differences(rows: list[Row], *, strict: bool) -> None:
         ok = [row for row in group if row.status == "ok"]
         by_engine = ([row for row in ok if row.engine == engine] for engine in ("ddp", "single"))
         if candidates := next(filter(None, by_engine), ok):
-            most_similar = _most_similar_of(candidates)
+            by_flags = {tuple(row.asked.items()): row for row in reversed(candidates)}
             for row in group:
-                _mark_difference(row, most_similar(row), strict=strict)
+                _mark_difference(row, by_flags.get(tuple(row.asked.items()), candidates[0]))
 
 
-def _most_similar_of(candidates: list[Row]) -> Callable[[Row], Row]:
-    """Return the function that finds the candidate with the most similar flags; fast for 10,000 rows."""
-
-    def flags(row: Row) -> tuple:
-        return tuple(row.asked.items())
-
-    by_flags = {flags(row): row for row in reversed(candidates)}  # of equal ones, the first
-    return lambda row: (
-        by_flags.get(flags(row)) or min(candidates, key=lambda other: num_different_flags(row, other))
-    )
-
-
-def _mark_difference(row: Row, reference: Row, *, strict: bool) -> None:
+def _mark_difference(row: Row, reference: Row) -> None:
     """Mark the differences of a row's numerics that different flags don't explain."""
     if row is reference:
         return
-    settings = row.asked.keys() | reference.asked.keys()
-    other = {name for name in settings if row.asked.get(name) != reference.asked.get(name)}
-    if row.world_size != reference.world_size:
-        other.add("world_size")
+    settings = ({**each.asked, "world_size": each.world_size} for each in (row, reference))
     unexplained = differences(
         numerics_from(row.numerics_probed),
         numerics_from(reference.numerics_probed),
-        other_settings=frozenset(other),
+        other_settings=settings_that_differ(*settings),
     )
-    decisive = ", ".join(str(found) for found in unexplained if strict or found.field in _DECISIVE)
+    decisive = ", ".join(str(found) for found in unexplained if found.field in _DECISIVE)
     reasons = (row.unlike, decisive and f"{decisive}, unlike {reference.strategy}")
     row.numerics_differences = [str(difference) for difference in unexplained]
     row.numerics_alignments = alignments(unexplained) if row.script else []
@@ -499,22 +459,18 @@ def _mark_difference(row: Row, reference: Row, *, strict: bool) -> None:
 # The order of a report.
 
 
-def sorted_rows(rows: list[Row], by: str) -> list[Row]:
-    """Return the rows of each model, sequence length and machine with the best first; "strategy": unchanged.
+def sorted_rows(rows: list[Row]) -> list[Row]:
+    """Return the rows of each model, sequence length and machine with the fastest first.
 
-    Ties of ranks are sorted by rate. Rows with an unknown value come last, in their old order.
+    Ties of ranks are sorted by rate. Rows without a rank come last, in their old order.
     """
     place = {group: index for index, group in enumerate(dict.fromkeys(map(_machine, rows)))}
-    value = _SORT_VALUES[by]
-    return sorted(rows, key=lambda row: (place[_machine(row)], value(row) == (), value(row)))
 
+    def key(row: Row) -> tuple[float, ...]:
+        order = (inf,) if row.rank is None else (row.rank, -row.tokens_per_second_per_gpu)
+        return place[_machine(row)], *order
 
-_SORT_VALUES: dict[str, Callable[[Row], tuple]] = {  # an empty tuple: unknown
-    "rank": lambda row: () if row.rank is None else (row.rank, -row.tokens_per_second_per_gpu),
-    "strategy": lambda row: (),
-    "memory": lambda row: () if row.compared_bytes is None else (row.compared_bytes,),
-    "cost": lambda row: () if row.usd_per_million_tokens is None else (row.usd_per_million_tokens,),
-}
+    return sorted(rows, key=key)
 
 
 def report_order(found: tuple[Path, RunRecord]) -> tuple:
@@ -526,14 +482,9 @@ def report_order(found: tuple[Path, RunRecord]) -> tuple:
     return (
         record.model.get("num_params", 0),
         not record.is_parity_reference,
-        _sortable(msgspec.json.encode(asked)),  # as text, since settings of several types can't be ordered
+        # as text, since settings of several types can't be ordered; padded numbers sort as numbers
+        [str(value).rjust(16) if type(value) is int else str(value) for value in asked.values()],
         num_rehearsed or 0,
         known.index(record.strategy),
         str(found[0]),
     )
-
-
-@cache
-def _sortable(asked: bytes) -> bytes:
-    """Pad the whole numbers of a JSON, so that its text sorts like the numbers."""
-    return re.sub(rb":(\d+)(?=[,}])", lambda number: number[1].rjust(16), asked)

@@ -48,14 +48,19 @@ def throughput(repeats: list[RunRecord]) -> Throughput | None:
     directions. Disturbed launches widen it: see `disturbance`.
     Fewer than ten timed steps have no interval.
     """
-    timed = [(record, timed_seconds(record)) for record in repeats]
-    timed = [(record, seconds) for record, seconds in timed if seconds and record.tokens_per_step]
+    timed = [
+        (record, seconds)
+        for record in repeats
+        if record.tokens_per_step and (seconds := timed_seconds(record))
+    ]
     if not timed:
         return None
-    medians = [median(block_rates(seconds, _tokens_per_step(record))) for record, seconds in timed]
-    by_round = {round_of(record.run_name): launch for (record, _), launch in zip(timed, medians, strict=True)}
+    blocks = [block_rates(seconds, _tokens_per_step(record)) for record, seconds in timed]
+    medians = [*map(median, blocks)]
+    by_round = {round_of(record.run_name): rate for (record, _), rate in zip(timed, medians, strict=True)}
     num_timed_steps = sum(len(seconds) for _, seconds in timed)
-    lowest, highest = _interval(timed, medians) if num_timed_steps >= STEPS_PER_BLOCK else (None, None)
+    is_enough = num_timed_steps >= STEPS_PER_BLOCK
+    lowest, highest = _interval(timed, blocks, medians) if is_enough else (None, None)
     return Throughput(
         tokens_per_second=median(medians),
         tokens_per_second_lowest=lowest,
@@ -63,17 +68,23 @@ def throughput(repeats: list[RunRecord]) -> Throughput | None:
         num_timed_steps=num_timed_steps,
         num_launches=len(timed),
         by_round=by_round if len(by_round) == len(timed) else {},
-        num_warmup_steps=max(len(record.slowest_rank_seconds) - len(seconds) for record, seconds in timed),
+        num_warmup_steps=max(record.num_warmup_steps for record, _ in timed),
     )
 
 
-def _interval(timed: list[tuple[RunRecord, list[float]]], medians: list[float]) -> tuple[float, float]:
-    """Return the interval of the launches' rates, whose medians these are; see `throughput`."""
-    rate = median(medians)
-    if len(medians) >= 3:
-        lowest, highest = _prediction_interval(medians)
+def _interval(
+    timed: list[tuple[RunRecord, list[float]]], blocks: list[list[float]], medians: list[float]
+) -> tuple[float, float]:
+    """Return the interval of the launches' rates, whose blocks and medians these are; see `throughput`."""
+    rate, count = median(medians), len(medians)
+    if count >= 3:  # 95 % of further launches: median +- t s sqrt(1 + 1/n)
+        half = _STUDENT_T[min(count - 3, len(_STUDENT_T) - 1)] * stdev(medians) * sqrt(1 + 1 / count)
+        lowest, highest = max(0.0, rate - half), rate + half
     else:
-        sample = [rate_value for record, seconds in timed for rate_value in _sample(record, seconds)]
+        sample = []
+        for (record, seconds), rates in zip(timed, blocks, strict=True):
+            of_steps = (_tokens_per_step(record) / step_seconds for step_seconds in seconds)
+            sample += rates if len(rates) >= 3 else of_steps
         lowest, highest = interval_of_median(sample)
         lowest, highest = min(lowest, rate * (1 - LAUNCH_NOISE)), max(highest, rate * (1 + LAUNCH_NOISE))
     factor = max(disturbance(record) for record, _ in timed)
@@ -117,27 +128,15 @@ def _tokens_per_step(record: RunRecord) -> float:
     return record.tokens_per_step * (1 - padding_share(record))
 
 
-def _sample(record: RunRecord, seconds: list[float]) -> list[float]:
-    blocks = block_rates(seconds, _tokens_per_step(record))
-    return blocks if len(blocks) >= 3 else [_tokens_per_step(record) / step_time for step_time in seconds]
-
-
-def _prediction_interval(medians: list[float]) -> tuple[float, float]:
-    """Return the interval that contains one more launch in 95 % of cases: median +- t s sqrt(1 + 1/n)."""
-    count = len(medians)
-    half = _STUDENT_T[min(count - 3, len(_STUDENT_T) - 1)] * stdev(medians) * sqrt(1 + 1 / count)
-    return max(0.0, median(medians) - half), median(medians) + half
-
-
 def mean_phases(record: RunRecord) -> dict[str, float] | None:
     """Return the mean seconds of a timed step and its phases on the slowest rank; None if none was timed."""
-    start = record.num_warmup_steps
-    steps = [seconds[start:] for seconds in record.step_seconds]
-    if not steps or not steps[0] or not record.phase_seconds:
+    if not record.phase_seconds or not timed_seconds(record):
         return None
-    slowest = max(range(len(steps)), key=lambda rank: sum(steps[rank]))
-    phases = {name: seconds[start:] for name, seconds in record.phase_seconds[slowest].items()}
-    return {name: fmean(seconds) for name, seconds in {"step": steps[slowest], **phases}.items()}
+    start = record.num_warmup_steps
+    steps, phases = max(
+        zip(record.step_seconds, record.phase_seconds, strict=True), key=lambda rank: sum(rank[0][start:])
+    )
+    return {name: fmean(seconds[start:]) for name, seconds in {"step": steps, **phases}.items()}
 
 
 def joules_per_token(records: list[RunRecord]) -> float | None:
@@ -173,8 +172,3 @@ def interval_of_median(sample: list[float]) -> tuple[float, float]:
             break
         skipped += 1
     return ordered[skipped], ordered[count - 1 - skipped]
-
-
-def overlap(first: tuple[float, float], second: tuple[float, float]) -> bool:
-    """Return whether two intervals overlap; then their figures are a tie."""
-    return first[0] <= second[1] and second[0] <= first[1]

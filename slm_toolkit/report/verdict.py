@@ -1,7 +1,7 @@
 """State what a comparison shows: the fastest row, the cheapest, the smallest, and what dropped out."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from slm_toolkit.record.steady_rate import STEPS_PER_BLOCK
 from slm_toolkit.report.labels import labelled
@@ -32,12 +32,12 @@ def verdict(rows: list[Row]) -> list[str]:
     if len(groups) == 1:
         return _sentences(rows)
     lines = [
-        f"{_subject(key, groups)}: {' '.join(sentences)}"
+        f"{', '.join(filter(None, key))}: {' '.join(sentences)}"
         for key, group in groups.items()
         if (sentences := _sentences(group))
     ]
-    if hidden := len(lines) - _MOST_GROUPS:
-        lines[_MOST_GROUPS:] = [f"{hidden} more groups of rows are in the table."] if hidden > 0 else []
+    if num_hidden := len(lines[_MOST_GROUPS:]):
+        lines[_MOST_GROUPS:] = [f"{num_hidden} more groups of rows are in the table."]
     return lines
 
 
@@ -49,16 +49,10 @@ def _competition(row: Row) -> tuple[str, ...]:
     return row.model, size, length, row.gpu or row.cpu, ranks
 
 
-def _subject(key: tuple[str, ...], groups: Iterable[tuple[str, ...]]) -> str:
-    """Return the parts of a group's key that other groups don't share."""
-    columns = zip(*groups, strict=True)
-    return ", ".join(part for part, column in zip(key, columns, strict=True) if part and len(set(column)) > 1)
-
-
 def _sentences(group: list[Row]) -> list[str]:
     rows = labelled(group)
     good = {name: row for name, row in rows.items() if row.is_good}
-    sentences = (_speed(rows), _cost(good), _memory(good), *_unranked(rows), _sameness(good))
+    sentences = (_speed(rows), _cost(good), _memory(good), *_unranked(rows))
     return list(filter(None, sentences))
 
 
@@ -72,7 +66,8 @@ def _speed(rows: dict[str, Row]) -> str:
     others = [rows[name] for name in names if name not in fastest]
     best, rates = rows[names[0]], _rates(fastest.values())
     if not others:
-        return f"No row is clearly fastest: {_all(len(fastest))} tie ({rates})."
+        all_of_them = "both" if len(fastest) == 2 else f"all {len(fastest)}"
+        return f"No row is clearly fastest: {all_of_them} tie ({rates})."
     if len(fastest) == 1:
         return f"{_joined(fastest)} is fastest: {rates}, {_gains(best, others)}."
     return (
@@ -91,11 +86,9 @@ def _why_unranked(rows: dict[str, Row]) -> str:
         return f"Too uncertain to rank: {again} (--repeats 3 compares in rounds)."
     if timed and all(row.interval is None for row in timed.values()):
         steps = min(row.num_timed_steps for row in timed.values())
-        flag = "" if any(row.script for row in timed.values()) else " (--max_steps)"
-        return f"Too few steps to rank: {steps} were timed, {STEPS_PER_BLOCK} are needed{flag}."
+        return f"Too few steps to rank: {steps} were timed, {STEPS_PER_BLOCK} are needed."
     if len(timed) == 1:
-        rate = _rates(timed.values())
-        return f"{_joined(timed)} runs at {rate}; there is no other row to compare it with."
+        return f"{_joined(timed)} runs at {_rates(timed.values())}; no other row is comparable."
     return ""
 
 
@@ -134,13 +127,12 @@ def _memory(good: dict[str, Row]) -> str:
         return ""
     least, most = min(known.values()), max(known.values())
     on_cpu = all(row.is_on_cpu for row in good.values())
-    what = "of training state per rank" if on_cpu else "at the peak"
+    needed = f"{_size(least)} {'of training state per rank' if on_cpu else 'at the peak'}"
     if most <= least * (1 + SAME_MEMORY):
-        return f"All need the same memory ({_gib(least)} {what})."
+        return f"All need the same memory ({needed})."
     smallest = [name for name, size in known.items() if size <= least * (1 + SAME_MEMORY)]
     verb = "needs" if len(smallest) == 1 else "need"
-    size = _gib if _gib(least) != _gib(most) else _mib
-    return f"{_joined(smallest)} {verb} the least memory ({size(least)} {what}; the most is {size(most)})."
+    return f"{_joined(smallest)} {verb} the least memory ({needed}; the most is {_size(most)})."
 
 
 def _unranked(rows: dict[str, Row]) -> list[str]:
@@ -154,19 +146,6 @@ def _unranked(rows: dict[str, Row]) -> list[str]:
     return [f"Not ranked, {reason}: {_joined(names)}." for reason, names in by_reason.items() if reason]
 
 
-def _sameness(good: dict[str, Row]) -> str:
-    """State that all rows computed the same, if each was checked, or others were checked against it."""
-    measured = [row for row in good.values() if not row.is_rehearsed]
-    checked = [row for row in measured if row.parity_holds]
-    references = {row.parity_reference for row in checked}
-    if len(measured) < 2 or any(row.strategy not in references for row in measured if row not in checked):
-        return ""
-    largest = max(row.parity_max_loss_difference or 0.0 for row in checked)
-    is_marked = any(row.numerics_differences or row.unlike for row in measured)
-    same = "computed other things, with nearly the same losses" if is_marked else "computed the same"
-    return f"{_all(len(measured)).capitalize()} {same} (largest loss difference {largest:.1g})."
-
-
 def _joined(names: Collection[str]) -> str:
     """Join names; count those after the third. Semicolons separate names that contain a comma."""
     shown, rest = [*names][:_MOST_NAMES], len(names) - _MOST_NAMES
@@ -175,13 +154,5 @@ def _joined(names: Collection[str]) -> str:
     return " and ".join(filter(None, (separator.join(shown[:-1]), shown[-1])))
 
 
-def _all(count: int) -> str:
-    return "both" if count == 2 else f"all {count}"
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f} MiB"
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -79,14 +79,11 @@ def mean_loss(by_set: dict[str, tuple[float, int]]) -> float:
 
 
 def described(by_set: dict[str, tuple[float, int]]) -> str:
-    """Return a line with loss and perplexity over all sets; if there are several, then of each set."""
-    parts = [_loss_and_perplexity(mean_loss(by_set))]
+    """Return loss and perplexity over all sets; if there are several, then of each set."""
+    losses = {"": mean_loss(by_set)}
     if len(by_set) > 1:
-        sets = (f"{name} {_loss_and_perplexity(loss)}" for name, (loss, _) in by_set.items())
-        parts.append(", ".join(sets))
-    return "; ".join(parts)
-
-
-def _loss_and_perplexity(loss: float) -> str:
-    perplexity = math.exp(loss) if loss < 20 else math.inf
-    return f"{loss:.4f} (perplexity {perplexity:.4g})"
+        losses |= {f"{name} ": loss for name, (loss, _) in by_set.items()}
+    perplexities = (
+        f"{name}{loss:.4f} (perplexity {math.exp(min(loss, 50)):.4g})" for name, loss in losses.items()
+    )
+    return ", ".join(perplexities)

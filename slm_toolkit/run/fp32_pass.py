@@ -1,14 +1,12 @@
 """--parity: before the run itself, a child process of each rank takes the run's first steps in fp32."""
 
 import dataclasses
+import multiprocessing
 import os
-import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from slm_toolkit.base.errors import EXIT_CODE_VARIABLE
 from slm_toolkit.config.flags import flags_of
@@ -24,6 +22,11 @@ _ATTEMPT = 10**6
 "restart count of the children: keeps their entries in the launcher's store apart from the run's"
 _FAILED = "the fp32 steps failed"
 _SECONDS_BETWEEN_LOOKS = 0.2
+_LEFT_OUT = (
+    *("profile", "eval_steps", "eval_dataset", "save_steps"),
+    *("resume_from_checkpoint", "overwrite_output_dir", "report_to"),
+    *("logging_steps", "max_time"),
+)
 
 
 def in_fp32_first(config: RunConfig, train: Callable[..., None]) -> dict[str, Any] | None:
@@ -39,21 +42,16 @@ def in_fp32_first(config: RunConfig, train: Callable[..., None]) -> dict[str, An
     if config.parity is None or is_reference or os.environ.get(_ATTEMPT_VARIABLE, "0") != "0":
         return None
     with tempfile.TemporaryDirectory(prefix="slm-fp32-") as name:
-        folder = Path(name)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        rank = os.getpid()
-        child = os.fork()
-        if child == 0:
-            end_with_parent(rank)
-            _train_in_child(config, folder, train)
+        child = multiprocessing.get_context("fork").Process(
+            target=_train_in_child, args=(os.getpid(), config, Path(name), train)
+        )
+        child.start()
         _wait_for(child)
-        if os.environ.get("RANK", "0") != "0":
-            return None
-        return _result(folder)
+        return _result(Path(name)) if os.environ.get("RANK", "0") == "0" else None
 
 
-def _train_in_child(config: RunConfig, folder: Path, train: Callable[..., None]) -> NoReturn:
+def _train_in_child(rank: int, config: RunConfig, folder: Path, train: Callable[..., None]) -> None:
+    end_with_parent(rank)
     os.environ[_ATTEMPT_VARIABLE] = str(_ATTEMPT)
     os.environ.pop(EXIT_CODE_VARIABLE, None)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and "MASTER_PORT" in os.environ:
@@ -62,22 +60,17 @@ def _train_in_child(config: RunConfig, folder: Path, train: Callable[..., None])
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    try:
-        train(flags_of(_in_fp32(config, folder)), end_after=min(FP32_STEPS, config.parity))
-    except SystemExit as end:
-        leave(end.code)
-    except BaseException:
-        traceback.print_exc()
-        leave(1)
-    leave(0)
+    train(flags_of(_in_fp32(config, folder)), end_after=min(FP32_STEPS, config.parity))
+    leave(0)  # multiprocessing ends the child after an exception
 
 
 def _in_fp32(config: RunConfig, folder: Path) -> RunConfig:
     """Return the config of the same training in fp32 that writes only a record."""
+    clipping = 0.0 if config.numerics == "stock" else 1.0
     return dataclasses.replace(
         config,
         numerics="fp32",
-        max_grad_norm=config.max_grad_norm if config.max_grad_norm is not None else _clipping_of(config),
+        max_grad_norm=clipping if config.max_grad_norm is None else config.max_grad_norm,
         fp8="none",
         attn_implementation="sdpa"
         if config.attn_implementation.startswith("flash")  # flash-attn has no fp32
@@ -90,27 +83,14 @@ def _in_fp32(config: RunConfig, folder: Path) -> RunConfig:
     )
 
 
-_LEFT_OUT = (
-    *("profile", "eval_steps", "eval_dataset", "save_steps"),
-    *("resume_from_checkpoint", "overwrite_output_dir", "report_to"),
-    *("logging_steps", "max_time"),
-)
-
-
-def _clipping_of(config: RunConfig) -> float:
-    return 0.0 if config.numerics == "stock" else 1.0
-
-
-def _wait_for(child: int) -> None:
+def _wait_for(child: multiprocessing.Process) -> None:
     """Wait until the child ends. Kill it if another rank's child failed, because it would wait forever."""
     peer_store = open_peer_store()
-    while (pid_and_status := os.waitpid(child, os.WNOHANG)) == (0, 0):
+    while child.exitcode is None:
         if peer_store is not None and peer_store.read(_FAILED):
-            os.kill(child, 9)
-            os.waitpid(child, 0)
-            return
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
-    if pid_and_status[1] != 0 and peer_store is not None:
+            child.kill()
+        child.join(_SECONDS_BETWEEN_LOOKS)
+    if child.exitcode != 0 and peer_store is not None:
         peer_store.write(_FAILED, True)
 
 

@@ -1,6 +1,6 @@
 """What set-up hands to the loop and its observers."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ from slm_toolkit.run.peers.launch_info import Launch
 from slm_toolkit.strategy.strategy import sequences_per_step
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
-    """A run while it is set up, and from its first step on. Each step of set-up fills the fields below."""
+    """A run while it is set up, and from its first step on. `run/setup.py` fills the fields with defaults."""
 
     config: RunConfig
     spec: ModelSpec
@@ -56,6 +56,10 @@ class Run:
     trace: AllocationTrace | None = None
     "only if allocations are traced; already includes the engine's allocations in `accelerate.prepare`"
     num_steps: int = 0
+
+    def note(self, **facts: Any) -> None:
+        """Add facts to the record."""
+        self.record = replace(self.record, **facts)
 
     @property
     def sequences_per_step(self) -> int:

@@ -19,14 +19,9 @@ from slm_toolkit.config.flags import training_config
 from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
 from slm_toolkit.launch.command_line import shared_launch_facts
 from slm_toolkit.model.model_spec import ModelSpec, padded_spec
-from slm_toolkit.model.names import (
-    check_tokenizer,
-    find_model,
-    has_weights,
-    tokenizer_of,
-)
+from slm_toolkit.model.names import check_tokenizer, find_model, has_weights, tokenizer_of
 from slm_toolkit.predict.choices import completed
-from slm_toolkit.predict.deepspeed_estimator import live_deepspeed_needs
+from slm_toolkit.predict.deepspeed_estimator import deepspeed_needs
 from slm_toolkit.record.run_record import (
     RunRecord,
     everything_asked,
@@ -38,26 +33,23 @@ from slm_toolkit.record.run_record import (
 from slm_toolkit.record.saved_files import sweep
 from slm_toolkit.run.checkpoint.checkpoint import (
     CheckpointWriter,
+    check_data,
+    choose,
+    described,
     fingerprint,
     fingerprint_of_frozen,
+    load_state,
+    load_weights,
+    num_held_out,
 )
-from slm_toolkit.run.checkpoint.files import DATA
+from slm_toolkit.run.checkpoint.files import DATA, Checkpoint
 from slm_toolkit.run.checkpoint.output_dir import (
     check_writable,
     hold_run,
     hold_swap_folder,
     remove_earlier_run,
 )
-from slm_toolkit.run.checkpoint.resume import (
-    check_data,
-    choose,
-    described,
-    load_state,
-    load_weights,
-    num_held_out,
-)
 from slm_toolkit.run.checkpoint.start import (
-    Checkpoint,
     check_steps_left,
     claim,
     find_start,
@@ -75,18 +67,16 @@ from slm_toolkit.run.engine.engine import (
     scale_losses,
     set_reduction,
     start_accelerator,
-    without_unused_imports,
 )
 from slm_toolkit.run.faults.restarts import name_groups_anew, noted_checkpoint
 from slm_toolkit.run.faults.watchdog import Watchdog
 from slm_toolkit.run.first_loss import CheckedForward
 from slm_toolkit.run.kernels.layer_kernels import check_optional
-from slm_toolkit.run.model.adapters import check_adapters
 from slm_toolkit.run.model.loss_recorder import RecordedLoss
 from slm_toolkit.run.model.model import build_model
 from slm_toolkit.run.model.padding import without_padding
 from slm_toolkit.run.observe.allocations import AllocationTrace
-from slm_toolkit.run.observe.machine_load import GpuBefore, driver_version, look_at_gpu
+from slm_toolkit.run.observe.machine_load import driver_version, look_at_gpu
 from slm_toolkit.run.observe.measure import num_trainable
 from slm_toolkit.run.observe.progress import is_rank_0, say, starting
 from slm_toolkit.run.peers.failure import record_mark, seconds_since_start
@@ -117,49 +107,55 @@ def set_up(arguments: list[str], watchdog: Watchdog, *, fp32_pass: dict[str, Any
     """
     machines = watchdog.machines
     with user_errors():
-        launch = find_launch()
-        config = _complete(arguments, launch)
-        spec, launch = _check_request(config, launch)
-        _meet_machines(launch, machines)
-        gpu_before = _open_gpu()
-        record = _begin_record(config, spec, launch, arguments, machines)
-        record = dataclasses.replace(record, fp32_pass=fp32_pass)
-        run_dir = Path(os.path.realpath(config.output_dir), record.run_name)
-        run = Run(config, spec, launch, run_dir, record, gpu_before)
+        run = _begin(arguments, machines)
+        run.note(fp32_pass=fp32_pass)
         is_ended = _claim_folder(run, machines)
-        run = dataclasses.replace(run, config=config.with_steps(run.sequences_per_step))
+        run.config = run.config.with_steps(run.sequences_per_step)
         candidates = _find_checkpoints(run, is_ended=is_ended)
-        run = _connect_ranks(run, machines)
-        run = dataclasses.replace(run, checkpoint=choose(candidates, run.accelerator))
-        run = _load_data(run)
-        run = _build_model(run)
-    mark = record_mark(run_dir)
-    watchdog.follow(run.record, run_dir, mark=mark, config=config, num_steps=run.num_steps)
-    with tensors_of(config), starting(run_dir, f"setting up {launch.strategy.engine}"):
-        run = _hand_to_engine(run)
+        _connect_ranks(run, machines)
+        run.checkpoint = choose(candidates, run.accelerator)
+        _load_data(run)
+        _build_model(run)
+    mark = record_mark(run.run_dir)
+    watchdog.follow(run.record, run.run_dir, mark=mark, config=run.config, num_steps=run.num_steps)
+    with tensors_of(run.config), starting(run.run_dir, f"setting up {run.launch.strategy.engine}"):
+        _hand_to_engine(run)
+        with user_errors():
+            _check_engine(run)
     with user_errors():
         mark = _take_folder(run, mark)
-    watchdog.follow(run.record, run_dir, mark=mark, config=config, num_steps=run.num_steps)
+    watchdog.follow(run.record, run.run_dir, mark=mark, config=run.config, num_steps=run.num_steps)
     _announce(run)
     return run
 
 
-def _complete(arguments: list[str], launch: Launch) -> RunConfig:
-    """Return the config of the flags and, where they leave it to us, of this machine."""
+def _begin(arguments: list[str], machines: Machines) -> Run:
+    """Return a run with checked flags, after all machines have met.
+
+    Raises ValueError if flags, model or YAML are invalid or contradict each other, or if a machine is missing
+    or was launched differently.
+    """
+    launch = find_launch()
     has_gpu = torch.cuda.is_available()
     config, notes = completed(
         training_config(arguments), launch.strategy, has_gpu=has_gpu, num_ranks=launch.num_processes
     )
     for note in notes:
         say(note)
-    return config
+    spec, launch = _check_request(config, launch)
+    if num_machines() > 1:
+        machines.meet(shared_launch_facts(launch.command, launch.strategy))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    gpu_before = look_at_gpu(local_rank)  # before this process opens it
+    if has_gpu:
+        torch.cuda.set_device(local_rank)  # without this, all ranks would open GPU 0
+    record = _begin_record(config, spec, launch, arguments, machines)
+    run_dir = Path(os.path.realpath(config.output_dir), record.run_name)
+    return Run(config, spec, launch, run_dir, record, gpu_before)
 
 
 def _check_request(config: RunConfig, launch: Launch) -> tuple[ModelSpec, Launch]:
-    """Return the model and the launch to train. Needs neither other ranks nor the run's folder.
-
-    Raises ValueError if flags, model or YAML are invalid or contradict each other.
-    """
+    """Return the model and the launch to train. Needs neither other ranks nor the run's folder."""
     spec = find_model(config.model)
     if config.rehearse is not None:
         launch = pretend_ranks(launch, config.rehearse)
@@ -178,23 +174,7 @@ def _check_request(config: RunConfig, launch: Launch) -> tuple[ModelSpec, Launch
     if checked.taken_out is not None:
         say(checked.taken_out)
     check_optional(config)
-    check_adapters(config)
     return spec, dataclasses.replace(launch, strategy=checked.strategy)
-
-
-def _meet_machines(launch: Launch, machines: Machines) -> None:
-    """Meet the other machines. Raises ValueError if one is missing or was launched differently."""
-    if num_machines() > 1:
-        machines.meet(shared_launch_facts(launch.command, launch.strategy))
-
-
-def _open_gpu() -> GpuBefore:
-    """Choose this rank's GPU, if the machine has any, and return its state before this process opened it."""
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    gpu_before = look_at_gpu(local_rank)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank)  # without this, all ranks would open GPU 0
-    return gpu_before
 
 
 def _begin_record(
@@ -267,23 +247,20 @@ def _find_checkpoints(run: Run, *, is_ended: bool) -> list[Checkpoint]:
     config = run.config
     resume = noted_checkpoint() or config.resume_from_checkpoint
     description = run_description(config, run.sequences_per_step)
-    candidates = find_start(run.run_dir, config, description, resume, is_ended=is_ended)
-    if all(candidate.is_foreign for candidate in candidates):
-        check_tokenizer(config, run.spec)
-    return candidates
+    check_tokenizer(config, run.spec)
+    return find_start(run.run_dir, config, description, resume, is_ended=is_ended)
 
 
-def _connect_ranks(run: Run, machines: Machines) -> Run:
+def _connect_ranks(run: Run, machines: Machines) -> None:
     if is_rank_0():
         check_writable(run.run_dir)
     name_groups_anew()
     with machines.connecting():
-        accelerator = start_accelerator(run.launch, run.config, project_dir=str(run.run_dir))
-        group = control_group(accelerator)
-    return dataclasses.replace(run, accelerator=accelerator, control_group=group)
+        run.accelerator = start_accelerator(run.launch, run.config, project_dir=str(run.run_dir))
+        run.control_group = control_group(run.accelerator)
 
 
-def _load_data(run: Run) -> Run:
+def _load_data(run: Run) -> None:
     """Raises ValueError if the checkpoint was written with other data."""
     config, spec = run.config, run.spec
     say(f"weights: {run.record.weights}; tokenizer: {run.record.tokenizer}")
@@ -291,38 +268,32 @@ def _load_data(run: Run) -> Run:
         trained_for = f"the {spec.max_position_embeddings} positions that {spec.name} was trained for"
         say(f"note: --seq_len {config.seq_len} is longer than {trained_for}")
     if is_fake(config):
-        return run
+        return
     num_sequences = (config.steps_asked or 0) * run.sequences_per_step
     sizes = {"num_sequences": num_sequences, "num_held_out": num_held_out(run.checkpoint)}
     with starting(run.run_dir, f"reading data: {config.dataset}"):
-        data = rank_0_first(lambda: load_data(config, spec, **sizes))
+        run.data = rank_0_first(lambda: load_data(config, spec, **sizes))
     if run.checkpoint is not None:
-        check_data(run.checkpoint, data.contents)
-    return dataclasses.replace(run, data=data)
+        check_data(run.checkpoint, run.data.contents)
 
 
-def _build_model(run: Run) -> Run:
+def _build_model(run: Run) -> None:
     """Build the model; if the run resumes, load the checkpoint's weights."""
     config, spec, checkpoint = run.config, run.spec, run.checkpoint
     stage = f"{'loading' if has_weights(spec) else 'building'} {spec.name}"
     with starting(run.run_dir, stage), tensors_of(config):
         apart = run.data is not None and run.data.documents_apart
-        model = build_model(spec, config, documents_apart=apart)
+        run.model = model = build_model(spec, config, documents_apart=apart)
     if is_fake(config):
         run.accelerator.device_placement = False
         stay_in_place(model)
     if checkpoint is not None:
         load_weights(model, checkpoint)
-        resumed_from = described(checkpoint, _launch_description(run))
-        record = dataclasses.replace(
-            run.record, first_step=checkpoint.manifest.step, resumed_from=resumed_from
+        run.note(
+            first_step=checkpoint.manifest.step, resumed_from=described(checkpoint, _launch_description(run))
         )
     elif config.rehearse is None:
-        weights = fingerprint(without_padding(model, model.named_parameters()))
-        record = dataclasses.replace(run.record, weights_fingerprint=weights)
-    else:
-        record = run.record
-    return dataclasses.replace(run, model=model, record=record)
+        run.note(weights_fingerprint=fingerprint(without_padding(model, model.named_parameters())))
 
 
 def _launch_description(run: Run) -> dict[str, Any]:
@@ -330,78 +301,62 @@ def _launch_description(run: Run) -> dict[str, Any]:
     return launch_description(run.config, run.launch.strategy, run.launch.num_processes)
 
 
-def _hand_to_engine(run: Run) -> Run:
-    """Prepare everything with accelerate. Exits with code 2 if the running engine is not the YAML's."""
-    config, accelerator, model, data = run.config, run.accelerator, run.model, run.data
-    writer = trace = None
-    frozen = fingerprint_of_frozen(model) if config.save_steps else None
+def _hand_to_engine(run: Run) -> None:
+    """Prepare everything with accelerate."""
+    config, accelerator, data = run.config, run.accelerator, run.data
+    frozen = fingerprint_of_frozen(run.model) if config.save_steps else None
     if config.profile == "memory" or is_fake(config):
-        trace = AllocationTrace(fake=is_fake(config), device_type=accelerator.device.type)
-        trace.adopt(model.parameters(), "parameters")
-    loss_recorder = RecordedLoss(model, of_tokens=data is not None and len(data.names) > 1)
-    optimizer = build_optimizer(model, config, run.launch.strategy)
+        run.trace = AllocationTrace(fake=is_fake(config), device_type=accelerator.device.type)
+        run.trace.adopt(run.model.parameters(), "parameters")
+    run.loss_recorder = RecordedLoss(run.model)
+    optimizer = build_optimizer(run.model, config, run.launch.strategy)
     set_seed(config.seed)
-    loader, eval_loaders = None, {}
-    with trace or nullcontext(), without_unused_imports(run.launch.strategy):
+    with run.trace or nullcontext():
         if data is not None:
-            loader = accelerator.prepare_data_loader(make_loader(data.train, config, train=True))
-        model, optimizer = accelerator.prepare(model, optimizer)
+            run.loader = accelerator.prepare_data_loader(make_loader(data.train, config, train=True))
+        run.model, run.optimizer = accelerator.prepare(run.model, optimizer)
     let_collectives_wait()
     if config.numerics == "fp16":
-        scale_losses(accelerator, model, optimizer)
-    set_reduction(model, config)
+        scale_losses(accelerator, run.model, run.optimizer)
+    set_reduction(run.model, config)
+    run.forward = CheckedForward(config, accelerator, run.model, run.loss_recorder)
     for name, sequences in data.held_out.items() if data is not None else ():
         held_out = make_loader(sequences, config, train=False, num_ranks=accelerator.num_processes)
-        eval_loaders[name] = accelerator.prepare_data_loader(held_out)
+        run.eval_loaders[name] = accelerator.prepare_data_loader(held_out)
     if config.save_steps is not None:
-        writer = CheckpointWriter(
+        run.checkpoint_writer = CheckpointWriter(
             accelerator,
-            model,
-            optimizer,
+            run.model,
+            run.optimizer,
             run.run_dir,
             run={**run_description(config, run.sequences_per_step), DATA: data.contents},
             written_by=_launch_description(run),
             frozen=frozen,
             keep=config.save_total_limit,
         )
-    run = dataclasses.replace(
-        run,
-        model=model,
-        optimizer=optimizer,
-        loss_recorder=loss_recorder,
-        forward=CheckedForward(config, accelerator, model, loss_recorder),
-        loader=loader,
-        eval_loaders=eval_loaders,
-        checkpoint_writer=writer,
-        trace=trace,
-    )
-    with user_errors():
-        record = _with_engine(run)
-        num_steps = NUM_TRACED_STEPS
-        if loader is not None:
-            num_steps = count_steps(config, loader, run.num_micro_steps)
-        if run.checkpoint is not None:
-            check_steps_left(run.checkpoint, num_steps, config.resume_from_checkpoint, run.run_dir)
-            load_state(run.checkpoint, model, optimizer, accelerator)
-    return dataclasses.replace(run, record=record, num_steps=num_steps)
 
 
-def _with_engine(run: Run) -> RunRecord:
-    """Return the record with the engine that really runs. Raises ValueError if it is not the YAML's."""
+def _check_engine(run: Run) -> None:
+    """Record the engine that really runs; count the steps, and load the checkpoint's state.
+
+    Raises ValueError if the engine is not the YAML's.
+    """
     config, running = run.config, probe_engine(run.model)
     check_engine(running, run.launch)
     trainable = estimate = None
     if config.peft != "none":
         trainable = num_trainable(run.model)
     else:  # DeepSpeed's estimate ignores frozen parameters
-        estimate = deepspeed_estimate_of(
-            padded_spec(run.spec) if config.pad_widths else run.spec,
+        spec, local = padded_spec(run.spec) if config.pad_widths else run.spec, _local_world_size()
+        needs = deepspeed_needs(
+            spec.num_params,
+            spec.largest_layer_params,
             zero_stage=running.zero_stage,
-            world_size=running.world_size,
-            local=_local_world_size(),
+            num_gpus_per_node=local,
+            num_nodes=running.world_size // local,
         )
-    return dataclasses.replace(
-        run.record,
+        estimate = needs and {"gpu_bytes": needs.gpu_bytes, "cpu_bytes": needs.host_bytes_per_node}
+    run.note(
         **dataclasses.asdict(running),
         num_machines=None if config.rehearse else num_machines(),
         attn_implementation=config.attn_implementation,
@@ -409,23 +364,12 @@ def _with_engine(run: Run) -> RunRecord:
         tokens_per_step=run.sequences_per_step * config.seq_len,
         deepspeed_estimate=estimate,
     )
-
-
-def deepspeed_estimate_of(
-    spec: ModelSpec, *, zero_stage: int | None, world_size: int, local: int
-) -> dict[str, int] | None:
-    """Return DeepSpeed's own estimate in bytes per GPU and per node's host; None unless ZeRO-2 or ZeRO-3.
-
-    `local`: the ranks on each node.
-    """
-    needs = live_deepspeed_needs(
-        spec.num_params,
-        spec.largest_layer_params,
-        zero_stage=zero_stage,
-        num_gpus_per_node=local,
-        num_nodes=world_size // local,
-    )
-    return {"gpu_bytes": needs.gpu_bytes, "cpu_bytes": needs.host_bytes_per_node} if needs else None
+    run.num_steps = NUM_TRACED_STEPS
+    if run.loader is not None:
+        run.num_steps = count_steps(config, run.loader, run.num_micro_steps)
+    if run.checkpoint is not None:
+        check_steps_left(run.checkpoint, run.num_steps, config.resume_from_checkpoint, run.run_dir)
+        load_state(run.checkpoint, run.model, run.optimizer, run.accelerator)
 
 
 def _take_folder(run: Run, mark: int | None) -> int | None:

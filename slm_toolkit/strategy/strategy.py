@@ -436,7 +436,7 @@ def _no_accelerate_config(settings: dict[str, Any], path: Path) -> str:
     """Return the error for a file without distributed_type; its keys show what kind of file it is."""
     if is_deepspeed_config(settings):
         hint = (
-            f"--strategy takes a DeepSpeed JSON; `slm convert {path} --to accelerate_deepspeed` makes a YAML"
+            "name this DeepSpeed JSON as deepspeed_config_file in a YAML; --strategy takes the .json itself"
         )
     elif "model_type" in settings or "architectures" in settings:
         hint = f"it describes a model: --model {path}"

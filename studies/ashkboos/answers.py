@@ -1,5 +1,6 @@
 """Answer the paper's four questions in short paragraphs, with the numbers of its figures and ours."""
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import groupby
@@ -14,8 +15,9 @@ from comparison import (
     points,
 )
 
-from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.predict.bottleneck import WORTH_SAYING, aligned_sibling, describe_alignment
+from slm_toolkit.model.model_spec import ALIGNED_TO, ModelSpec
+from slm_toolkit.predict.bottleneck import WORTH_SAYING
+from slm_toolkit.predict.speed.matmul import ALIGNMENT, is_aligned
 from slm_toolkit.predict.speed.software import TODAY, Software
 
 FSDP = ("fsdp_full_shard", "fsdp_shard_grad_op")
@@ -399,3 +401,31 @@ def _alignment(panels: tuple[AlignedPanel, ...]) -> str:
             "costs per layer that a faster GPU does not reduce; both affect the fastest GPU most.",
         )
     )
+
+
+def aligned_sibling(spec: ModelSpec) -> ModelSpec:
+    """Return the same shape with all widths in multiples of 8, as tensor cores need; an aligned spec as is.
+
+    FFN and hidden size are rounded to the nearest multiple of 64, a head's width to the nearest multiple of
+    8: the model keeps its size. The vocabulary is rounded up: every token needs its row.
+    """
+    changes = {
+        name: _nearest(getattr(spec, name), ALIGNED_TO)
+        for name in ("ffn_size", "hidden_size")
+        if not is_aligned(getattr(spec, name))
+    }
+    if not is_aligned(spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim):
+        changes["head_dim"] = _nearest(spec.head_dim, ALIGNMENT)
+    if not is_aligned(spec.vocab_size):
+        changes["vocab_size"] = -(-spec.vocab_size // ALIGNED_TO) * ALIGNED_TO
+    return dataclasses.replace(spec, **changes)
+
+
+def _nearest(width: int, multiple: int) -> int:
+    return max(multiple, round(width / multiple) * multiple)
+
+
+def describe_alignment(spec: ModelSpec, aligned: ModelSpec) -> str:
+    words = {"FFN": "ffn_size", "hidden": "hidden_size", "heads of": "head_dim", "vocabulary": "vocab_size"}
+    pairs = [(word, getattr(aligned, name), getattr(spec, name)) for word, name in words.items()]
+    return ", ".join(f"{word} {after} for {before}" for word, after, before in pairs if after != before)

@@ -6,8 +6,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from slm_toolkit.report.charts.figures import Figure, Panel, escaped
-from slm_toolkit.report.charts.files import PLOTLY_FILE
+from slm_toolkit.report.charts.html_page import PLOTLY_FILE, Figure, escaped
 
 BROWSERS = (
     *("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"),
@@ -32,7 +31,7 @@ def find_browser() -> str | None:
     return next(filter(None, map(shutil.which, (os.environ.get("CHROME_PATH", ""), *BROWSERS))), None)
 
 
-def write_images(panels: list[Panel], folder: Path, *, caption: str) -> list[Path]:
+def write_images(figures: list[Figure], folder: Path, *, caption: str) -> list[Path]:
     """Write a PNG (2160 pixels wide) and an SVG of each figure; return their paths.
 
     `caption`: a line below each picture's title, so that a picture in a slide names machine and date.
@@ -52,8 +51,7 @@ def write_images(panels: list[Panel], folder: Path, *, caption: str) -> list[Pat
     folder.mkdir(parents=True, exist_ok=True)
     pictures = {
         folder / f"{figure.name}.{kind}": _picture(figure, kind, caption)
-        for panel in panels
-        for figure in panel.figures
+        for figure in figures
         for kind in _SCALE
     }
     options = {"plotlyjs": PLOTLY_FILE.as_uri(), "mathjax": False, "path": browser, "timeout": _SECONDS}

@@ -1,25 +1,22 @@
 """Draw the best configurations of `compare.py`, all predicted, and figure 5 of the study."""
 
 from comparison import GPUS_PER_NODE, MODELS
-from scale import Cell, fit_panel, scale_figures
+from scale import Cell, fit_figures, scale_figures
 from tables import Best
 
 from slm_toolkit import __version__
 from slm_toolkit.model.names import find_model
-from slm_toolkit.report.charts.figures import Panel
+from slm_toolkit.report.charts.html_page import Figure
 
 
-def pictures(bests: list[Best]) -> list[Panel]:
+def pictures(bests: list[Best]) -> list[Figure]:
     """Return throughput by model and number of GPUs, the best configurations, and the fit of the sizes.
 
     Models that fit on no number of nodes have no marks.
     """
-    fit = fit_panel([find_model(name) for name in MODELS], these="models of the study")
+    fit = fit_figures([find_model(name) for name in MODELS], these="models of the study")
     cells = [_cell(best) for best in bests if best.strategy is not None]
-    if not cells:
-        return [fit]
-    title = f"Predicted for nodes of {GPUS_PER_NODE} {bests[0].gpu}"
-    return [Panel("scale", title, scale_figures("scale", cells)), fit]
+    return [*(scale_figures("scale", cells) if cells else ()), *fit]
 
 
 def caption(bests: list[Best]) -> str:

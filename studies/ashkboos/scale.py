@@ -8,9 +8,8 @@ from itertools import groupby
 from typing import Any
 
 from slm_toolkit.model.model_spec import ModelSpec, fitted_hidden_size, fitted_num_layers
-from slm_toolkit.report.charts.figures import (
+from slm_toolkit.report.charts.html_page import (
     Figure,
-    Panel,
     bars_layout,
     colour,
     curves_layout,
@@ -213,20 +212,13 @@ _SHAPES = (("hidden size", fitted_hidden_size, 1), ("layers", fitted_num_layers,
 _NUM_POINTS = 40
 
 
-def fit_panel(specs: Iterable[ModelSpec], *, these: str = "models of these runs") -> Panel | None:
-    """Show the fit that gives the study's models their shapes, its points, and `these` models.
-
-    None for runs of one model.
-    """
-    name, title = "fit", "Shape by size: figure 5 of the study"
+def fit_figures(specs: Iterable[ModelSpec], *, these: str) -> list[Figure]:
+    """Show the fit that gives the study's models their shapes, its points, and `these` models."""
     models = list({spec.name: spec for spec in specs}.values())
-    if len(models) < 2:
-        return None
-    figures = tuple(
-        _fit(f"{name}-{key.replace(' ', '-')}", key, fitted, column, models, these)
+    return [
+        _fit(f"fit-{key.replace(' ', '-')}", key, fitted, column, models, these)
         for key, fitted, column in _SHAPES
-    )
-    return Panel(name, title, figures)
+    ]
 
 
 def _fit(

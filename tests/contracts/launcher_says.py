@@ -38,6 +38,8 @@ def plugin_of(variables: dict[str, str]) -> dict[str, Any]:
     if variables.get("ACCELERATE_USE_FSDP") == "true":
         plugin = FullyShardedDataParallelPlugin()
         names = ("reshard_after_forward", "sharding_strategy", "backward_prefetch", "use_orig_params")
+        names += ("fsdp_version", "cpu_offload", "state_dict_type", "cpu_ram_efficient_loading")
+        names += ("activation_checkpointing",)
         return {name: str(getattr(plugin, name)) for name in names}
     if variables.get("ACCELERATE_USE_DEEPSPEED") == "true":
         plugin = DeepSpeedPlugin()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import run, slm
 
-from slm_toolkit.compare.outcome import crash, killed_process, telling_lines
+from slm_toolkit.compare.outcome import crash, killed_process
 from slm_toolkit.hardware.machine import RamState, look_at_host_ram, who_killed
 
 GIB = 2**30
@@ -36,28 +36,51 @@ def on_a_disk_of_its_own(words: tuple[str, ...], folder: Path, options: str) -> 
     subprocess.run(["umount", str(run_dir)], check=True)
 
 
-TWO_SEEDS = (*("--strategy", "single", "--model", "slm-1m", "--max_steps", "1"), *("--seed", "0", "1"))
+@pytest.fixture(params=[8, 4])
+def full_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """The folder of a single-process run on a disk of 8 KiB (YAML and log fit) or 4 KiB (the YAML does)."""
+    words = ("--strategy", "single", "--model", "slm-1m", "--max_steps", "3")
+    yield from on_a_disk_of_its_own(words, tmp_path, f"size={request.param}k")
 
 
-# a disk of 8 KiB has room for YAML and log, one of 4 KiB for the YAML
-@pytest.fixture(params=["size=8k", "size=4k", "size=64k,ro"])
-def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, str]]:
-    reason = "Read-only file system: " if request.param.endswith("ro") else "no room on the disk"
-    for folder in on_a_disk_of_its_own(TWO_SEEDS, tmp_path, request.param):
-        yield folder, reason
+TWO_SEEDS = (
+    "--strategy",
+    "single",
+    "--model",
+    "slm-1m",
+    "--seq_len",
+    "32",
+    "--max_steps",
+    "1",
+    "--seed",
+    "0",
+    "1",
+)
 
 
-def test_a_disk_that_takes_no_file_is_a_row_that_says_so_and_the_next_run_finishes(
-    disk: tuple[Path, str],
-) -> None:
-    folder, reason = disk
-    finished = slm("compare", "--json", *TWO_SEEDS, "--output_dir", str(folder.parent))
+@pytest.fixture
+def read_only_folder(tmp_path: Path) -> Iterator[Path]:
+    yield from on_a_disk_of_its_own(TWO_SEEDS, tmp_path, "size=64k,ro")
+
+
+def test_a_folder_that_cannot_be_written_is_a_row_and_the_next_run_finishes(read_only_folder: Path) -> None:
+    finished = slm("compare", "--json", *TWO_SEEDS, "--output_dir", str(read_only_folder.parent))
     assert finished.code == 1, finished.err
-    failed, ok = sorted(json.loads(finished.out), key=lambda row: row["status"])
-    assert (failed["status"], ok["status"]) == ("failed", "ok")
-    assert failed["reason"].startswith(reason)
+    rows = json.loads(finished.out)
+    assert sorted(row["status"] for row in rows) == ["failed", "ok"]
+    (failed,) = (row for row in rows if row["status"] == "failed")
+    assert failed["reason"] == f"Read-only file system: {read_only_folder}/launch"
     assert "Traceback" not in finished.err
-    assert [path.name for path in folder.iterdir() if path.name.startswith((".record", "progress"))] == []
+
+
+def test_a_full_disk_is_a_row_that_says_so_and_the_next_run_finishes(full_disk: Path) -> None:
+    words = ("--strategy", "single", "ddp", "--model", "slm-1m", "--max_steps", "3")
+    finished = slm("compare", "--json", *words, "--output_dir", str(full_disk.parent))
+    rows = {row["strategy"]: row for row in json.loads(finished.out)}
+    assert finished.code == 1
+    assert (rows["single"]["status"], rows["ddp"]["status"]) == ("failed", "ok")
+    assert rows["single"]["reason"].startswith("no room on the disk")
+    assert [path.name for path in full_disk.iterdir() if path.name.startswith((".record", "progress"))] == []
 
 
 @pytest.mark.quick
@@ -67,7 +90,10 @@ def test_the_kernels_count_tells_who_sent_a_sigkill() -> None:
         "by the kernel, because host RAM ran out"
     )
     said = who_killed(before, before, least_available_bytes=8 * GIB)
-    assert said.startswith("likely not because host RAM ran out: the kernel counted no oom_kill")
+    assert said == (
+        "likely not because host RAM ran out: the kernel counted no oom_kill, and "
+        "8.0 of 16.0 GiB were free at the lowest"
+    )
     silent = RamState(8 * GIB, 16 * GIB, None)
     assert "likely by the kernel" in who_killed(silent, silent, least_available_bytes=GIB // 4)
     assert "or by hand" in who_killed(silent, silent, least_available_bytes=8 * GIB)
@@ -102,41 +128,25 @@ def test_a_run_that_the_kernel_kills_for_ram_says_so(verb: str, tmp_path: Path) 
         assert f" was ended by SIGKILL: {killed}1.1 GiB)" in done.err
 
 
-SUMMARY = "Root Cause:\n[0]:\n  rank      : 3 (local_rank: 3)\n  exitcode  : {} (pid: 7)"
-OTHER = "Failures:\n[1]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : -15 (pid: 6)\n"
-ONE_PROCESS = (
-    LAUNCHERS_ERROR.rpartition("torch.")[0] + "subprocess.CalledProcessError: Command '[]' died with "
-)
+@pytest.mark.quick
+def test_a_killed_process_is_told_from_one_that_ended() -> None:
+    summary = "Root Cause:\n[0]:\n  rank      : 3 (local_rank: 3)\n  exitcode  : -9 (pid: 7)"
+    assert killed_process(LAUNCHERS_ERROR + summary, 1) == "rank 3"
+    assert killed_process(LAUNCHERS_ERROR + summary.replace("-9", "1"), 1) is None
+    assert killed_process(summary + LAUNCHERS_ERROR, 1) is None  # a script printed it
+    assert killed_process("", 137) == "the launcher"
+    assert killed_process("", 1) is None
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("log", "code", "killed", "crashed"),
-    [
-        (LAUNCHERS_ERROR + SUMMARY.format(-9), 1, "rank 3", None),
-        (LAUNCHERS_ERROR + SUMMARY.format(1), 1, None, None),
-        (SUMMARY.format(-9) + LAUNCHERS_ERROR, 1, None, None),  # a script printed it
-        ("", 137, "the launcher", None),
-        # the first crash, not how the launcher ended the others
-        (LAUNCHERS_ERROR + OTHER + SUMMARY.format(-6), 1, None, "SIGABRT"),
-        (LAUNCHERS_ERROR + OTHER + SUMMARY.format(-35), 1, None, "signal 35"),  # it has no name
-        (f"{ONE_PROCESS}<Signals.SIGSEGV: 11>.", 1, None, "SIGSEGV"),
-        (f"{ONE_PROCESS}unknown signal 35.", 1, None, "signal 35"),
-    ],
-)
-def test_a_launchers_summary_names_who_was_killed_or_crashed(
-    log: str, code: int, killed: str | None, crashed: str | None
-) -> None:
-    assert killed_process(log, code) == killed
-    if killed is None:
-        assert crash(log) == crashed
-
-
-@pytest.mark.quick
-def test_a_log_is_quoted_up_to_the_reason_else_without_the_launchers_summary(tmp_path: Path) -> None:
-    log = tmp_path / "log.txt"
-    summary = "E1120 18:00:00.123000 99 torch/distributed/elastic/multiprocessing/api.py:988] failed"
-    log.write_text(f'step 1\n  raise Bad("x y")\nBad: x y\n\nclosed by peer\n{summary}\nmore\n')
-    assert telling_lines(log, 2, reason="x y") == ['  raise Bad("x y")', "Bad: x y"]
-    assert telling_lines(log, 2, reason="stopped") == ["Bad: x y", "closed by peer"]
-    assert telling_lines(tmp_path / "none.txt", 2, reason=None) == []
+def test_the_crash_that_is_named_is_the_first_not_how_the_launcher_ended_the_others() -> None:
+    other = "Failures:\n[1]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : -15 (pid: 6)\n"
+    root = "Root Cause (first observed failure):\n[0]:\n  rank      : 1\n  exitcode  : -6 (pid: 7)"
+    assert crash(LAUNCHERS_ERROR + other + root) == "SIGABRT"
+    assert crash(LAUNCHERS_ERROR + other + root.replace("-6", "1")) is None
+    assert crash(LAUNCHERS_ERROR + other + root.replace("-6", "-35")) == "signal 35"  # it has no name
+    one_process = LAUNCHERS_ERROR.rpartition("torch.")[0]
+    one_process += "subprocess.CalledProcessError: Command '[]' died with "
+    assert crash(f"{one_process}<Signals.SIGSEGV: 11>.") == "SIGSEGV"
+    assert crash(f"{one_process}unknown signal 35.") == "signal 35"
+    assert crash("no summary") is None

@@ -8,17 +8,9 @@ import pytest
 from conftest import ALIGNED, Comparison, compare, made_record, slm
 
 from slm_toolkit.record.files import find_records, read_record, write_record
-from slm_toolkit.record.numerics import LOW_PRECISION
-from slm_toolkit.record.parity import compare_with
-from slm_toolkit.record.step_breakdown import Anatomy, read_trace
 from slm_toolkit.report.stats import throughput
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy
 
-KEYS = (
-    *("strategy", "status", "engine", "zero_stage", "world_size", "losses", "tokens_per_second"),
-    *("tokens_per_second_per_gpu", "mfu", "peak_allocated_bytes", "peak_rss_bytes", "state_bytes_per_rank"),
-    *("deepspeed_bytes", "usd_per_million_tokens", "record"),
-)
 SHARDED = [
     (name, part)
     for name in STUDIED_STRATEGIES
@@ -29,21 +21,16 @@ NUMERICS = pytest.mark.parametrize("numerics", [pytest.param("aligned", marks=py
 
 
 @pytest.mark.quick
-def test_all_six_rows_are_there_and_ok_with_every_key(aligned: Comparison) -> None:
+def test_what_ran_is_what_the_yaml_asks_for(aligned: Comparison) -> None:
     assert aligned.finished.code == 0, aligned.finished.err
     assert list(aligned.rows) == list(STUDIED_STRATEGIES)
-    for row in aligned.rows.values():
-        assert row["status"] == "ok"
-        assert not [key for key in KEYS if key not in row]
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("name", STUDIED_STRATEGIES)
-def test_what_ran_is_what_the_yaml_asks_for(aligned: Comparison, name: str) -> None:
-    row, strategy = aligned.rows[name], find_strategy(name)
-    assert row["world_size"] == 2
-    assert (row["engine"], row["zero_stage"]) == (strategy.engine, strategy.zero_stage)
-    assert row["reshard_after_forward"] == strategy.reshard_after_forward
+    for name, row in aligned.rows.items():
+        strategy = find_strategy(name)
+        found = [
+            row[key] for key in ("status", "world_size", "engine", "zero_stage", "reshard_after_forward")
+        ]
+        asked = ["ok", 2, strategy.engine, strategy.zero_stage, strategy.reshard_after_forward]
+        assert found == asked
 
 
 @pytest.mark.parametrize(("name", "part"), SHARDED)
@@ -91,20 +78,6 @@ def test_deepspeeds_estimate_stands_beside_zero_2_and_3_only(aligned: Comparison
     assert found == {"ds_zero2": 11 * 951_424, "ds_zero3": 4 * 49_152 + 9 * 951_424}
 
 
-@NUMERICS
-def test_losses_agree_with_ddps_at_each_of_the_first_20_steps(
-    numerics: str, request: pytest.FixtureRequest
-) -> None:
-    comparison = request.getfixturevalue(numerics)
-    records = {record.strategy: record for _, record in find_records([comparison.folder])[0]}
-    reference = records.pop("ddp")
-    assert records.pop("single").is_parity_reference
-    for name, record in records.items():
-        parity = compare_with(reference, record, limits=LOW_PRECISION[numerics])
-        assert parity.num_steps == 20
-        assert parity.loss_difference <= {"aligned": 0.006, "fp32": 1e-5}[numerics], f"{name}: {parity}"
-
-
 @pytest.mark.quick
 def test_a_second_comparison_keeps_the_records_and_prints_the_same(aligned: Comparison) -> None:
     again = slm("compare", "--json", "--model", "slm-1m", *ALIGNED, "--output_dir", str(aligned.folder))
@@ -136,36 +109,6 @@ def test_each_record_keeps_the_files_that_were_launched_and_the_log(aligned: Com
         assert not (folder / "progress.json").exists()
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("name", STUDIED_STRATEGIES)
-def test_a_profile_says_where_a_step_went_and_leaves_a_trace_of_each_rank(
-    aligned: Comparison, name: str
-) -> None:
-    anatomy = Anatomy(**aligned.rows[name]["anatomy"])
-    assert (anatomy.num_steps, anatomy.device) == (3, "cpu")
-    parts = (anatomy.matmul_seconds, anatomy.attention_seconds, anatomy.optimizer_seconds)
-    assert min(parts) > 0
-    assert anatomy.communication_exposed_seconds > 0
-    assert anatomy.idle_seconds < anatomy.step_seconds
-    folder = Path(aligned.rows[name]["record"]).parent
-    for rank in (0, 1):
-        assert any(
-            event["name"] == "phase:backward" for event in read_trace(folder / f"trace-rank{rank}.json.gz")
-        )
-    assert len(aligned.rows[name]["losses"]) == 20  # the profiled steps are none of the run's
-
-
-@pytest.mark.quick
-def test_phases_are_timed_where_the_engine_lets_them_be(aligned: Comparison) -> None:
-    for name, row in aligned.rows.items():
-        known = {"data"} if name.startswith("ds_") else {"data", "forward", "backward", "optimizer"}
-        phases = row["phase_seconds"]
-        step = phases.pop("step")
-        assert set(phases) == known
-        assert sum(phases.values()) < step
-    assert "where a step's time goes" in slm("report", str(aligned.folder)).out
-
-
 def test_repeats_are_launches_of_their_own_and_one_row(tmp_path: Path) -> None:
     words = ("--strategy", "single", "--max_steps", "8", "--seq_len", "32", "--repeats", "3")
     done = compare(*words, folder=tmp_path)
@@ -180,48 +123,23 @@ def test_repeats_are_launches_of_their_own_and_one_row(tmp_path: Path) -> None:
     assert row["tokens_per_second_lowest"] < rates[0] <= rates[2] < row["tokens_per_second_highest"]
 
 
-def test_a_baseline_in_the_same_folder_is_read_before_it_is_replaced(tmp_path: Path) -> None:
-    words = ("compare", "--model", "slm-1m", "--strategy", "single", "--seq_len", "32", "--max_steps", "103")
-    words += ("--output_dir", str(tmp_path), "--json")
-    (row,) = json.loads(slm(*words).out)
-    record = read_record(Path(row["record"]))
-    faster = [[seconds / 1000 for seconds in rank] for rank in record.step_seconds]
-    write_record(dataclasses.replace(record, step_seconds=faster), Path(row["record"]).parent)
-    again = slm(*words, "--force", "--baseline", str(tmp_path))
-    (row,) = json.loads(again.out)
-    assert row["baseline"]["speed_ratio"] < 0.5
-    # beside other programs a run is not called slower, and nothing here keeps them away
-    assert again.code == (row["baseline"]["speed"] == "slower")
-
-
 @pytest.mark.quick
 def test_compare_with_a_baseline_is_a_table_a_verdict_and_an_exit_code(
     aligned: Comparison, tmp_path: Path
 ) -> None:
-    before, after = tmp_path / "before", tmp_path / "after"
-    for row in aligned.rows.values():
-        record = read_record(Path(row["record"]))
-        quiet = {"other_busy_cores": 0.0, "step_seconds": [[0.1] * 20] * 2}  # as on a machine of our own
-        write_record(dataclasses.replace(record, **quiet), before / record.strategy)
-        if record.strategy == "ds_zero3":
-            quiet["step_seconds"] = [[0.125] * 20] * 2
-        write_record(dataclasses.replace(record, **quiet), after / record.strategy)
-    same = slm("report", str(before), "--baseline", str(before))
-    assert same.code == 0, same.err
-    assert "nothing is slower, bigger or less accurate" in same.out
-    words = ("report", str(after), "--baseline", str(before))
-    table = slm(*words)
-    assert table.code == 1
-    assert "slower (-20.0%)" in table.out
-    assert f"worse than {before}: ds_zero3" in table.out.replace("\n", "")
-    rows = json.loads(slm(*words, "--json").out)
-    verdicts = {row["strategy"]: row["baseline"]["speed"] for row in rows}
-    assert verdicts == {name: "slower" if name == "ds_zero3" else "tie" for name in aligned.rows}
-
-
-@pytest.mark.quick
-def test_a_baseline_without_any_of_the_runs_is_no_success(aligned: Comparison, tmp_path: Path) -> None:
-    write_record(made_record(), tmp_path)
-    done = slm("report", str(aligned.folder), "--baseline", str(tmp_path))
-    assert done.code == 1
-    assert "has none of these runs" in done.out
+    before, after, other = (tmp_path / name for name in ("before", "after", "other"))
+    for name in ("ddp", "ds_zero3"):
+        record = read_record(Path(aligned.rows[name]["record"]))
+        for folder, seconds in ((before, 0.1), (after, 0.125 if name == "ds_zero3" else 0.1)):
+            quiet = {"other_busy_cores": 0.0, "step_seconds": [[seconds] * 20] * 2}  # as on our own machine
+            write_record(dataclasses.replace(record, **quiet), folder / name)
+    write_record(made_record(), other)
+    for now, code, said in (
+        (before, 0, "nothing is slower, bigger or less accurate"),
+        (after, 1, "slower (-20.0%)"),
+        (other, 1, "has none of these runs"),
+    ):
+        done = slm("report", str(now), "--baseline", str(before))
+        assert (done.code, said in done.out) == (code, True), done.out
+    rows = json.loads(slm("report", str(after), "--baseline", str(before), "--json").out)
+    assert [row["baseline"]["speed"] for row in rows] == ["tie", "slower"]

@@ -1,53 +1,31 @@
 """A DeepSpeed JSON as a strategy: read, wrapped, checked before a launch, and trained."""
 
 import json
-import shlex
 from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import yaml
-from conftest import COMPILING_SECONDS, FSDP2, compare, launch, own_strategy, record_under, run, slm
-from conversions import converted
-from slm_toolkit.strategy.deepspeed_optimizer import as_flags_say, optimizer_problems
+from conftest import FSDP2, compare, own_strategy, slm_here
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.strategy.checked_run import contradictions
-from slm_toolkit.strategy.strategy import config_dir, find_strategy, read_strategy, write_resolved
+from slm_toolkit.strategy.strategy import find_strategy, read_strategy, write_resolved
 
 # transformers' tests/deepspeed/ds_config_zero3.json and ds_config_zero2.json, by their keys
 OFFLOAD = {"device": "cpu", "pin_memory": True}
 ZERO3 = {
-    "fp16": {
-        **{"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16},
-        **{"hysteresis": 2, "min_loss_scale": 1},
-    },
+    "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2},
     "bf16": {"enabled": "auto"},
-    "optimizer": {
-        "type": "AdamW",
-        "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto"),
-    },
-    "scheduler": {
-        "type": "WarmupLR",
-        "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto"),
-    },
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
     "zero_optimization": {
         **{"stage": 3, "offload_optimizer": OFFLOAD, "offload_param": OFFLOAD, "overlap_comm": True},
-        **{"contiguous_gradients": True, "sub_group_size": 1e9, "reduce_bucket_size": "auto"},
-        **{"stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"},
-        **{"stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9},
-        "stage3_gather_16bit_weights_on_model_save": True,
+        **{"sub_group_size": 1e9, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"},
+        **{"stage3_max_live_parameters": 1e9, "stage3_gather_16bit_weights_on_model_save": True},
     },
     **{"gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "steps_per_print": 2000},
-    **{"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": False},
-}
-ZERO2 = {
-    **ZERO3,
-    "zero_optimization": {
-        **{"stage": 2, "offload_optimizer": OFFLOAD, "allgather_partitions": True},
-        **{"allgather_bucket_size": 2e8, "overlap_comm": True, "reduce_scatter": True},
-        **{"reduce_bucket_size": 2e8, "contiguous_gradients": True},
-    },
+    **{"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"},
 }
 WITH_NUMBERS = {
     "optimizer": {
@@ -56,7 +34,6 @@ WITH_NUMBERS = {
     },
     "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_num_steps": 500}},
 }
-SHORT = ("--seq_len", "32", "--max_steps", "4")
 
 
 def without_offload(content: dict) -> dict:
@@ -72,41 +49,16 @@ def written(folder: Path, content: object, name: str = "my_zero3.json") -> str:
     return str(folder / name)
 
 
-def fsdp(folder: Path) -> str:
-    text = f"{FSDP2}  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\nnum_processes: 2\n"
-    return own_strategy(folder, text, name="my_fsdp")
-
-
 @pytest.mark.quick
-def test_a_json_is_a_strategy_in_the_yaml_that_convert_writes(tmp_path: Path) -> None:
-    path = written(tmp_path, ZERO3)
-    strategy = find_strategy(path)
+def test_a_json_is_a_strategy_in_a_yaml_of_its_own(tmp_path: Path) -> None:
+    strategy = find_strategy(written(tmp_path, ZERO3))
     assert (strategy.name, strategy.engine, strategy.zero_stage) == ("my_zero3", "deepspeed", 3)
     launched = write_resolved(strategy, tmp_path / "launch", 4)
     config = yaml.safe_load(launched.read_text())
-    converts = yaml.safe_load(
-        converted(path, "deepspeed", folder=tmp_path).files["my_zero3_as_deepspeed.yaml"]
-    )
-    assert (config.pop("num_processes"), config["deepspeed_config"].pop("zero3_init_flag")) == (4, False)
-    converts["deepspeed_config"].pop("zero3_init_flag")
-    named = Path(config["deepspeed_config"].pop("deepspeed_config_file"))
-    converts["deepspeed_config"].pop("deepspeed_config_file")
-    assert {name: config[name] for name in converts} == converts  # the others are accelerate's defaults
+    assert (config["num_processes"], config["deepspeed_config"]["zero3_init_flag"]) == (4, False)
+    named = Path(config["deepspeed_config"]["deepspeed_config_file"])
     assert (named.parent, json.loads(named.read_text())) == (launched.parent, ZERO3)
     assert read_strategy(launched).zero_stage == 3
-
-
-@pytest.mark.quick
-def test_a_json_named_as_a_shipped_strategy_is_told_from_it(tmp_path: Path) -> None:
-    assert find_strategy(written(tmp_path, ZERO3, "ds_zero3.json")).name == "own-ds_zero3"
-
-
-@pytest.mark.quick
-def test_accelerates_own_json_is_read_as_its_yaml(tmp_path: Path) -> None:
-    shipped = yaml.safe_load((config_dir("accel_configs") / "fsdp_full_shard.yaml").read_text())
-    strategy = find_strategy(written(tmp_path, shipped, "accelerate.json"))
-    assert (strategy.engine, strategy.is_bare_json) == ("fsdp2", False)
-    assert read_strategy(write_resolved(strategy, tmp_path / "launch", 2)).engine == "fsdp2"
 
 
 @pytest.mark.quick
@@ -114,7 +66,6 @@ def test_accelerates_own_json_is_read_as_its_yaml(tmp_path: Path) -> None:
     ("content", "says", "hint"),
     [
         ({"model_type": "llama", "hidden_size": 64}, "describes a model", "--model"),
-        ({"output_dir": "x", "deepspeed": "ds.json", "bf16": True}, "no distributed_type", "slm configs"),
         ({"a": 1, "b": 2}, r"no distributed_type \(a, b\)", "slm configs"),
         ([1, 2], "contains no settings", "slm configs"),
     ],
@@ -127,134 +78,52 @@ def test_a_json_of_another_kind_is_named_for_what_it_is(
     assert hint in str(error.value).partition("hint: ")[2]
 
 
-def test_a_json_as_config_file_of_a_launch_is_refused_with_both_ways_on(tmp_path: Path) -> None:
+@pytest.mark.quick
+def test_verbs_take_a_json_or_say_how_to_give_it(tmp_path: Path) -> None:
     path = written(tmp_path, ZERO3)
-    done = slm("launch", "--config_file", path, "-m", "slm_toolkit.train", "--model", "slm-1m")
-    assert done.code == 2
-    assert f"slm convert {path} --to accelerate_deepspeed" in done.err
-    assert "--strategy" in done.err
-
-
-def test_estimate_takes_a_json_and_says_so(tmp_path: Path) -> None:
-    path = written(tmp_path, ZERO3)
-    done = slm("estimate", "--model", "slm-1m", "--gpu", "h100-80gb", "--json", "--strategy", path)
+    refused = slm_here("launch", "--config_file", path, "-m", "slm_toolkit.train", "--model", "slm-1m")
+    assert (refused.code, "as deepspeed_config_file in a YAML" in refused.err) == (2, True)
+    done = slm_here("estimate", "--model", "slm-1m", "--gpu", "h100-80gb", "--json", "--strategy", path)
     (row,) = json.loads(done.out)
-    assert (done.code, row["strategy"]) == (0, "my_zero3")
-    assert done.err.count("is a DeepSpeed JSON") == 1
+    assert (done.code, row["strategy"], done.err.count("is a DeepSpeed JSON")) == (0, "my_zero3", 1)
 
 
 @pytest.mark.quick
 def test_optimizer_and_scheduler_give_way_to_the_flags_which_are_named(tmp_path: Path) -> None:
     strategy = find_strategy(written(tmp_path, {**ZERO3, **WITH_NUMBERS}))
-    config = RunConfig().with_defaults(has_gpu=False)
-    assert contradictions(strategy, config) == []
-    launched, line = as_flags_say(strategy, config)
-    assert {"optimizer", "scheduler"} & launched.deepspeed_config.keys() == set()
-    assert "removed from my_zero3.json: optimizer AdamW, scheduler WarmupLR. The flags decide" in line
-    assert "weight_decay 0.1," not in line.partition("The JSON's values")[2]  # as the flag has it
-    assert line.endswith(
-        "The JSON's values: --learning_rate 5e-05 --adam_beta1 0.8 --adam_beta2 0.999 --adam_epsilon 1e-06 "
-        "--warmup_steps 500"
-    )
-    with_auto = as_flags_say(find_strategy(written(tmp_path, ZERO3)), config)[1]
-    assert "JSON's values" not in with_auto
-    assert as_flags_say(launched, config) == (launched, None)
+    assert contradictions(strategy, RunConfig().with_defaults(has_gpu=False)) == []
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("optimizer", "says"),
-    [
-        ({"type": "Lamb", "params": {"lr": 1e-3}}, "is Lamb"),
-        ({"type": "Adam", "params": {"adam_w_mode": False}}, "adam_w_mode False"),
-        ({"type": "AdamW", "params": {"amsgrad": True}}, "amsgrad True"),
-        ({"type": "AdamW", "params": {"momentum": 0.9}}, "momentum 0.9"),
-        ("AdamW", "'AdamW', not settings"),
-        ({"type": "AdamW", "params": [1]}, "not settings"),
-    ],
-)
-def test_an_optimizer_that_no_flag_stands_for_is_refused(optimizer: object, says: str) -> None:
-    (problem,) = optimizer_problems({"optimizer": optimizer}, RunConfig())
-    assert says in problem
-    assert (
-        optimizer_problems({"optimizer": {"type": "Adam", "params": {"adam_w_mode": True}}}, RunConfig())
-        == []
-    )
-
-
-@pytest.mark.quick
-def test_in_stock_an_optimizer_is_refused_as_accelerate_would() -> None:
-    (problem,) = optimizer_problems(ZERO3, RunConfig(numerics="stock"))
-    assert "accelerate refuses it" in problem
-
-
 def test_compare_refuses_all_contradictions_at_once_before_it_launches_anything(tmp_path: Path) -> None:
     zero = {
         **without_offload(ZERO3)["zero_optimization"],
-        "stage3_max_live_parameter": 1e9,
-        "zero_hpz_partition_size": 3,
+        **{"stage3_max_live_parameter": 1e9, "zero_hpz_partition_size": 3},
     }
-    path = written(tmp_path, {**ZERO3, "zero_optimization": zero, "train_batch_size": 64})
-    done = slm("compare", "--model", "slm-1m", "--strategy", path, "--output_dir", str(tmp_path / "runs"))
+    batches = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 16}
+    path = written(tmp_path, {**ZERO3, "zero_optimization": zero, **batches})
+    out = ("--output_dir", str(tmp_path / "runs"))
+    done = slm_here("compare", "--model", "slm-1m", "--strategy", path, *out)
     assert done.code == 2
-    assert "stage3_max_live_parameter is not a known key of zero_optimization" in done.err
-    assert "train_batch_size 64, batch x micro-steps x ranks says 8" in done.err
-    assert "zero_hpz_partition_size 3 with 2 ranks" in done.err
-    assert f"slm doctor --strategy {path}" in done.err
+    for says in (
+        "stage3_max_live_parameter is not a known key of zero_optimization",
+        "train_batch_size 64, batch x micro-steps x ranks says 8",
+        "train_micro_batch_size_per_gpu 16, --per_device_train_batch_size says 4",
+        "zero_hpz_partition_size 3 with 2 ranks",
+        f"slm doctor --strategy {path}",
+    ):
+        assert says in done.err
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_micro_batch_that_the_flags_contradict_is_refused_before_the_launch(tmp_path: Path) -> None:
-    path = written(tmp_path, {**ZERO3, "train_micro_batch_size_per_gpu": 16})
-    done = slm("compare", "--model", "slm-1m", "--strategy", path, "--output_dir", str(tmp_path / "runs"))
-    assert done.code == 2
-    assert "train_micro_batch_size_per_gpu 16, --per_device_train_batch_size says 4" in done.err
-
-
-def test_shipped_strategies_have_no_notes(tmp_path: Path) -> None:
-    done = slm("compare", "--dry_run", "--model", "slm-1m", "--output_dir", str(tmp_path))
-    (kernels,) = done.err.splitlines()
-    assert (done.code, kernels[:14]) == (0, "kernels: fused")
-
-
-def test_the_command_of_a_dry_run_launches_a_json_without_a_yaml(tmp_path: Path) -> None:
-    path = written(tmp_path, without_offload({**ZERO3, **WITH_NUMBERS}))
-    words = ("--model", "slm-1m", *SHORT, "--strategy", path, "--output_dir", str(tmp_path / "runs"))
-    done = slm("compare", "--dry_run", "--json", *words)
-    (command,) = json.loads(done.out)
-    ran = run(*shlex.split(command))
-    assert ran.code == 0, ran.err
-    assert "removed from my_zero3.json: optimizer AdamW, scheduler WarmupLR" in ran.err
-    assert record_under(tmp_path / "runs")["zero_stage"] == 3
 
 
 def test_an_accelerate_yaml_is_compared_with_a_json_of_hugging_faces(tmp_path: Path) -> None:
     path = written(tmp_path, without_offload(ZERO3))
-    done = compare("--strategy", fsdp(tmp_path), path, *SHORT, folder=tmp_path / "runs")
+    text = f"{FSDP2}  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\nnum_processes: 2\n"
+    mine, short = own_strategy(tmp_path, text, name="my_fsdp"), ("--seq_len", "32", "--max_steps", "4")
+    done = compare("--strategy", mine, path, *short, folder=tmp_path / "runs")
     assert done.finished.code == 0, done.finished.err
     assert {name: row["status"] for name, row in done.rows.items()} == {"my_fsdp": "ok", "my_zero3": "ok"}
     assert "is a DeepSpeed JSON" in done.finished.err
     assert "removed from my_zero3.json: optimizer AdamW" in done.finished.err
     row = done.rows["my_zero3"]
     assert (row["parity_reference"], row["parity_holds"]) == ("my_fsdp", True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("content", [ZERO2, ZERO3], ids=["zero2", "zero3"])
-def test_hugging_faces_examples_with_offload_are_compared(content: dict, tmp_path: Path) -> None:
-    done = compare("--strategy", fsdp(tmp_path), written(tmp_path, content), *SHORT, folder=tmp_path / "runs")
-    assert done.finished.code == 0, done.finished.err
-    assert done.rows["my_zero3"]["parity_holds"] is True
-
-
-def test_a_launch_with_an_optimizer_that_no_flag_stands_for_ends_in_one_line(
-    tmp_path: Path,
-) -> None:
-    lamb = {**without_offload(ZERO3), "optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}}
-    flags = ("--model", "slm-1m", *SHORT, "--output_dir", str(tmp_path / "runs"))
-    done = launch(
-        *flags, config=own_strategy(tmp_path, "num_processes: 2\n", lamb), timeout=COMPILING_SECONDS
-    )
-    assert done.code != 0
-    assert "the DeepSpeed JSON's optimizer is Lamb, but the script has AdamW and Muon" in done.err
-    assert "_prepare_deepspeed" not in done.err

@@ -1,11 +1,10 @@
 """Each family of models trains under DDP, FSDP and ZeRO-3 on two processes with equal losses."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, compare, run
+from conftest import ROOT, compare
 
 MODELS = ROOT / "bench" / "data" / "models"
 NAMES = (
@@ -28,8 +27,9 @@ def test_a_family_trains_with_equal_losses_under_every_engine(name: str, tmp_pat
     assert set(done.rows) == set(strategies), done.finished.err
     losses = [json.loads(path.read_text())["losses"] for path in tmp_path.glob("*/record.json")]
     assert len(losses) == 3
-    # ZeRO-3 adds three gradients of OLMo 2 in another order, which rounds otherwise in bf16 (the last test):
-    # 0.00025 on 2026-11-25. The other families had 0 to 0.00001 then; the parity check allows 0.001
+    # ZeRO-3 adds three gradients of OLMo 2 in another order, which rounds otherwise in bf16: DeepSpeed puts
+    # an identity before each module's inputs (0.19.8, runtime/zero/parameter_offload.py), and residual, gate
+    # and up all read one tensor. 0.00025 on 2026-11-25; the other families had 0 to 0.00001 then
     limit = 0.001 if name == "olmo2-3m" else 0.0001
     for others in losses[1:]:
         assert others == pytest.approx(losses[0], abs=limit)
@@ -48,16 +48,3 @@ def test_olmo_2_has_equal_losses_in_fp32(tmp_path: Path) -> None:
     assert len(others) == 2
     for losses in others:
         assert losses == pytest.approx(first, abs=2e-6)  # fp32 has steps of 4.8e-7 at 7.3
-
-
-def test_the_order_of_additions_is_all_that_zero_3_changes_in_olmo_2() -> None:
-    """Other gradients than one process, but all bits of one process with DeepSpeed's identity functions."""
-    done = run(sys.executable, str(ROOT / "tests" / "zero3_gradients.py"), str(MODELS / "olmo2-3m"))
-    assert done.code == 0, done.err
-    counts = json.loads(done.out.splitlines()[-1])
-    for found in counts.values():
-        assert found["num_gradients"] == 47
-        assert found["differ_from_plain"] > 0
-        assert found["differ_from_identities"] == 0
-    assert counts["bf16"]["largest_error"] < 0.05  # some roundings of 2^-9 = 0.002 each
-    assert counts["fp32"]["largest_error"] < 5e-6  # some roundings of 2^-24 = 6e-8 each

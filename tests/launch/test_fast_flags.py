@@ -3,11 +3,10 @@
 from pathlib import Path
 
 import pytest
-from conftest import launch, record_under, slm
+from conftest import launch, record_under, slm_here
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.record.numerics import Numerics, differences, precision_of
 from slm_toolkit.run.kernels.layer_kernels import use_fp8
 from slm_toolkit.strategy.checked_run import contradictions
 from slm_toolkit.strategy.strategy import find_strategy
@@ -74,57 +73,8 @@ def test_a_compile_mode_runs_where_parameters_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (
-            {"kernels": "graphs", "gradient_accumulation_steps": 2},
-            "--kernels graphs with --gradient_accumulation_steps 2: CUDA graphs "
-            "overwrite the gradients of the pass before",
-        ),
-        (
-            {"fp8": "rowwise", "seq_len": 30, "per_device_train_batch_size": 1},
-            "--fp8 rowwise with 30 tokens per process: float8 matrix products need a multiple of 16",
-        ),
-        ({"dataloader_num_workers": -1}, "--dataloader_num_workers is -1: not below 0"),
-        (
-            {"fp8": "rowwise", "numerics": "fp32"},
-            "--fp8 rowwise with --numerics fp32: it has no low precision",
-        ),
-    ],
-    ids=str,
-)
-def test_what_makes_no_sense_is_a_sentence(flags: dict, says: str) -> None:
-    assert RunConfig(**flags).problems() == [says]
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--fp8", "tensorwise", "--numerics", "stock"),
-        ("--kernels", "graphs", "--strategy", "ddp"),
-    ],
-    ids=str,
-)
-def test_estimates_say_what_they_know_nothing_of(flags: tuple[str, ...]) -> None:
-    done = slm("estimate", "--model", "slm-100m", *flags)
-    assert done.code == 2
+@pytest.mark.parametrize("flags", ["--fp8 tensorwise --numerics stock", "--kernels graphs --strategy ddp"])
+def test_estimates_say_what_they_know_nothing_of(flags: str) -> None:
+    done = slm_here("estimate", "--model", "slm-100m", *flags.split())
+    assert (done.code, done.err.count("error:")) == (2, 1)
     assert "no closed form for it" in done.err
-    assert done.err.count("error:") == 1
-
-
-@pytest.mark.slow
-def test_two_workers_would_read_a_stream_in_another_order(tmp_path: Path) -> None:
-    text = tmp_path / "a.txt"
-    text.write_text("some text " * 999)
-    stream = ("--dataset", str(text), "--streaming", "true", "--dataloader_num_workers", "2")
-    done = slm("compare", "--strategy", "ddp", *FEW, *stream, "--output_dir", str(tmp_path / "runs"))
-    assert done.code == 2
-    assert "--dataloader_num_workers 2 does not fit a stream: only one process can read it" in done.err
-
-
-def test_fp8_has_limits_of_its_own() -> None:
-    assert len(differences(Numerics(tf32=True), Numerics(tf32=False))) == 1
-    assert precision_of({"numerics": "fp32", "fp8": "none"}) == "fp32"
-    assert precision_of({"numerics": "aligned", "fp8": "rowwise"}) == "fp8"
-    assert precision_of({"numerics": "aligned"}) == "aligned"  # of a record from before there was fp8

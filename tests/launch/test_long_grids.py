@@ -17,7 +17,7 @@ import pytest
 from conftest import ENV, H100, ROOT, WARM, left_over, made_record, slm
 from rich.console import Console
 
-from slm_toolkit.compare.display import Display, as_words, seconds_left
+from slm_toolkit.compare.display import Display
 from slm_toolkit.compare.grid import PlannedRun, plan_runs
 from slm_toolkit.compare.local import Slot, kept_record, run_in_slots, slots_of
 from slm_toolkit.compare.supervisor import locked
@@ -35,63 +35,30 @@ def ok_records(folder: Path) -> dict[str, RunRecord]:
     return {str(path): record for path, record in records if record.status == "ok"}
 
 
-def kill_and_resume(grid: tuple[str, ...], folder: Path, *, delays_seconds: list[float]) -> list[dict]:
-    """Kill `slm compare` after each delay, then let it finish; returns its rows."""
-    words = ["compare", "--json", *TINY, *grid, "--output_dir", str(folder)]
-    done: dict[str, RunRecord] = {}
-    for number, delay_seconds in enumerate(delays_seconds):
-        command = [str(Path(sys.executable).with_name("slm")), *words]
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        time.sleep(delay_seconds)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        if number == 0:  # nobody resumes, and yet all end; later ones are resumed at once
-            deadline = time.monotonic() + 15
-            while left_over(folder):
-                assert time.monotonic() < deadline, left_over(folder)
-                time.sleep(0.1)
-        now = ok_records(folder) if folder.exists() else {}
-        assert done.items() <= now.items()  # what was done is neither lost nor repeated
-        done = now
+def test_a_killed_grid_leaves_no_process_and_is_resumed_where_it_was(tmp_path: Path) -> None:
+    words = ("compare", "--json", *TINY, "--strategy", "single", "ddp", "--seed", "0", "1")
+    words += ("--output_dir", str(tmp_path))
+    slm_command = str(Path(sys.executable).with_name("slm"))
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen([slm_command, *words], cwd=ROOT, env=ENV, **silent)
+    time.sleep(random.uniform(3, 12))
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    deadline = time.monotonic() + 15
+    while left_over(tmp_path):  # nobody resumes, and yet all end
+        assert time.monotonic() < deadline, left_over(tmp_path)
+        time.sleep(0.1)
+    done = ok_records(tmp_path)
     finished = slm(*words)
     assert finished.code == 0, finished.err
-    assert done.items() <= ok_records(folder).items()
     assert finished.err.count("kept from ") == len(done)
-    return json.loads(finished.out)
-
-
-def check_whole(folder: Path, rows: list[dict], *, num_runs: int) -> None:
-    assert [row["status"] for row in rows] == ["ok"] * num_runs
-    assert len({row["record"] for row in rows}) == num_runs
-    records = ok_records(folder)
-    assert len(records) == num_runs
-    assert len({record.identity for record in records.values()}) == num_runs
-    for record in records.values():
-        assert len(record.losses) == 3
-        assert len(record.step_seconds) == record.world_size
-    names = {path.name for path in folder.rglob("*") if path.is_file()}
-    strays = {name for name in names if name.startswith((".record", "progress", "stack"))}
-    assert strays == set()
-    assert left_over(folder) == []
-
-
-def test_a_killed_grid_leaves_no_process_and_is_resumed_where_it_was(tmp_path: Path) -> None:
-    delay_seconds = random.uniform(3, 12)
-    rows = kill_and_resume(
-        ("--strategy", "single", "ddp", "--seed", "0", "1"), tmp_path, delays_seconds=[delay_seconds]
-    )
-    check_whole(tmp_path, rows, num_runs=4)
-
-
-@pytest.mark.slow
-def test_thirty_runs_killed_five_times_end_as_thirty_right_records(tmp_path: Path) -> None:
-    grid = ("--strategy", "single", "ddp", "--seed", "0", "1", "2", "3", "4")
-    grid += ("--per_device_train_batch_size", "1", "2", "3")  # 2 x 5 x 3 = 30
-    delays_seconds = [random.uniform(3, 30) for _ in range(5)]
-    rows = kill_and_resume(grid, tmp_path, delays_seconds=delays_seconds)
-    check_whole(tmp_path, rows, num_runs=30)
+    records = ok_records(tmp_path)
+    assert done.items() <= records.items()  # what was done is neither lost nor repeated
+    assert len({record.identity for record in records.values()}) == 4
+    assert [row["status"] for row in json.loads(finished.out)] == ["ok"] * 4
+    assert all(len(record.losses) == 3 for record in records.values())
+    names = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert {name for name in names if name.startswith((".record", "progress", "stack"))} == set()
 
 
 def test_a_second_comparison_in_the_same_folder_is_refused(tmp_path: Path) -> None:
@@ -118,15 +85,6 @@ def test_what_a_killed_comparison_left_running_is_ended_before_the_next(tmp_path
         assert elsewhere.poll() is None
     finally:
         elsewhere.kill()
-
-
-def test_runs_tell_the_time_left(tmp_path: Path) -> None:
-    words = ("--strategy", "single", "--seed", "0", "1", "2")
-    finished = slm("compare", "--json", *TINY, *words, "--output_dir", str(tmp_path))
-    assert finished.code == 0, finished.err
-    assert len(ok_records(tmp_path)) == 3
-    assert "1/3  single seed=" in finished.err
-    assert " left)" in finished.err
 
 
 @pytest.mark.quick
@@ -166,30 +124,30 @@ def test_a_bug_in_one_job_stops_the_others_and_starts_no_more() -> None:
 
 
 @pytest.mark.quick
-def test_gpus_are_dealt_out_in_order_and_what_is_visible_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(5, H100)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    dealt = [slot.visible_devices for slot in slots_of(machine, gpus_per_run=2, num_processes=None)]
-    assert dealt == [("0", "1"), ("2", "3")]  # the fifth is left over
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1,GPU-abc")
-    dealt = [slot.visible_devices for slot in slots_of(machine, gpus_per_run=2, num_processes=None)]
-    assert dealt == [("7", "5"), ("3", "1")]
-    assert slots_of(machine, gpus_per_run=None, num_processes=None) == [Slot(1, None)]
-
-
-@pytest.mark.quick
 @pytest.mark.parametrize(
-    ("num_gpus", "asked", "problem"),
+    ("num_gpus", "visible", "asked", "slots"),
     [
-        (0, {"gpus_per_run": 1}, "hint: leave it out; runs are launched one by one"),
-        (4, {"gpus_per_run": 8}, "--gpus_per_run is 8: this machine has 4"),
-        (4, {"gpus_per_run": 1, "num_processes": 2}, "--num_processes is 2"),
+        (5, None, {"gpus_per_run": 2}, [("0", "1"), ("2", "3")]),  # the fifth is left over
+        (5, "7,5,3,1,GPU-abc", {"gpus_per_run": 2}, [("7", "5"), ("3", "1")]),
+        (5, None, {}, [None]),
+        (0, None, {"gpus_per_run": 1}, "--gpus_per_run without a GPU"),
+        (4, None, {"gpus_per_run": 8}, "--gpus_per_run is 8: this machine has 4"),
+        (4, None, {"gpus_per_run": 1, "num_processes": 2}, "--num_processes is 2"),
     ],
 )
-def test_slots_that_can_not_be_had_are_refused(num_gpus: int, asked: dict[str, int], problem: str) -> None:
-    words = {"num_processes": None, **asked}
-    with pytest.raises(ValueError, match=problem):
-        slots_of(Machine(num_gpus, H100 if num_gpus else None), **words)
+def test_gpus_are_dealt_out_in_order_and_what_is_visible_counts(
+    num_gpus: int, visible: str | None, asked: dict, slots: list | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    words = {"gpus_per_run": None, "num_processes": None, **asked}
+    machine = Machine(num_gpus, H100 if num_gpus else None)
+    if isinstance(slots, str):
+        with pytest.raises(ValueError, match=slots):
+            slots_of(machine, **words)
+    else:
+        assert [slot.visible_devices for slot in slots_of(machine, **words)] == slots
 
 
 def planned(*strategies: str, **given: object) -> list[PlannedRun]:
@@ -200,100 +158,36 @@ def planned(*strategies: str, **given: object) -> list[PlannedRun]:
 
 
 @pytest.mark.quick
-def test_time_left_is_of_the_runs_of_the_same_kind() -> None:
-    single, ddp = planned("single", "ddp")
-    assert seconds_left([], [single], [], num_slots=1) is None
-    # one single run took 10 s, ddp runs 20 s and 40 s: a ddp run takes 30 s, of which one has done 12 s
-    done = [(single, 10.0), (ddp, 20.0), (ddp, 40.0)]
-    assert seconds_left(done, [single, ddp], [(ddp, 12.0)], num_slots=1) == 10 + 30 + 18
-    assert seconds_left(done, [single, ddp], [(ddp, 12.0)], num_slots=2) == (10 + 30 + 18) / 2
-    assert seconds_left(done, [], [(ddp, 12.0)], num_slots=2) == 18  # the other slot can't help
-    # a run that should have ended after 30 s: a tenth of its 50 s more, and never zero
-    assert seconds_left(done, [], [(ddp, 50.0)], num_slots=1) == pytest.approx(5)
-    # of a strategy that nobody has done: the mean of all, 70 / 3
-    (zero,) = planned("ds_zero2")
-    assert seconds_left(done, [zero], [], num_slots=1) == pytest.approx(70 / 3)
-
-
-@pytest.mark.quick
-def test_on_a_terminal_one_line_holds_done_and_time_left() -> None:
-    first, second, third = runs = planned("single", seed=[0, 1, 2])
-    console = Console(file=io.StringIO(), force_terminal=True, width=120)
-    display = Display(runs, console)
-    record = made_record(seconds_total=120.0)
-    display.begin(first)
-    display.end(first, record, kept=False)
-    display.begin(second)
-    display.progress(second, {"step": 2, "num_steps": 33, "loss": 5.5, "tokens_per_second": 1234.0})
-    overall, running = display.bars.tasks
-    assert (overall.completed, overall.total) == (1, 3)
-    assert overall.fields["status"] == "about 4 min left"  # 120 s each for the two others
-    assert (running.completed, running.fields["status"]) == (2, "loss 5.500  1,234 tokens/s")
-
-
-@pytest.mark.quick
-def test_a_late_run_still_has_its_time_left() -> None:
-    first, second = runs = planned("single", seed=[0, 1])
+def test_on_a_terminal_bars_hold_stage_step_and_time_left() -> None:
+    first, second, _ = runs = planned("single", seed=[0, 1, 2])
     display = Display(runs, Console(file=io.StringIO(), force_terminal=True, width=120))
     display.begin(first)
-    display.end(first, made_record(seconds_total=0.001), kept=False)
+    display.end(first, made_record(seconds_total=120.0), kept=False)
     display.begin(second)
-    display.progress(second, None)
-    assert display.bars.tasks[0].fields["status"] == "about 0 s left"
-
-
-@pytest.mark.quick
-def test_a_run_shows_each_stage_before_its_first_step_and_no_rate_while_it_warms_up() -> None:
-    (run,) = planned("single")
-    display = Display([run], Console(file=io.StringIO(), force_terminal=True, width=120))
-    display.begin(run)
-    shown = [display.bars.tasks[1].fields["status"]]
-    step = {"step": 1, "num_steps": 33, "loss": 5.5, "tokens_per_second": None}
-    for state in (None, {"stage": "reading [data]"}, {"stage": "first step"}, step):
-        display.progress(run, state)
-        shown.append(display.bars.tasks[1].fields["status"])
-    assert shown == [
-        *["starting: loading Python packages"] * 2,
-        "starting: reading \\[data]",  # escaped: rich shows the bracket
-        "starting: first step",
-        "loss 5.500  warming up",
-    ]
-
-
-@pytest.mark.quick
-def test_time_is_told_in_words() -> None:
-    told = [as_words(seconds) for seconds in (45, 720, 2 * 3600 + 600, 53 * 3600)]
-    assert told == ["45 s", "12 min", "2 h 10 min", "2 d 5 h"]
-
-
-def test_a_dry_run_prints_what_a_shell_would_launch_and_writes_nothing(tmp_path: Path) -> None:
-    folder = tmp_path / "my runs"
-    words = (
-        "compare",
-        "--dry_run",
-        "--strategy",
-        "single",
-        "ds_zero2",
-        "--model",
-        "slm-1m",
-        "--seed",
-        "0",
-        "1",
-    )
-    lines = slm(*words, "--output_dir", str(folder)).out.splitlines()
-    assert len(lines) == 4
-    assert all(shlex.split(line)[:2] == ["accelerate", "launch"] for line in lines)
-    assert all(str(folder) in shlex.split(line) for line in lines)
-    assert json.loads(slm(*words, "--json", "--output_dir", str(folder)).out) == lines
-    assert not folder.exists()
+    overall, running = display.bars.tasks
+    assert overall.fields["status"] == "about 4 min left"  # 120 s each for the two others
+    step = {"step": 2, "num_steps": 33, "loss": 5.5, "tokens_per_second": None}
+    for state, shown in (
+        (None, "starting: loading Python packages"),
+        ({"stage": "reading [data]"}, "starting: reading \\[data]"),  # escaped: rich shows the bracket
+        (step, "loss 5.500  warming up"),
+        ({**step, "tokens_per_second": 1234.0}, "loss 5.500  1,234 tokens/s"),
+        ({**step, "num_steps": None, "loss": None}, ""),  # of a user's own script
+    ):
+        display.progress(second, state)
+        assert running.fields["status"] == shown
+    assert (overall.completed, overall.total, running.completed) == (1, 3, 2)
 
 
 def test_what_a_dry_run_prints_runs_and_is_not_printed_again(tmp_path: Path) -> None:
+    folder = tmp_path / "my runs"
     words = ("compare", "--dry_run", "--strategy", "single", "--model", "slm-1m", "--max_steps", "2")
-    (line,) = slm(*words, "--output_dir", str(tmp_path)).out.splitlines()
+    (line,) = slm(*words, "--output_dir", str(folder)).out.splitlines()
+    assert json.loads(slm(*words, "--json", "--output_dir", str(folder)).out) == [line]
+    assert not folder.exists()
     command = [str(Path(sys.executable).with_name("accelerate")), *shlex.split(line)[1:]]
     subprocess.run(command, cwd=tmp_path, env=WARM.env(), check=True, capture_output=True)
-    again = slm(*words, "--output_dir", str(tmp_path))
+    again = slm(*words, "--output_dir", str(folder))
     assert (again.code, again.out.strip()) == (0, "")
     assert "1 of 1 runs are done and kept" in again.err
 

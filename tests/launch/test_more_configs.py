@@ -7,8 +7,6 @@ import pytest
 import torch
 from conftest import COMPILING_SECONDS, ROOT, launch, record_under, slm
 
-from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, shipped_strategies
-
 FEW = ("--model", "slm-1m", "--seq_len", "64", "--max_steps", "5", "--json")
 NEW = {
     2: ("fsdp_full_shard_offload", "ds_zero2_offload", "ds_zero3_offload"),
@@ -42,13 +40,6 @@ def test_the_launchers_sizes_of_a_hybrid_shard_are_those_recorded(tmp_path: Path
     assert list(asked.values()) == [3, 2]
 
 
-@pytest.mark.quick
-def test_no_shipped_yaml_is_left_out() -> None:
-    compared = {*STUDIED_STRATEGIES, "single"}  # the fixtures of conftest; single is parity's reference
-    here = {*NEW[2], *NEW[4], "ds_zero3_nvme", "ds_zeropp_quantized"}
-    assert set(shipped_strategies()) == compared | here
-
-
 @pytest.mark.nvme
 def test_nvme_trains_as_ddp_does(tmp_path: Path) -> None:
     """The first use compiles async_io, some minutes."""
@@ -69,14 +60,3 @@ def test_quantized_zeropp_is_refused_without_a_gpu(tmp_path: Path) -> None:
         assert done.code != 0
         assert "zero_quantized_weights and zero_quantized_gradients need a GPU" in done.err
         assert "ds_zeropp is the same without them" in done.err
-
-
-@pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="qwZ and qgZ need a GPU: their int8 kernels have no CPU version"
-)
-def test_quantized_zeropp_trains_as_ddp_does(tmp_path: Path) -> None:
-    words = ("--strategy", "ddp", "ds_zeropp_quantized", "--num_processes", "2", *FEW)
-    done = slm("compare", *words, "--output_dir", str(tmp_path / "runs"))
-    assert done.code == 0, done.err
-    ddp, zeropp = json.loads(done.out)
-    assert zeropp["losses"] == pytest.approx(ddp["losses"], abs=0.1)  # of int8 gradients

@@ -5,7 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import launch, record_under
+import torch
+from conftest import launch, record_under, slm_here
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 STEPS, STOP = 8, 4
 NUM_SEQUENCES = 29
@@ -103,3 +106,20 @@ def test_losses_after_a_move_are_those_of_staying(
     assert (
         f"written under {source[0]} x {source[1]}, resumed under {target[0]} x {target[1]}" in moved["said"]
     )
+
+
+def test_a_checkpoint_of_any_strategy_is_written_as_a_model(stayed: Stayed, tmp_path: Path) -> None:
+    weights = {}
+    for place in (("ddp", 2), ("ds_zero3", 2)):
+        _, checkpoint = stayed(place)
+        words = ("convert", str(checkpoint), "--to", "hf_model", "--output", str(tmp_path / place[0]))
+        done = slm_here(*words)
+        assert done.code == 0, done.err
+        assert f"step {STOP}, 951,424 parameters, written under {place[0]} x 2" in done.out
+        weights[place[0]] = load_file(tmp_path / place[0] / "model.safetensors")
+        again = slm_here(*words)
+        assert (again.code, "nothing is overwritten" in again.err) == (2, True)
+    for name, tensor in weights["ddp"].items():
+        assert tensor.dtype == torch.float32
+        assert torch.allclose(tensor, weights["ds_zero3"][name], atol=1e-4, rtol=0), name
+    AutoModelForCausalLM.from_pretrained(tmp_path / "ds_zero3")

@@ -6,13 +6,6 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, compare, launch, record_under
 from safetensors import safe_open
-from test_traces import traced
-
-from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.model.names import find_model
-from slm_toolkit.predict.memory.peak import peak
-from slm_toolkit.predict.setup.setup import Setup
-from slm_toolkit.strategy.strategy import find_strategy
 
 ZERO_3 = ROOT / "accel_configs" / "ds_zero3.yaml"
 
@@ -55,14 +48,3 @@ def test_a_resumed_run_saves_the_model_that_was_asked_for(tmp_path: Path) -> Non
     with safe_open(tmp_path / "odd" / "model" / "model.safetensors", "pt") as file:
         assert file.get_slice("model.layers.1.mlp.down_proj.weight").get_shape() == [64, 100]
         assert file.get_slice("lm_head.weight").get_shape() == [333, 64]
-
-
-@pytest.mark.parametrize("kernel", ["plain", "loss"])
-def test_a_padded_models_peak_is_estimated(kernel: str, tmp_path: Path) -> None:
-    model = odd_model(tmp_path, hidden_size=128, intermediate_size=330, vocab_size=5003)
-    flags = {"model": model, "kernels": kernel, "pad_widths": True, "seq_len": 512}
-    found = traced({"strategy": "fsdp_full_shard", "num_gpus": 2, **flags})
-    assert found["status"] == "ok", found["reason"]
-    config = RunConfig(**flags).with_defaults(has_gpu=True)
-    setup = Setup(find_model(model), find_strategy("fsdp_full_shard"), config, num_gpus=2).launched
-    assert peak(setup).peak_bytes == pytest.approx(found["peak_bytes"], rel=0.02)

@@ -219,7 +219,7 @@ def test_a_rehearsal_on_a_gpu_has_a_rate_but_no_rank_loss_parity_or_dollars() ->
     fsdp = {"strategy": "fsdp_full_shard", "engine": "fsdp2"}
     on_gpu = made_record(identity="2", asked=asked, **fsdp, losses=[], tokens_counted=counted)
     others = made_record(), made_record(identity="3", strategy="ds_zero2", engine="deepspeed")
-    row = ranked([Row([(Path("a"), each)]) for each in (on_gpu, *others)], strict=False)[0]
+    row = ranked([Row([(Path("a"), each)]) for each in (on_gpu, *others)])[0]
     assert (row.status, row.tokens_per_second is None) == ("ok", False)
     assert (row.rank, row.final_loss, row.usd_per_million_tokens, row.warnings) == (None, None, None, [])
     assert [parity is None for parity in judge([on_gpu, *others])] == [True, True, False]

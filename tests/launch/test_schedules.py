@@ -21,22 +21,17 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     return compare("--strategy", "ddp", "ds_zero2", *FLAGS, folder=folder)
 
 
-@pytest.mark.slow
 def test_each_engine_steps_with_the_rate_and_epsilon_asked(both: Comparison) -> None:
     for row in both.rows.values():
         assert row["status"] == "ok", row["reason"]
+        assert row["losses"] == pytest.approx(both.rows["ddp"]["losses"], abs=0.01)
         # a warm-up from 0; at the last step, half of 1 + cos(5 pi / 6) of the peak
         for line, rate in (("optimizer_settings", 0), ("optimizer_settings_at_end", 6.69873e-5)):
-            groups = json.loads(Path(row["record"]).read_text())["numerics"][line].split("; ")
+            groups = json.loads(Path(row["record"]).read_text())["numerics"][line]
             assert len(groups) == 2
             for group in groups:
-                assert float(re.search(r"lr ([-.e\d]+)", group)[1]) == pytest.approx(rate, rel=1e-5)
-                assert "eps 1e-06" in group
-
-
-def test_a_step_at_rate_0_changes_nothing_in_either_engine(both: Comparison) -> None:
-    ddp, ds_zero2 = (row["losses"] for row in both.rows.values())
-    assert ddp == pytest.approx(ds_zero2, abs=0.01)
+                assert group["lr"] == pytest.approx(rate, rel=1e-5)
+                assert group["eps"] == 1e-6
 
 
 def test_every_second_step_is_logged_with_the_mean_loss(both: Comparison) -> None:

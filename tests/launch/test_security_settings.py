@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import own_strategy, run, slm
+from conftest import ROOT, own_strategy, run, slm
 
-from slm_toolkit.strategy.checked_run import check_passed_on
 from slm_toolkit.strategy.passed_on import JSON_SETTINGS, refused_of_json, refused_of_yaml
-from slm_toolkit.strategy.strategy import find_strategy
 
 FLAGS = ("--model", "slm-1m", "--seq_len", "32", "--max_steps", "2", "--output_dir", "runs")
 SMALL = {
@@ -45,9 +43,6 @@ def evil_json(folder: Path) -> dict:
     "command",
     [
         pytest.param(
-            (ACCELERATE, "launch", "--config_file", "mine.yaml", "-m", "slm_toolkit.train"), id="yaml"
-        ),
-        pytest.param(
             (
                 *(ACCELERATE, "launch", "--num_processes", "1", "--use_deepspeed"),
                 *("--deepspeed_config_file", "mine.json", "-m", "slm_toolkit.train"),
@@ -55,7 +50,6 @@ def evil_json(folder: Path) -> dict:
             id="json",
         ),
         pytest.param(("slm", "compare", "--strategy", "mine.json", "--num_processes", "1"), id="compare"),
-        pytest.param(("slm", "train", "--strategy", "mine.yaml"), id="train"),
         pytest.param(("slm", "launch", "--config_file", "mine.yaml", "-m", "slm_toolkit.train"), id="launch"),
     ],
 )
@@ -153,97 +147,15 @@ def test_compare_on_one_machine_starts_no_other(tmp_path: Path) -> None:
     assert "mine.yaml: num_machines is 2, but a comparison without Slurm uses one machine" in done.err
 
 
-def test_doctor_names_such_settings_first_and_writes_files_without_them(tmp_path: Path) -> None:
-    text = "num_processes: 1\nmixed_precision: bf16\nmpirun_config: {mpirun_hostfile: hosts}\n"
-    own_strategy(tmp_path, text, {**evil_json(tmp_path), "hooks": "evilmod.X"})
-    done = slm("doctor", "--strategy", "mine.yaml", "--json", "--fix", "fixed", cwd=tmp_path)
-    found = json.loads(done.out)
-    assert [(each["severity"], each["topic"]) for each in found[:5]] == [("wrong", "security")] * 5
-    assert {each["key"] for each in found[:5]} == {
-        *("mpirun_config.mpirun_hostfile", "flops_profiler.output_file", "csv_monitor.enabled", "hooks"),
-        "torch_autocast.lower_precision_safe_modules",
-    }
-    assert "set-twice" in {each["name"] for each in found[5:]}
-    check_passed_on(find_strategy(str(tmp_path / "fixed" / "mine.yaml")))
-    profiler = json.loads((tmp_path / "fixed" / "mine.json").read_text())["flops_profiler"]
-    assert profiler == {"enabled": True, "profile_step": 1}  # prints its table
-
-
 # what must still be passed on
-
-_OFFLOAD = {"device": "nvme", "nvme_path": "/local_nvme", "pin_memory": True, "buffer_count": 4}
-OF_TRANSFORMERS = {  # the examples of transformers' documentation in one
-    **SMALL,
-    "bf16": {"enabled": "auto"},
-    "fp16": {
-        **{"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16},
-        **{"hysteresis": 2, "min_loss_scale": 1},
-    },
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": "auto", "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": "auto"},
-    },
-    "scheduler": {
-        "type": "WarmupDecayLR",
-        "params": {"total_num_steps": "auto", "warmup_min_lr": 0, "warmup_num_steps": "auto"},
-    },
-    "zero_optimization": {
-        **{"stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9},
-        **{
-            "reduce_bucket_size": "auto",
-            "stage3_prefetch_bucket_size": "auto",
-            "stage3_max_live_parameters": 1e9,
-        },
-        "offload_optimizer": {**_OFFLOAD, "fast_init": False, "pipeline_read": True},
-        "offload_param": {**_OFFLOAD, "buffer_size": 1e8, "max_in_cpu": 1e9},
-        **{"stage3_gather_16bit_weights_on_model_save": True, "round_robin_gradients": True},
-    },
-    "aio": {
-        **{"block_size": 262144, "queue_depth": 32, "thread_count": 1, "single_submit": False},
-        "overlap_events": True,
-    },
-    "activation_checkpointing": {
-        **{"partition_activations": False, "cpu_checkpointing": False, "number_checkpoints": None},
-        **{"contiguous_memory_optimization": False, "synchronize_checkpoint_boundary": False},
-        "profile": False,
-    },
-    "communication_data_type": "fp32",
-    "comms_logger": {"enabled": True, "verbose": False, "prof_all": True, "prof_ops": ["all_reduce"]},
-    "flops_profiler": {"enabled": False, "profile_step": 1, "detailed": True, "output_file": None},
-    "tensorboard": {"enabled": False, "output_path": "logs", "job_name": "x"},
-    "wandb": {"enabled": False},
-    "torch_autocast": {"enabled": False, "lower_precision_safe_modules": ["torch.nn.Linear"]},
-    **{"gradient_clipping": "auto", "steps_per_print": 2000, "train_batch_size": "auto"},
-    **{"wall_clock_breakdown": False, "zero_allow_untested_optimizer": True, "_comment": "mine"},
-}
-OF_ACCELERATE_CONFIG = """\
-compute_environment: LOCAL_MACHINE
-debug: false
-distributed_type: FSDP
-downcast_bf16: 'no'
-dynamo_config: {dynamo_backend: INDUCTOR, dynamo_mode: default, dynamo_use_fullgraph: false}
-enable_cpu_affinity: false
-fsdp_config: {auto_wrap_policy: TRANSFORMER_BASED_WRAP, fsdp_version: 2, fsdp_ignored_modules: null}
-machine_rank: 0
-main_training_function: main
-megatron_lm_config: {}
-mixed_precision: bf16
-mpirun_config: {mpirun_ccl: '1', mpirun_hostfile: null}
-num_machines: 1
-num_processes: 8
-rdzv_backend: static
-same_network: true
-tpu_env: []
-tpu_use_cluster: false
-tpu_use_sudo: false
-use_cpu: false
-"""
 
 
 @pytest.mark.quick
 def test_the_usual_examples_are_passed_on() -> None:
-    assert refused_of_json(OF_TRANSFORMERS) == []
-    assert refused_of_yaml(yaml.safe_load(OF_ACCELERATE_CONFIG)) == []
+    """Examples of transformers' documentation in one JSON, and what `accelerate config` writes."""
+    usual = ROOT / "tests" / "usual_configs"
+    assert refused_of_json(json.loads((usual / "transformers.json").read_text())) == []
+    assert refused_of_yaml(yaml.safe_load((usual / "accelerate_config.yaml").read_text())) == []
 
 
 EVIL = ("/etc/passwd", "evilmod.X", "10.0.0.1", ["evilmod.X"], {"enabled": True, "output_path": "/x"})

@@ -1,6 +1,5 @@
 """Real text: the loss falls, the saved model loads and computes what the trainer computed."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -52,26 +51,15 @@ def test_training_on_text_files_lowers_the_loss_and_the_saved_model_agrees(
 
 def test_a_saved_model_is_fine_tuned_from_its_weights(tmp_path: Path, texts: Path) -> None:
     common = ("--dataset", str(texts), "--seq_len", "64", "--learning_rate", "1e-3")
-    first = launch(
-        *(*common, "--model", "slm-1m", "--max_steps", "15", "--output_dir", str(tmp_path / "first")),
-        config="accel_configs/single.yaml",
-    )
-    assert first.code == 0, first.err
-    trained = record_under(tmp_path / "first")
-    second = launch(
-        *(
-            *common,
-            "--model",
-            trained["model_dir"],
-            "--max_steps",
-            "2",
-            "--output_dir",
-            str(tmp_path / "second"),
-        ),
-        config="accel_configs/single.yaml",
-    )
-    assert second.code == 0, second.err
-    assert record_under(tmp_path / "second")["losses"][0] < trained["losses"][0] - 0.5
+    losses, model = [], "slm-1m"
+    for name, steps in (("first", "15"), ("second", "2")):
+        words = (*common, "--model", model, "--max_steps", steps, "--output_dir", str(tmp_path / name))
+        done = launch(*words, config="accel_configs/single.yaml")
+        assert done.code == 0, done.err
+        record = record_under(tmp_path / name)
+        losses.append(record["losses"][0])
+        model = record["model_dir"]
+    assert losses[1] < losses[0] - 0.5
 
 
 def test_epochs_count_the_dataset_once_over(tmp_path: Path, texts: Path) -> None:
@@ -83,5 +71,6 @@ def test_epochs_count_the_dataset_once_over(tmp_path: Path, texts: Path) -> None
         config="accel_configs/ddp.yaml",
     )
     assert done.code == 0, done.err
-    assert len(record_under(tmp_path / "runs")["losses"]) == 10  # 5 batches per rank and epoch
-    assert json.loads(next((tmp_path / "runs").rglob("record.json")).read_text())["model_dir"] is None
+    record = record_under(tmp_path / "runs")
+    assert len(record["losses"]) == 10  # 5 batches per rank and epoch
+    assert record["model_dir"] is None

@@ -2,19 +2,15 @@
 
 import json
 import os
-import re
-from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from training_faults import launch_with_fault
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.run.data.data import load_data
-from slm_toolkit.run.data.sources import BadData
+from slm_toolkit.run.data.documents import BadData
 
 TEXT = "the quick brown fox jumps over the lazy dog " * 3
 GOOD = json.dumps({"text": TEXT})
@@ -23,19 +19,6 @@ GOOD = json.dumps({"text": TEXT})
 def lines(path: Path, odd: str, *, at_line: int, num_lines: int) -> Path:
     """A .jsonl with one odd line, counted from 1."""
     path.write_text("\n".join(odd if n == at_line else GOOD for n in range(1, num_lines + 1)) + "\n")
-    return path
-
-
-def parquet_damaged_behind(path: Path) -> Path:
-    """Four row groups of 100 rows: bytes of the third are turned over."""
-    rows = [f"{n} {TEXT}{n * 7919}" for n in range(400)]
-    pyarrow.parquet.write_table(pyarrow.table({"text": rows}), path, row_group_size=100, compression="snappy")
-    column = pyarrow.parquet.ParquetFile(path).metadata.row_group(2).column(0)
-    start = column.dictionary_page_offset or column.data_page_offset
-    content = bytearray(path.read_bytes())
-    for at in range(start + 40, start + column.total_compressed_size):
-        content[at] ^= 0x5A
-    path.write_bytes(content)
     return path
 
 
@@ -48,45 +31,6 @@ def load_and_read(path: Path, *, streaming: bool) -> None:
     config = config_of(path, streaming=streaming)
     for _ in load_data(config, PRESETS["slm-1m"], num_sequences=0).train:
         continue
-
-
-@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (
-            lambda folder: lines(folder / "a.jsonl", '{"text": "cut o', at_line=70, num_lines=100),
-            "a.jsonl, line 70: ",
-        ),
-        (
-            lambda folder: lines(folder / "a.jsonl", '{"text": ["a"]}', at_line=70, num_lines=100),
-            "a.jsonl, row 70: column 'text' contains ['a'], which is not text",
-        ),
-        (
-            lambda folder: lines(folder / "a.jsonl", "17", at_line=70, num_lines=100),
-            "a.jsonl, line 70: '17' is not an object with columns",
-        ),
-        (lambda folder: parquet_damaged_behind(folder / "a.parquet"), "a.parquet, rows 201 to 300: "),
-    ],
-    ids=["a broken line", "a list for text", "a line that is no row", "damaged Parquet"],
-)
-def test_a_bad_row_is_named_by_file_and_place(
-    make: Callable[[Path], Path], said: str, streaming: bool, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=rf"(?s){re.escape(said)}.*\nhint: "):
-        load_and_read(make(tmp_path), streaming=streaming)
-
-
-def test_a_cut_off_parquet_and_binary_garbage_in_text_are_named(tmp_path: Path) -> None:
-    whole = parquet_damaged_behind(tmp_path / "whole.parquet").read_bytes()
-    (tmp_path / "cut.parquet").write_bytes(whole[: len(whole) // 2])
-    (tmp_path / "garbage.txt").write_bytes(b"fine\nfine\n" + bytes([0xFF, 0xFE, 0x00, 0x80]) * 1000)
-    for name, said in (
-        ("cut.parquet", r"cut\.parquet, can't be read: Parquet magic bytes not found in footer"),
-        ("garbage.txt", r"garbage\.txt, line 3: 'utf-8' codec can't decode byte 0xff"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            load_and_read(tmp_path / name, streaming=False)
 
 
 @pytest.mark.quick
@@ -117,7 +61,7 @@ def test_a_streamed_file_that_vanishes_is_named_when_its_rows_are_due(tmp_path: 
     sequences = iter(load_data(config, PRESETS["slm-1m"], num_sequences=0).train)
     next(sequences)
     (tmp_path / "b.jsonl").unlink()
-    with pytest.raises(BadData, match=r"after 50 rows: .*b\.jsonl, can't be read: \[Errno 2\] No such file"):
+    with pytest.raises(BadData, match=r"after 50 rows: FileNotFoundError: .*b\.jsonl"):
         list(sequences)
 
 
@@ -135,20 +79,6 @@ def test_a_row_that_breaks_a_stream_at_some_step_ends_all_ranks_with_one_message
     assert "[rank" not in faulty.err, "no rank shows a traceback"
     assert "--resume_from_checkpoint latest resumes from" in faulty.hint
     assert (faulty.record["status"], faulty.record["reason"]) == ("failed", message.removeprefix("error: "))
-
-
-@pytest.mark.quick
-@pytest.mark.slow
-def test_a_file_that_vanishes_while_it_streams_ends_all_ranks_with_one_message(tmp_path: Path) -> None:
-    path = lines(tmp_path / "goes.jsonl", GOOD, at_line=1, num_lines=200)
-    faulty = launch_with_fault(
-        *(tmp_path, "--dataset", str(path), "--streaming", "--max_steps", "100000", "--save_steps", "5"),
-        at_line=("checkpoint: ", path.unlink),
-    )
-    (message,) = faulty.messages
-    assert f"No such file or directory: '{path}'" in message
-    assert "--resume_from_checkpoint latest resumes from" in faulty.hint
-    assert faulty.message_seconds < 300
 
 
 def chats(path: Path) -> Path:
@@ -185,10 +115,9 @@ def load_with_tokenizer(data: Path, folder: Path) -> None:
     ("template", "said"),
     [
         ("{{ 1 // 0 }}", "integer division or modulo by zero"),
-        ("{{ 2.0 ** 100000 }}", "Numerical result out of range"),
         ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "maximum recursion depth exceeded"),
     ],
-    ids=["zero", "overflow", "recursion"],
+    ids=["zero", "recursion"],
 )
 def test_a_chat_template_that_fails_is_refused_by_row(template: str, said: str, tmp_path: Path) -> None:
     folder = tokenizer(tmp_path / "mine", vocab=WORDS, template=template)

@@ -102,9 +102,9 @@ def test_satellites_are_imported_by_their_own_verbs_and_inside_functions_of_resu
 
 
 def test_training_and_comparing_meet_in_records_alone() -> None:
-    """What compare starts is a process: torch_checks alone looks into run, once its imports are paid for."""
+    """What compare starts is a process: comparison alone looks into run, once its imports are paid for."""
     for name, path in MODULES.items():
-        if name.startswith("slm_toolkit.compare.") and path.stem != "torch_checks":
+        if name.startswith("slm_toolkit.compare.") and path.stem != "comparison":
             assert not [one for one in own_imports(path) if one.startswith("slm_toolkit.run.")], name
         if name.startswith("slm_toolkit.run.") or name == "slm_toolkit.train":
             rooms = {one.split(".")[1] for one in own_imports(path)}

@@ -13,7 +13,6 @@ its own input, r numbers per token. Modules before the first adapter save nothin
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
 
 from slm_toolkit.config.run_config import fits_float8
 from slm_toolkit.model.model_spec import ModelSpec
@@ -39,8 +38,6 @@ class Moment:
     num_bytes: float
     stage: int
     "how many items of `gradients_made` exist"
-    makes_gradient: bool = False
-    "True if a weight's gradient has just been computed and is not yet added to others"
 
 
 @dataclass(frozen=True)
@@ -108,13 +105,9 @@ def layer_memory(
     moments = _moments(spec, kernels, adapters, saved)
     end = _end_of_forward(spec, kernels, adapters, saved) if adapters else 0.0
     if checkpointing == "none":
-        moments.append(Moment("mlp", end - residual * h, 0))  # no residual gradient exists yet
         return LayerMemory(saved.everything, tuple(moments), residual)
-    # transformers' bf16 norm copies its input, so the layer's input comes on top of the recomputed tensors;
-    # without a norm in front, the matrix products save copies of it under autocast
-    extra = 2 * h if kernels.compute == BF16 and not kernels.fused_norm else 0
-    if spec.norms == "after":
-        extra = 4 * h if kernels.compute == AUTOCAST else 0
+    # transformers' bf16 norm copies its input, so the layer's input comes on top of the recomputed tensors
+    extra = 2 * h * (kernels.compute == BF16 and not kernels.fused_norm and spec.norms != "after")
     if adapters:  # the gradient of down_proj's output is scaled (and cast) already
         scaled = (2 * e if kernels.compute == AUTOCAST else e) * h * ("down_proj" in adapters)
         moments.append(Moment("mlp", end + extra + scaled, 0))
@@ -287,9 +280,8 @@ def _attention(
         return kept + for_matrix
     if adapters and adapters.drops:
         return kept + for_matrix + output + q
-    is_cast = adapters is not None and kernels.compute == AUTOCAST
     # as contiguous as a concatenated query, the output is copied for the output projection
-    return kept + output * (kernels.eager or is_padded or not is_kept or is_cast or is_copied)
+    return kept + output * (kernels.eager or is_padded or not is_kept or is_copied)
 
 
 HEAD_MULTIPLE = 8
@@ -316,41 +308,24 @@ def _moments(
     spec: ModelSpec, kernels: Kernels, adapters: Adapters | None, saved: _SavedByLayer
 ) -> list[Moment]:
     """Return the instants of a layer's backward, without recomputation."""
-    h, i, a, q, v, e = _sizes(spec, kernels)
-    is_autocast, seq_len = kernels.compute == AUTOCAST, kernels.seq_len
-    norm = norm_backward(h, kernels.compute, fused=kernels.fused_norm)
-    above, inputs = saved.above, saved.ffn_inputs
-    of_factors = saved.below_ffn + inputs  # without what the FFN saves
+    h, i, a, q, _, e = _sizes(spec, kernels)
+    norm, above = norm_backward(h, kernels.compute, fused=kernels.fused_norm), saved.above
     # the gradients of the product, of silu(gate) and of up, after the product is freed
     moments = [Moment("mlp", saved.before_last_norm + 3 * e * i - saved.product, 1)]
     if saved.norm_behind:  # backward begins with the norm behind the FFN
         moments.append(Moment("post_feedforward_layernorm", saved.before_last_norm + norm, 0))
-    if not adapters:
-        projections = 8 * h + 2 * q if is_autocast else e * (3 * h + q)
-        moments += [
-            Moment("mlp", of_factors + e * (h + 3 * i), 2, makes_gradient=True),
-            Moment("mlp", of_factors + inputs * is_autocast + e * (2 * h + i), 3, makes_gradient=True),
-            Moment("self_attn", above + projections, 5, makes_gradient=True),
-        ]
-        if kernels.float8 and not kernels.compiled and fits_float8(h, i):
-            # the cast of down_proj's input: two copies in fp32 and the result, beside two of the gradient
-            moments.append(Moment("mlp", saved.before_last_norm + e * i + 9 * i + 2 * h, 0))
-    if saved.second_norm or saved.attention:
-        before_norm = above + saved.attention + norm
-        moments.append(Moment("post_attention_layernorm", before_norm, 3))
-        of_output = (3 if adapters and "o_proj" in adapters else 1) * e * q
-        moments.append(Moment("self_attn", above + saved.attention + of_output, 4))
+    if kernels.float8 and not kernels.compiled and fits_float8(h, i):
+        # the cast of down_proj's input: two copies in fp32 and the result, beside two of the gradient
+        moments.append(Moment("mlp", saved.before_last_norm + e * i + 9 * i + 2 * h, 0))
     if saved.has_scores:
-        waiting, scores = saved.waiting, a * seq_len
-        if kernels.eager:
-            waiting += e * scores * spec.attention_softcap
-            forms = (12 * scores + 3 * e * q, 8 * scores + 5 * e * q)
-        else:
-            forms = (4 * e * sum(_widths_in_flash(spec, e)) + 4 * a,)
-            forms += (12 * q + 4 * v,) * is_autocast  # RoPE's backward is in fp32
-        moments += [Moment("self_attn", above + form + waiting, 4) for form in forms]
+        of_flash, of_eager = (
+            4 * e * sum(_widths_in_flash(spec, e)) + 4 * a,
+            12 * a * kernels.seq_len + 3 * e * q,
+        )
+        form = of_eager if kernels.eager else of_flash
+        moments.append(Moment("self_attn", above + form + saved.waiting, 2))
     if saved.has_input_gradient:
-        moments.append(Moment("input_layernorm", norm, 6))
+        moments.append(Moment("input_layernorm", norm, 3))
     return moments
 
 
@@ -368,13 +343,7 @@ def _end_of_forward(spec: ModelSpec, kernels: Kernels, adapters: Adapters, saved
     """
     h, i, e, is_lora = spec.hidden_size, spec.ffn_size, kernels.element, "down_proj" in adapters
     beside = (6 + 4 * adapters.drops) * i if kernels.casts_each_input else e * i * adapters.drops
-    end = saved.before_last_norm + (e * h + beside) * is_lora
-    if kernels.compute == AUTOCAST:
-        end += 4 * h
-    elif adapters.drops or not saved.ffn_inputs:
-        end += e * h
-    # no norm saves the residual stream, and the FFN's result is still to be added
-    return end + kernels.residual * h * (spec.norms == "after")
+    return saved.before_last_norm + kernels.residual * h + (e * h + beside) * is_lora
 
 
 def _saved_outputs(spec: ModelSpec, element: int, adapters: Adapters | None) -> tuple[float, float]:
@@ -424,17 +393,12 @@ def keeps_inputs(strategy: Strategy) -> bool:
     return strategy.zero_stage == 3 and strategy.deepspeed.zero_optimization.memory_efficient_linear
 
 
-_BACKWARD = (
-    *(("down_proj",), ("up_proj",), ("gate_proj", "gate_up_proj"), ("o_proj",)),
-    *(("k_proj", "v_proj"), ("q_proj", "qkv_proj")),
-)
-"matrices in the order in which backward makes their gradients"
-
-
 @lru_cache(maxsize=4096)
 def gradients_made(spec: ModelSpec, adapters: Adapters | None) -> tuple[int, ...]:
     """Return the number of a layer's parameters that have a gradient at each `Moment.stage`."""
     sizes = {name: inputs * outputs for name, (inputs, outputs) in matrices_of(spec).items()}
     if adapters:
         sizes = adapter_sizes(spec, adapters)
-    return tuple(accumulate((sum(sizes.get(name, 0) for name in names) for names in _BACKWARD), initial=0))
+    everything = sum(sizes.values())
+    before_attention = everything - sum(sizes.get(name, 0) for name in ATTENTION_INPUTS)
+    return 0, sizes.get("down_proj", 0), before_attention, everything

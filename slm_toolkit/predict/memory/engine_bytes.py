@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from slm_toolkit.model.model_spec import hidden_matrices, layer_tensors
-from slm_toolkit.predict.setup.adapters import sharded_adapters
 from slm_toolkit.predict.setup.setup import AUTOCAST, FP32, Dtypes, Setup
 from slm_toolkit.strategy.settings import ZeroSettings
 
@@ -48,17 +47,12 @@ class Step:
     state: State
     at_forward_loss: At
     at_loss: At
-    at_head: At
     at_norm: At
     at_layer: Callable[[int, float], At]
     at_embedding: At
     at_optimizer: At
-    at_head_sent: At | None = None
-    "when the head's gradient is copied or added to be sent"
     at_last_layer: At | None = None
     "in the last layer's forward, if more is gathered then than later"
-    at_gather: At | None = None
-    "when forward gathers the head, if that is an instant of its own"
     crowded_layers: tuple[int, ...] = ()
     "layers in whose backward the engine's buffers are largest"
 
@@ -70,10 +64,8 @@ def step_of(setup: Setup) -> Step:
         # accelerate starts a single rank without DDP
         has_buckets = not strategy.is_single and setup.num_gpus > 1
         return _replicated(setup, setup.dtypes, has_buckets, keeps_gradients=setup.keeps_gradients)
-    if setup.has_fsdp1:
-        return _fsdp1(setup)
     if strategy.is_fsdp:
-        return _fsdp2(setup)
+        return _fsdp(setup)
     if strategy.is_zero_3:
         return _zero_3(setup)
     if strategy.zero_stage == 1 and setup.dtypes.kept_gradient > setup.dtypes.gradient:
@@ -91,8 +83,6 @@ class _Copies:
     of_head: float
     recomputed: tuple[bool, ...]
     "whether each layer is checkpointed: its copies are then not saved for backward"
-    head_waits: bool
-    "True if the head's copy is saved for backward"
 
     def waiting(self, num_layers: int) -> float:
         """Return the bytes of copies that the first `num_layers` layers save for backward."""
@@ -108,7 +98,7 @@ class _Copies:
 
     @property
     def at_loss(self) -> float:
-        return self.at_norm + self.of_head * self.head_waits
+        return self.at_norm + self.of_head
 
     @property
     def in_forward(self) -> float:
@@ -121,26 +111,18 @@ def _copies(setup: Setup) -> _Copies:
     e = 2 * (setup.compute == AUTOCAST)  # 0: no autocast, no copies
     of_layer = spec.matmul_params_per_layer
     trained = weights.trained_layer if weights.is_frozen else of_layer
-    return _Copies(
-        e * (of_layer + trained * weights.is_frozen),
-        e * trained,
-        e * spec.embedding_params,
-        setup.recomputed,
-        head_waits=not (weights.is_frozen and setup.config.fuses_loss),
-    )
+    return _Copies(e * of_layer, e * trained, e * spec.embedding_params, setup.recomputed)
 
 
 def _replicated(setup: Setup, dtypes: Dtypes, has_buckets: bool, *, keeps_gradients: bool = False) -> Step:
     """Return the step of a single process or of DDP: every rank has the whole training state.
 
-    DDP adds buckets as large as all gradients. If gradients are kept in a wider dtype, each is added to its
-    sum and freed at once, as in nanotron; DDP makes empty gradients at the end of backward.
-    `keeps_gradients`: a step sets gradients to zero instead of freeing them.
+    DDP adds buckets as large as all gradients. `keeps_gradients`: a step sets gradients to zero instead of
+    freeing them; nanotron keeps sums in a wider dtype, to which each gradient is added.
     """
     weights, copies, tied = setup.weights, _copies(setup), setup.spec.tied
     L, e, kept = setup.spec.num_layers, dtypes.gradient, dtypes.kept_gradient
     G, g, D = weights.trained, weights.trained_layer, weights.trained_vocabulary
-    is_summed = kept > e
     exist_before = setup.config.gradient_accumulation_steps > 1 or keeps_gradients
     before = G * kept if exist_before else 0
     held = D * e if tied else 0  # the head's part of the gradient waits for the embedding's
@@ -149,53 +131,51 @@ def _replicated(setup: Setup, dtypes: Dtypes, has_buckets: bool, *, keeps_gradie
         gathered = copies.in_backward(layer)
         if exist_before:
             return At(gathered, before + held, temporary=weights.widest_trained * e)
-        head = held if is_summed and tied else D * kept
-        return At(gathered, head + kept * (weights.trained_norm + (L - 1 - layer) * g + made))
+        return At(gathered, kept * (D + weights.trained_norm + (L - 1 - layer) * g + made))
 
-    of_head = D * e  # at the final norm
-    at_embedding = G * e + (2 * tied + exist_before) * D * e
-    if is_summed:
-        if not tied:  # it is in the sum already
-            of_head = 0 if exist_before else D * kept
-        parts = (3 if tied else 1) * D * e  # both parts of a tied gradient, and what they add up to
-        at_embedding = max((before or (G - D) * kept) + parts, G * kept + D * e)
-    temporary, ended = optimizer_temporary(setup), G * e * (is_summed and has_buckets)
-    has_more = ended > temporary  # gradients, whose blocks are used again
     return Step(
         State(weights.total * dtypes.parameter, G * dtypes.master, G * dtypes.moments, G * e * has_buckets),
         at_forward_loss=At(copies.in_forward, before),
         at_loss=At(copies.at_loss, before),
-        at_head=At(copies.at_loss, before + D * e, temporary=copies.of_head * bool(D)),
-        at_head_sent=At(0, (before or D * kept) + D * e) if is_summed and not tied else None,
-        at_norm=At(copies.at_norm, before + of_head),
+        at_norm=At(copies.at_norm, before + D * e),
         at_layer=at_layer,
-        at_embedding=At(0, at_embedding),
-        at_optimizer=At(0, G * kept + ended * has_more, temporary=temporary * (not has_more)),
+        # both parts of a tied gradient, and what they add up to
+        at_embedding=At(0, (before or G * e) + (2 * tied + exist_before) * D * e),
+        at_optimizer=At(0, G * kept, temporary=optimizer_temporary(setup)),
     )
 
 
-def _fsdp2(setup: Setup) -> Step:
-    """Return the step of FSDP2. accelerate's units: each layer, the embedding, the final norm with the head.
+def _fsdp(setup: Setup) -> Step:
+    """Return the step of FSDP. accelerate's units: each layer, the embedding, the final norm with the head.
 
     The all-gather of a unit fills a flat buffer, which is copied into the unit's parameters; the buffer lives
     until the next unit's buffer is filled. The last unit stays gathered for backward, which gathers one unit
     ahead. A single rank gathers nothing: it copies a unit when it needs it, and none ahead. The state may be
     offloaded, and a preset of `--like` may keep embedding, final norm and head in the root's unit, which is
     gathered during the whole step, or set the sharded gradients to zero instead of freeing them.
+
+    FSDP1 keeps its root gathered, too, and joins a unit's gradients before it sends them. Without an
+    auto_wrap_policy it gathers the whole model once, and sends all gradients at the end.
     """
     spec, weights, dtypes, copies = setup.spec, setup.weights, setup.dtypes, _copies(setup)
-    accumulates = setup.config.gradient_accumulation_steps > 1
-    reshards, is_alone = setup.placement.reshard_after_forward, setup.shard_ranks == 1
-    P, p, share, trained_share, sent = _fsdp2_sizes(setup)
-    E, L, w, r = weights.vocabulary, spec.num_layers, dtypes.compute, dtypes.reduced
+    fsdp = setup.strategy.fsdp
+    is_whole = setup.strategy.is_fsdp1 and fsdp.auto_wrap_policy == "NO_WRAP"
+    accumulates = setup.config.gradient_accumulation_steps > 1 or is_whole
+    reshards = setup.placement.reshard_after_forward and not is_whole
+    is_alone = setup.shard_ranks == 1 or (
+        setup.strategy.is_fsdp1 and fsdp.backward_prefetch != "BACKWARD_PRE"
+    )
+    P, p, E, share = weights.total, weights.layer, weights.vocabulary, 1 / setup.gpu_state_ranks
+    L, w, r = spec.num_layers, dtypes.compute, dtypes.reduced
     G, g, D = weights.trained, weights.trained_layer, weights.trained_vocabulary
     # one unit, which is gathered during the whole step: the head's gradient waits for the embedding's
-    is_one_unit = spec.tied or (setup.like is not None and setup.like.root_holds_vocabulary)
+    like_root = setup.like is not None and setup.like.root_holds_vocabulary
+    is_one_unit = spec.tied or setup.has_fsdp1 or like_root
     num_vocabularies = 2 if is_one_unit and not spec.tied else 1
     tail, trained_tail = num_vocabularies * E + spec.hidden_size, D + weights.trained_norm
-    gradients = trained_share * dtypes.kept_gradient
+    gradients = G * share * dtypes.kept_gradient
     state = State(
-        *(share * dtypes.parameter, trained_share * dtypes.master, trained_share * dtypes.moments),
+        *(P * share * dtypes.parameter, G * share * dtypes.master, G * share * dtypes.moments),
         gradients=gradients * setup.keeps_gradients,
     )
     gradients *= not setup.keeps_gradients  # they are in the state already
@@ -211,88 +191,21 @@ def _fsdp2(setup: Setup) -> Step:
             return At(gathered, before + held_gradient * w, temporary=weights.widest_trained * w)
         last = 0 if is_one_unit else trained_tail
         kept = (held_gradient + made) * w + (last + (L - 1 - layer) * g) / G * gradients
-        return At(gathered, kept, communication=(last if layer == L - 1 else sent) * r)
+        return At(gathered, kept, communication=(last if layer == L - 1 else g) * r)
 
     whole = 0 if reshards else P * w
     flat = next_unit if is_one_unit else tail * (not is_alone)
-    # a frozen embedding sends no gradient, and the buffer of its all-gather is still allocated
-    end = E * (weights.is_frozen and not is_one_unit and not is_alone)
     in_backward = whole or (tail + next_unit) * w
-    gathers_head = not is_one_unit and not is_alone
-    last = (3 if spec.tied else num_vocabularies) * D * w + (before or (G - D) / G * gradients)
+    of_vocabulary = max(3 * spec.tied, num_vocabularies * (1 + setup.has_fsdp1)) * D * w
+    last = of_vocabulary + (before or (G - D) / G * gradients)
     return Step(
         state,
-        at_gather=At((whole or (p + tail) * w) + tail * w, before) if gathers_head else None,
         at_forward_loss=At((whole or tail * w) + flat * w + copies.in_forward, before),
         at_loss=At((whole or tail * w) + copies.at_loss, before),
-        at_head=At(in_backward + copies.at_loss, before + D * w),
         at_norm=At(in_backward + copies.at_norm, before + trained_tail * w),
         at_layer=at_layer,
-        at_embedding=At((tail + end) * w, last, communication=sent * r),
+        at_embedding=At(tail * w, last, communication=g * r * (not setup.has_fsdp1)),
         at_optimizer=At(0, gradients, temporary=optimizer_temporary(setup)),
-    )
-
-
-def _fsdp2_sizes(setup: Setup) -> tuple[float, float, float, float, float]:
-    """Return numbers of elements.
-
-    Those of the gathered model and layer, of a rank's share and its trained part, and of a layer's gradients
-    as they are sent.
-    """
-    weights, ranks, num_layers = setup.weights, setup.gpu_state_ranks, setup.spec.num_layers
-    share, trained_share = weights.total / ranks, weights.trained / ranks
-    sent = weights.trained_layer
-    if weights.is_frozen:  # adapters have few rows, so some ranks have one row and others none
-        if ranks == setup.shard_ranks:
-            trained_share = num_layers * sharded_adapters(weights, ranks)
-        share += trained_share - weights.trained / ranks
-        sent = setup.shard_ranks * sharded_adapters(weights, setup.shard_ranks)
-    more = sent - weights.trained_layer
-    return weights.total + num_layers * more, weights.layer + more, share, trained_share, sent
-
-
-def _fsdp1(setup: Setup) -> Step:
-    """Return the step of FSDP1, whose units are each layer and the root; all weights are trained.
-
-    The root holds embedding, final norm and head as one flat parameter, which stays gathered during the whole
-    step; without an auto_wrap_policy it is the whole model. With BACKWARD_PRE, backward gathers one layer
-    ahead. When a unit's gradients are complete, they are joined in one flat gradient, which is reduced and
-    freed; the gradient of the head waits for that of the embedding. Autocast caches no copies of gathered
-    weights, because they are views. torch 2.13, distributed/fsdp/_runtime_utils.py.
-    """
-    spec, strategy, weights, dtypes = setup.spec, setup.strategy, setup.weights, setup.dtypes
-    copies, reshards = _copies(setup), setup.placement.reshard_after_forward
-    prefetches = not strategy.is_fsdp1 or strategy.fsdp.backward_prefetch == "BACKWARD_PRE"
-    wraps_layers = strategy.fsdp.auto_wrap_policy != "NO_WRAP"
-    P, D, L, w = weights.total, weights.trained_vocabulary, spec.num_layers, dtypes.compute
-    p = weights.layer if wraps_layers else 0
-    root, share = P - L * p, 1 / setup.gpu_state_ranks
-    accumulates = setup.config.gradient_accumulation_steps > 1
-    before = P * w if accumulates else 0  # unsharded flat gradients of earlier micro-steps
-    of_units = 0 if accumulates else p * share * dtypes.kept_gradient  # of a reduced one
-
-    def at_layer(layer: int, made: float) -> At:
-        num_units = 1 + (prefetches and layer > 0) if reshards else layer + 1
-        above = L - 1 - layer
-        unreduced = D + made + (0 if wraps_layers else above * weights.layer)
-        is_joined = made >= spec.matmul_params_per_layer
-        gathered = (root + p * num_units) * w + copies.in_backward(layer)
-        return At(gathered, before + unreduced * w + above * of_units, communication=p * w * is_joined)
-
-    after_forward = root * w if reshards else P * w
-    # the loss's backward begins with the gathering of the last layer
-    in_loss = after_forward + p * w * (prefetches and reshards)
-    # the tied head's part of the gradient, the embedding's, and their sum; then all of the root's, joined
-    at_end = max(2 * root, 3 * D * spec.tied) * w
-    return Step(
-        State(P * share * dtypes.parameter, P * share * dtypes.master, P * share * dtypes.moments),
-        at_forward_loss=At(after_forward + copies.at_norm + copies.of_head, before),
-        at_loss=At(in_loss + copies.at_loss, before),
-        at_head=At(in_loss + copies.at_loss, before + D * w),
-        at_norm=At(in_loss + copies.at_norm, before + D * w),
-        at_layer=at_layer,
-        at_embedding=At(root * w, before + at_end + L * of_units),
-        at_optimizer=At(0, P * share * dtypes.kept_gradient, temporary=optimizer_temporary(setup)),
     )
 
 
@@ -332,19 +245,17 @@ def _zero_1_or_2(setup: Setup) -> Step:
     """Return the step of ZeRO-1 or ZeRO-2: whole parameters, gradients that are reduced in buckets.
 
     A full bucket is sent as a flat copy, and rank 0 keeps its part: the gradients that backward makes last.
-    The optimizer takes norms in fp64, one gradient at a time. Then it copies the gradients of a group into a
-    flat tensor, and casts them to the master weights' dtype; widened gradients are flat already.
+    The optimizer copies the gradients of a group into a flat tensor, and casts them to the master weights'
+    dtype; widened gradients are flat already.
     """
     spec, weights, dtypes, zero = setup.spec, setup.weights, setup.dtypes, zero_settings(setup)
     G, g, D = weights.trained, weights.trained_layer, weights.trained_vocabulary
     w, L, bucket = dtypes.parameter, spec.num_layers, zero.reduce_bucket_size
     of_head, widest = 0 if spec.tied else D, weights.widest_trained
-    sends_late = zero.stage == 1 and not zero.overlaps
     share, is_widened, largest = G / setup.gpu_state_ranks, dtypes.kept_gradient > w, D or widest
     partition = G / setup.shard_ranks if is_widened else share
-    of_muon = setup.num_hidden / setup.gpu_state_ranks * (setup.config.optim == "muon")
     # the last tensor of a partition is kept whole; widened gradients are cut
-    kept = partition if is_widened else of_muon + max(share - of_muon, largest)
+    kept = partition if is_widened else max(share, largest)
     kept *= dtypes.kept_gradient
     # rank 0 has the first layers' norms; all of its gradients are kept from the first of them on
     kept_from = max(0, G - partition if is_widened else min(G - partition, G - D - L * g * share / G))
@@ -359,31 +270,24 @@ def _zero_1_or_2(setup: Setup) -> Step:
 
     def at_layer(layer: int, made: float) -> At:
         above = of_head + (L - 1 - layer) * g
-        is_sent = (above + made) // bucket > above // bucket and not sends_late
+        is_sent = (above + made) // bucket > above // bucket
         return at(above + made, waiting, widest * w, copied(bucket) * is_sent)
 
     # the embedding's gradient may have no room in the bucket; then the last bucket is sent
     filled = (G - D) % bucket
-    is_full = filled + D > bucket and not sends_late
+    is_full = filled + D > bucket
     last = D if is_full else filled + D
     ended = at(G, 0, 0, copied(last), last)
-    arriving = at(G - D, max(3 * waiting, D * w + copied(filled) * is_full))
-    at_head_sent = at(0, 0, D * w + copied(D) * (bucket < D))
-    group = max(of_muon, share - of_muon)
-    flat = group * dtypes.kept_gradient * (not is_widened and group > largest)
-    cast = group * dtypes.master * (dtypes.master != dtypes.kept_gradient)
-    updating = max(8.0 * min(partition, largest), flat + cast, (cast or flat) + optimizer_temporary(setup))
+    arriving = at(G - D, max(3 * waiting, D * w))
+    flat = share * dtypes.kept_gradient * (not is_widened and share > largest)
+    cast = share * dtypes.master * (dtypes.master != dtypes.kept_gradient)
+    updating = max(flat + cast, (cast or flat) + optimizer_temporary(setup))
     return Step(
         State(weights.total * w, share * dtypes.master, share * dtypes.moments),
         at_forward_loss=at(0),
         at_loss=at(0),
-        at_head=at(0, 0, D * w),
-        at_head_sent=replace(at_head_sent, communication=ended.communication) if of_head else None,
         at_norm=at(of_head, waiting),
-        crowded_layers=tuple(
-            min(L - 1, max(0, L - 1 - int((sent - of_head) / g)))
-            for sent in (bucket, (kept_from // bucket + 1) * bucket)  # the first ones sent and kept
-        ),
+        crowded_layers=(min(L - 1, max(0, L - 1 - int((bucket - of_head) / g))),),  # the first one sent
         at_layer=at_layer,
         at_embedding=max(arriving, ended, key=lambda at: at.gradients),
         at_optimizer=At(0, kept, 0, updating),
@@ -394,8 +298,8 @@ def _gradients_in_buckets(setup: Setup, kept: float, kept_from: float) -> Callab
     """Return a function: the bytes when backward has made some gradients of ZeRO-1 or ZeRO-2.
 
     Gradients are copied into a bucket of `reduce_bucket_size` elements; `overlap_comm` fills one while the
-    other is sent. One larger than a bucket stays where it is until the next one is made, under ZeRO-1 until
-    the step ends. ZeRO-1 reduces in the last micro-step only, without overlap_comm when backward has ended.
+    other is sent. One larger than a bucket stays where it is under ZeRO-1 until the step ends. ZeRO-1 reduces
+    in the last micro-step only, without overlap_comm when backward has ended.
     `kept`: bytes of rank 0's partition, reduced; it exists once `kept_from` elements have been sent.
     """
     weights, dtypes, zero = setup.weights, setup.dtypes, zero_settings(setup)
@@ -407,7 +311,7 @@ def _gradients_in_buckets(setup: Setup, kept: float, kept_from: float) -> Callab
     # the part of a layer's gradients that is in tensors larger than a bucket
     shapes = weights.adapter_shapes or hidden_matrices(setup.spec).values()
     large = sum(size for size in map(prod, shapes) if size > bucket) / weights.trained_layer
-    buckets = (1 + zero.overlaps) * bucket * w * zero.contiguous_gradients
+    buckets = (1 + zero.overlaps) * bucket * w
 
     def kept_at(sent: float) -> float:
         now = kept * (sent > kept_from)
@@ -415,15 +319,12 @@ def _gradients_in_buckets(setup: Setup, kept: float, kept_from: float) -> Callab
 
     def outside(made: float) -> float:
         """Return the elements of gradients outside the buckets."""
-        if is_zero_1 and not (zero.overlaps and zero.contiguous_gradients):
+        if not is_zero_1:
+            return 0
+        if not zero.overlaps:
             return made
-        if not zero.contiguous_gradients:
-            return min(made, (1 + zero.overlaps) * bucket)
         of_vocabulary = min(of_head, made) + max(0, made - (G - D))
-        if is_zero_1:
-            return of_vocabulary * (bucket < D) + large * (made - of_vocabulary)
-        latest = D if made > G - D else weights.widest_trained * (made > of_head)
-        return latest * (latest > bucket)
+        return of_vocabulary * (bucket < D) + large * (made - of_vocabulary)
 
     def at(
         made: float,
@@ -465,15 +366,15 @@ def _zero_3(setup: Setup) -> Step:
     sizes = [tensor.num_elements for tensor in layer_tensors(spec)]
     sizes += [rows * columns for rows, columns in weights.adapter_shapes]
     of_layer = [size for size in sizes if size > zero.stage3_param_persistence_threshold]
-    persistent = (sum(sizes) - sum(of_layer)) * L + spec.norm_params
     p, matrix = sum(of_layer), max(of_layer, default=0)
     everything = L * p + E * (not tied) + E * (tied or needs_embedding)  # that backward needs
     ahead = zero.stage3_prefetch_bucket_size
     max_live = zero.stage3_max_live_parameters * (ahead > 0)
-    fits = everything <= max_live
+    in_loss = min(everything, max(max_live, E))
+    in_flat = min(everything, ahead + E * (not tied))  # flat buffers: of the bucket that the head ends
 
     def gathered(elements: float) -> float:
-        return (elements + persistent) * w if num_ranks > 1 else 0
+        return elements * w if num_ranks > 1 else 0
 
     def at_layer(layer: int, made: float) -> At:
         below = p * (layer + 1 - made / weights.trained_layer)
@@ -481,14 +382,8 @@ def _zero_3(setup: Setup) -> Step:
         # the tied head's part of the gradient waits for the embedding's
         return At(gathered(elements), D * w * tied, 0, weights.widest_trained * w)
 
-    in_loss = everything if fits else max(max_live, E)
-    # flat buffers: of the bucket that the head ends, or of two matrices
-    in_flat = min(everything, ahead + E * (not tied)) if fits else 2 * matrix
     # as under ZeRO-1 and 2, but only for one sub-group of the share at a time
-    of_muon = setup.num_hidden / num_ranks * (setup.config.optim == "muon")
-    stepped = min(max(of_muon, share - of_muon), zero.sub_group_size)
-    flat = stepped * dtypes.kept_gradient
-    cast = stepped * dtypes.master * (dtypes.master != dtypes.kept_gradient)
+    cast = min(share, zero.sub_group_size) * max(dtypes.kept_gradient, dtypes.master)
     return Step(
         State(
             *(weights.total / num_ranks * w, share * dtypes.master, share * dtypes.moments),
@@ -498,12 +393,11 @@ def _zero_3(setup: Setup) -> Step:
         at_last_layer=At(gathered(in_loss + in_flat)),
         at_forward_loss=At(gathered(in_loss)),
         at_loss=At(gathered(in_loss)),
-        at_head=At(gathered(in_loss), D * w),
         at_norm=At(gathered(in_loss), D * w),
         crowded_layers=(min(L - 1, max(0, int(max_live // p) - 1)),) if p else (),
         at_layer=at_layer,
         at_embedding=At(E * w * (num_ranks > 1), (3 if tied else 1) * D * w),
-        at_optimizer=At(temporary=max(flat + cast, (cast or flat) + optimizer_temporary(setup))),
+        at_optimizer=At(temporary=cast + optimizer_temporary(setup)),
     )
 
 
@@ -522,8 +416,6 @@ def optimizer_temporary(setup: Setup) -> float:
     num_shards = 1 if strategy.is_replicated else setup.gpu_state_ranks
     updated = dtypes.master or dtypes.parameter
     is_muon = config.optim == "muon"
-    if strategy.is_deepspeed and is_muon:
-        return muon_temporary(setup)
     if config.has_triton_adamw(strategy):
         return 0
     foreach = config.optim == "adamw_torch"
@@ -532,9 +424,8 @@ def optimizer_temporary(setup: Setup) -> float:
         elements = min(elements, zero_settings(setup).sub_group_size)
     if config.numerics == "stock" or setup.like is not None or strategy.is_deepspeed:
         return elements * updated * foreach
-    hidden = setup.num_hidden / num_shards * is_muon  # Muon updates them, one matrix at a time
     largest = max(weights.trained_vocabulary, weights.widest_trained * (not is_muon)) / num_shards
-    elements = min(elements - hidden, max(CHUNK_ELEMENTS, largest))
+    elements = min(elements, max(CHUNK_ELEMENTS, largest))
     temporary = elements * (updated * (updated != dtypes.kept_gradient) + updated * foreach)
     return max(temporary, muon_temporary(setup) if is_muon else 0)
 
@@ -543,18 +434,7 @@ def muon_temporary(setup: Setup) -> float:
     """Return the temporary bytes of Muon's update of the largest matrix (`run/engine/muon.py`).
 
     Newton-Schulz has two versions of the matrix and two products of its smaller side. Alive are also the
-    update, and its copy to and from other ranks if matrices are sharded. Under DDP, rank 0 keeps its result
-    while it computes the updates that other ranks orthogonalize.
+    update, and its copy to and from other ranks.
     """
-    dtypes, num_ranks = setup.dtypes, setup.shard_ranks if setup.strategy.sharded_parts else setup.num_gpus
-    computed = 4 if setup.compute == FP32 else 2
-    updated = dtypes.master or dtypes.parameter
-    cast = updated if dtypes.kept_gradient != updated else 0
-    shapes = [sorted(shape) for shape in hidden_matrices(setup.spec).values()]
-    size = max(small * large for small, large in shapes)
-    squares = max(small * small for small, large in shapes if small * large == size)
-    num_versions = 4 if num_ranks > 1 and setup.strategy.sharded_parts else 3
-    orthogonalizing = computed * (num_versions * size + 2 * squares)
-    if num_ranks == 1 or setup.strategy.sharded_parts:
-        return orthogonalizing
-    return max(orthogonalizing, size * (3 * computed + cast))
+    small, large = max((sorted(shape) for shape in hidden_matrices(setup.spec).values()), key=prod)
+    return (4 if setup.compute == FP32 else 2) * (4 * small * large + 2 * small**2)

@@ -5,7 +5,6 @@ rows in `hardware/calibration.csv`. Allocated bytes are in use by tensors; reser
 allocator has taken from the GPU; the CUDA context is in neither.
 """
 
-from dataclasses import dataclass
 from statistics import NormalDist
 
 from slm_toolkit.hardware.calibration import NOT_CALIBRATED, Calibration
@@ -38,15 +37,6 @@ SURE = 0.9
 "a verdict is certain from this probability on"
 
 
-@dataclass(frozen=True)
-class Band:
-    """Bytes: at least, expected, at most."""
-
-    low: int
-    middle: int
-    high: int
-
-
 def context_bytes(*, num_gpus: int, calibration: Calibration = NOT_CALIBRATED) -> int:
     """Return a process's bytes outside PyTorch's allocator: CUDA's context, and NCCL's buffers if any."""
     context = round(calibration.cuda_context_bytes or CUDA_CONTEXT_BYTES)
@@ -60,12 +50,6 @@ def workspace_bytes(gpu: Gpu | None) -> int:
     if gpu is None:
         return 0
     return WORKSPACE_BYTES_FROM_HOPPER if gpu.name in FROM_HOPPER else WORKSPACE_BYTES
-
-
-def band_of(num_bytes: int) -> Band:
-    """Return the range that holds the bytes of COVERAGE of other people's runs."""
-    error = round(OUTSIDE_ERROR * num_bytes)
-    return Band(num_bytes - error, num_bytes, num_bytes + error)
 
 
 def allocator_slack(setup: Setup, memory: MemoryEstimate, *, allocated: int) -> int:
@@ -83,8 +67,6 @@ def allocator_slack(setup: Setup, memory: MemoryEstimate, *, allocated: int) -> 
         accumulates = setup.config.gradient_accumulation_steps > 1  # the other gradients are not sharded
         of_streams = unused["gathered_parameters"]
         of_streams += sharded if accumulates else min(sharded, unused["gradients"])
-    if setup.has_fsdp1:  # a freed layer's block waits until its stream has used it: record_stream
-        of_streams += setup.weights.layer * setup.dtypes.compute
     return round(ROUNDING * allocated + NOT_REUSED * mixed + of_streams)
 
 

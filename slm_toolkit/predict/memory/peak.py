@@ -7,12 +7,12 @@ An estimate takes a few hundred microseconds.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from slm_toolkit.predict.memory.activations import gradients_made, layers_of
 from slm_toolkit.predict.memory.engine_bytes import At, Step, step_of
 from slm_toolkit.predict.memory.loss import LossMemory, loss_memory
-from slm_toolkit.predict.setup.setup import AUTOCAST, BF16, Setup, unknown_to_estimates
+from slm_toolkit.predict.setup.setup import BF16, Setup, unknown_to_estimates
 from slm_toolkit.record.memory_parts import PARTS
 
 BATCH_BYTES_PER_TOKEN = 24
@@ -86,43 +86,24 @@ def peak(setup: Setup) -> MemoryEstimate:
 
 def _instants(setup: Setup, step: Step, loss: LossMemory) -> Iterator[tuple[str, At, float, float]]:
     """Yield an instant's name, its bytes by the engine, of activations, and of logits and loss."""
-    spec, config, weights = setup.spec, setup.config, setup.weights
+    spec = setup.spec
     num_tokens, layers, made_at = setup.num_tokens, layers_of(setup), gradients_made(spec, setup.adapters)
     fixed = num_tokens * BATCH_BYTES_PER_TOKEN + _shared(setup)
     saved = sum(layer.saved for layer in layers) * num_tokens + fixed
     residual = layers[-1].residual * spec.hidden_size * num_tokens
-    # A checkpointed first layer requires a gradient of the embedding's output. The output and its gradient
-    # stay allocated until the loss is freed, which is in the next micro-step's forward.
-    of_input = 2 * residual * (weights.is_frozen and setup.has_input_gradient)
-    left_over = of_input * (config.gradient_accumulation_steps > 1)
-    yield "forward: the loss", step.at_forward_loss, saved + left_over, loss.forward
+    yield "forward: the loss", step.at_forward_loss, saved, loss.forward
     if step.at_last_layer is not None:
         yield "forward: the last layer", step.at_last_layer, saved + _not_saved(setup), 0
-    if step.at_gather is not None:
-        yield "forward: gathering the head", step.at_gather, saved + loss.final_norm, 0
     yield "backward: the loss", step.at_loss, saved, loss.backward
-    if not config.fuses_loss:  # the fused loss computes the head's gradient in forward
-        yield "backward: lm_head", step.at_head, saved, loss.head
-    elif setup.compute == AUTOCAST:  # that gradient is bf16: the parameter's fp32 gradient comes on top
-        yield "backward: lm_head", step.at_norm, saved, loss.head
-    if step.at_head_sent is not None:
-        yield "backward: lm_head, reducing", step.at_head_sent, saved + loss.final_norm, 0
     yield "backward: norm", step.at_norm, saved + loss.norm, 0
     last = spec.num_layers - 1
     for index in {last, max(0, last - 1), *step.crowded_layers, min(1, last), 0}:
         below = sum(layer.saved for layer in layers[:index]) * num_tokens + residual + fixed
         for moment in layers[index].moments:
-            at = step.at_layer(index, made_at[moment.stage])
-            if not moment.makes_gradient:
-                at = replace(at, temporary=0)
-            activations = below + moment.num_bytes * num_tokens
-            yield f"backward: layers.{index}.{moment.where}", at, activations, 0
-            if weights.unpacked_bytes and moment.stage == 1:  # before the last of the three gradients
-                at = replace(at, temporary=at.temporary + weights.unpacked_bytes)
-                activations -= 2 * spec.ffn_size * num_tokens
-                yield f"backward: layers.{index}, unpacking", at, activations, 0
-    yield "backward: embed_tokens", step.at_embedding, max(residual, of_input) + fixed, 0
-    yield "optimizer step", step.at_optimizer, of_input, 0
+            at, activations = step.at_layer(index, made_at[moment.stage]), moment.num_bytes * num_tokens
+            yield f"backward: layers.{index}.{moment.where}", at, below + activations, 0
+    yield "backward: embed_tokens", step.at_embedding, residual + fixed, 0
+    yield "optimizer step", step.at_optimizer, 0, 0
 
 
 def _parameters_here(setup: Setup, num_bytes: int) -> int:

@@ -52,8 +52,6 @@ class Weights:
     "rows and columns of a layer's adapters"
     scales_bytes: int = 0
     "scales of the 4-bit weights; they are not sharded"
-    unpacked_bytes: int = 0
-    "the largest matrix in bf16 and its scales in fp32: backward unpacks the 4-bit weights into them"
 
     @property
     def is_frozen(self) -> bool:
@@ -78,11 +76,10 @@ def adapters_of(spec: ModelSpec, config: RunConfig) -> Adapters | None:
     names = _target_names(config)
     targets = tuple(name for name in matrices if names is None or name in names)
     if not targets:
-        reason = (
-            f"peft has no default for {spec.model_type}" if names == set() else "the model has none of these"
-        )
         flags = f"--peft {config.peft} --lora_target_modules {config.lora_target_modules}"
-        raise ValueError(f"{flags} with {spec.name}: {reason}\nhint: name some of {', '.join(matrices)}")
+        raise ValueError(
+            f"{flags} with {spec.name}: nothing to adapt\nhint: name some of {', '.join(matrices)}"
+        )
     return Adapters(
         targets,
         config.lora_r,
@@ -143,13 +140,12 @@ def weights_of(spec: ModelSpec, adapters: Adapters | None) -> Weights:
         )
     shapes = [shape for of_matrix in adapter_shapes(spec, adapters).values() for shape in of_matrix]
     of_layer = sum(map(math.prod, shapes))
-    frozen, scales, unpacked = spec.params_per_layer, 0, 0
+    frozen, scales = spec.params_per_layer, 0
     if adapters.is_quantized:
         sizes = [inputs * outputs for inputs, outputs in matrices_of(spec).values()]
         frozen += sum(-(-size // 4) - size for size in sizes)
         blocks = [-(-size // NF4_BLOCK) for size in sizes]
         scales = sum(count + -(-count // SCALE_BLOCK) * 4 + CODE_BYTES for count in blocks)
-        unpacked = 2 * max(sizes) + 4 * max(blocks)
     outside = spec.num_params - spec.num_layers * spec.params_per_layer
     return Weights(
         total=outside + spec.num_layers * (frozen + of_layer),
@@ -162,10 +158,4 @@ def weights_of(spec: ModelSpec, adapters: Adapters | None) -> Weights:
         widest_trained=max(map(math.prod, shapes)),
         adapter_shapes=tuple(shapes),
         scales_bytes=spec.num_layers * scales,
-        unpacked_bytes=unpacked,
     )
-
-
-def sharded_adapters(weights: Weights, num_ranks: int) -> int:
-    """Return the elements of a layer's adapters on FSDP2's first rank; FSDP2 shards a tensor by rows."""
-    return sum(-(-rows // num_ranks) * columns for rows, columns in weights.adapter_shapes)

@@ -61,16 +61,6 @@ class OtherTrainer:
     gaps: tuple[str, ...] = ()
     "what it may set that the closed forms do not follow"
 
-    @property
-    def beyond_flags(self) -> list[str]:
-        """Return a phrase for each setting that no flag of ours has."""
-        phrases = []
-        if self.loss is not None:
-            phrases.append(f"its own loss, {_loss_text(self.loss)}")
-        if self.compiled_loss is not None:
-            phrases.append(f"with --kernels compile a compiled loss, {_loss_text(self.compiled_loss)}")
-        return phrases + [phrase for name, phrase in _PHRASES.items() if getattr(self, name)]
-
     def problems(self, strategies: list[Strategy]) -> list[str]:
         """Return a sentence for each strategy that the trainer does not have."""
         return [
@@ -79,22 +69,6 @@ class OtherTrainer:
             for strategy in strategies
             if not any(getattr(strategy, name) for name in self.runs_under)
         ]
-
-
-_PHRASES = {
-    "root_holds_vocabulary": "an FSDP root that keeps embedding and head gathered",
-    "has_fsdp1": "FSDP1, which holds two layers at once",
-    "gathers_in_fp32": "FSDP that gathers fp32 weights and reduces bf16 gradients",
-    "reduces_in_fp32": "FSDP that reduces bf16 gradients in fp32",
-    "has_fp32_gradients": "gradients of bf16 weights in fp32, which stay between steps",
-    "zero_1_has_buckets": "DDP's buckets besides ZeRO-1",
-}
-
-
-def _loss_text(loss: LossBytes) -> str:
-    forward, backward = (f"{peak + loss.alive:g}" for peak in (loss.forward, loss.backward))
-    alive = f", {loss.alive:g} of them alive between micro-steps" if loss.alive else ""
-    return f"{forward} bytes per logit in forward, {backward} in backward{alive}"
 
 
 _FILE = Path(__file__).parent / "other_trainers.toml"
@@ -146,11 +120,8 @@ def notes_like(trainer: OtherTrainer | None, given: Mapping[str, Any]) -> list[s
         if name in flags and name not in given and value != "plain"  # transformers' own kernels are not news
     ]
     words = " ".join(_as_typed(name, _values(flags[name])[0]) for name in set_here)
-    won = [_as_typed(name, _values(given[name])[0]) for name in trainer.flags if name in given]
     return [
-        f"like {trainer.title}: {words or 'no flag is left to set'}"
-        + (f"; yours instead of its own: {' '.join(won)}" if won else ""),
-        *(f"like {trainer.title}, which no flag of ours does: {text}" for text in trainer.beyond_flags),
+        f"like {trainer.title}: {words or 'no flag is left to set'}",
         *(f"{trainer.title}: {note}" for note in trainer.notes),
         *(f"not followed: {gap}" for gap in trainer.gaps),
         f"read in {'; '.join(trainer.sources)}",

@@ -232,6 +232,21 @@ class Setup:
         return self.deployment.cluster or (cluster_of(self.gpu) if self.gpu else None)
 
 
+def setup_of(
+    spec: ModelSpec,
+    strategy: Strategy,
+    config: RunConfig,
+    num_gpus: int,
+    gpus_per_node: int,
+    gpu: Gpu | None,
+    like: OtherTrainer | None,
+    deployment: Deployment,
+) -> Setup:
+    """Return the setup of a row of a grid: a strategy of one process uses one GPU, whatever `num_gpus` is."""
+    count = 1 if strategy.is_single else num_gpus
+    return Setup(spec, strategy, config, count, gpus_per_node, gpu, like, deployment)
+
+
 def with_flags(setup: Setup, **flags: Any) -> Setup:
     """Return the setup with changed flags; the keywords are fields of RunConfig."""
     return dataclasses.replace(setup, config=dataclasses.replace(setup.config, **flags))
@@ -333,11 +348,5 @@ def unlike_the_model(spec: ModelSpec, seq_len: int) -> list[str]:
         sentences.append(
             f"{spec.name}: sliding_window {spec.sliding_window}: sdpa and eager attention compute all "
             f"{seq_len} tokens and mask them; flash_attention_2 and flex_attention compute the window only"
-        )
-    if spec.gated_ffn and spec.hidden_act not in ("silu", "swish", "gelu_pytorch_tanh"):
-        sentences.append(f"{spec.name}: hidden_act {spec.hidden_act}: estimated as silu")
-    if spec.attention_dropout:
-        sentences.append(
-            f"{spec.name}: attention_dropout {spec.attention_dropout:g}: estimated without dropout"
         )
     return sentences

@@ -45,9 +45,7 @@ def _published() -> tuple[KernelRates, ...]:
     return csv_rows(Path(__file__).parent / "attention_rates.csv", KernelRates)
 
 
-_KERNELS = {"sdpa_cudnn": "cudnn", "flash_attention_3": "flash_3", "flash_attention_4": "flash_4"}
-_PADDED_HEADS = (32, 64, 96, 128, 192, 256)
-"head sizes that FlashAttention's kernels are built for; others are padded (csrc/flash_attn, HEADDIM_SWITCH)"
+_KERNELS = {"flash_attention_3": "flash_3", "flash_attention_4": "flash_4"}
 _FP32_SHARE = 0.5
 "fraction of fp32 matrix products' rate that attention reaches in fp32; unverified"
 
@@ -123,7 +121,7 @@ def pass_seconds(
         rates = rates_of_kernel(kernel, gpu, head_dim)
         share = getattr(rates, f"{which}_flops") / rates.peak_flops
         half = getattr(rates, f"{which}_half_length")
-    return flop * _padding(head_dim) / (share * peak) * (1 + half / seq_len)
+    return flop / (share * peak) * (1 + half / seq_len)
 
 
 @cache
@@ -141,8 +139,3 @@ def _kind_of(gpu: Gpu) -> str:
     """
     ratio = gpu.dense_bf16_flops_per_second / gpu.fp32_flops_per_second
     return "workstation" if gpu.architecture != "geforce" and ratio < 8 else gpu.architecture
-
-
-def _padding(head_dim: int) -> float:
-    """Return padded over real head size."""
-    return next((size for size in _PADDED_HEADS if size >= head_dim), head_dim) / head_dim

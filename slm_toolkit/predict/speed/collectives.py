@@ -13,8 +13,6 @@ _RING = {"LL": (3.6, 0.47, 1.0, 2.7), "LL128": (10.0, 1.9, 2.5, 4.0), "Simple": 
 _TREE = {"LL": (4.4, 0.52, 1.0, 5.0), "LL128": (4.4, 1.2, 1.9, 8.5), "Simple": (0.0, 28.0, 28.0, 50.0)}
 _RING_RATE = {"LL": 0.25, "LL128": 0.92, "Simple": 1.0}
 "fraction of the link's rate; the same file"
-_LL_BETWEEN_NODES = 1.8
-"factor on LL's hops inside a node if the ring leaves the node; the same file"
 _TREE_RATE = {"LL": 0.9 / 3.8, "LL128": 0.9 * 0.915, "Simple": 0.9}
 
 
@@ -59,14 +57,13 @@ def _ways(transfer: Transfer, cluster: Cluster) -> Iterator[tuple[float, float, 
     link = 1 if cluster.has_nvlink else 2
     least = cluster.least_hop_seconds * 1e6
     for protocol in ("LL", "LL128", "Simple") if cluster.has_nvlink else ("LL", "Simple"):
-        slower = _LL_BETWEEN_NODES if protocol == "LL" and nodes > 1 else 1.0
         start, per_hop, per_network_hop = (_RING[protocol][column] for column in (0, link, 3))
-        hops = (ranks - nodes) * slower * per_hop + (nodes - 1) * max(per_network_hop, least)
+        hops = (ranks - nodes) * per_hop + (nodes - 1) * max(per_network_hop, least)
         if transfer.collective == "all_to_all":  # all at once
             hops = per_hop if nodes == 1 else max(per_network_hop, least)
         yield (start + rounds * hops) * 1e-6, transfer.sent_bytes, _RING_RATE[protocol]
         if transfer.collective == "all_reduce":
             start, per_hop, per_network_hop = (_TREE[protocol][column] for column in (0, link, 3))
-            in_node = (transfer.ranks_per_node - 1) * slower * per_hop
+            in_node = (transfer.ranks_per_node - 1) * per_hop
             hops = in_node + math.log2(nodes) * max(per_network_hop, least)
             yield (start + 2 * hops) * 1e-6, 2 * transfer.num_bytes, _TREE_RATE[protocol]

@@ -13,7 +13,6 @@ applies a slowdown.
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from slm_toolkit.config.loss_chunks import tokens_of_chunk
@@ -26,8 +25,8 @@ from slm_toolkit.predict.setup.adapters import NF4_BLOCK, Adapters, adapter_shap
 from slm_toolkit.predict.setup.setup import AUTOCAST, FP32, Setup
 from slm_toolkit.predict.speed.attention import attention_seconds
 from slm_toolkit.predict.speed.collectives import transfer_seconds
-from slm_toolkit.predict.speed.matmul import Rates, next_aligned, product_seconds, rates_of
-from slm_toolkit.predict.speed.offload import NO_OFFLOAD, Range, offload_seconds, offloaded_fraction
+from slm_toolkit.predict.speed.matmul import Rates, product_seconds, rates_of
+from slm_toolkit.predict.speed.offload import offload_seconds, offloaded_fraction
 from slm_toolkit.predict.speed.software import Software
 from slm_toolkit.predict.speed.traffic import Transfer
 
@@ -111,7 +110,6 @@ An H100 takes for compiled and triton the time of these bytes at its copy rate (
 
 # LoRA, per output of a matrix: scale 4, add 6; backward: scale 4. Per input: add two gradients 6.
 _LORA_BYTES_OF_OUTPUTS, _LORA_BYTES_OF_INPUTS = 14, 6
-_COMPILED_LORA_BYTES_OF_OUTPUTS = 10  # scale and add are one kernel: read 2 and 2, write 2; backward: scale 4
 _DROPOUT_BYTES = 10  # per input: read 2, write 2, mask 1, and the same in backward
 _DEFENSIVE_CLONE_BYTES = 4  # per output, if the base has 4-bit weights
 _LORA_KERNELS = 4  # in forward, per matrix: two products, scale, add
@@ -124,8 +122,7 @@ _UNPACKING_KERNELS = 3  # per matrix: unpack the scales, add their mean, unpack 
 def adapter_traffic(spec: ModelSpec, adapters: Adapters, *, compiled: bool) -> LayerTraffic:
     """Return the work of one layer's adapters besides their products."""
     matrices = matrices_of(spec)
-    of_outputs = _COMPILED_LORA_BYTES_OF_OUTPUTS if compiled else _LORA_BYTES_OF_OUTPUTS
-    of_outputs += _DEFENSIVE_CLONE_BYTES * adapters.is_quantized
+    of_outputs = _LORA_BYTES_OF_OUTPUTS - 4 * compiled + _DEFENSIVE_CLONE_BYTES * adapters.is_quantized
     of_inputs = _LORA_BYTES_OF_INPUTS + _DROPOUT_BYTES * adapters.drops
     sizes = [matrices[name] for name in adapters.targets]
     kernels = (_LORA_KERNELS + adapters.drops - compiled) * len(sizes)
@@ -157,7 +154,6 @@ class Work:
 
     parts: dict[str, float]
     "keyed by the first of PARTS; they add up to total"
-    misaligned: float
     num_kernels: float
 
     @property
@@ -172,7 +168,6 @@ def micro_step_work(setup: Setup, rates: Rates, software: Software, loss_kernel:
     if setup.compute == FP32:
         rates = _fp32_rates(rates, setup.gpu)
     forward, backward, head = _products(setup, rates, loss_kernel)
-    ideal = sum(_products(setup, rates, loss_kernel, width_of=next_aligned))
     attention = [L * seconds for seconds in _attention(setup, rates, software)]
     traffic = layer_traffic(spec, compiled=compiled, fused_norm=config.fuses_norm)
     per_token, num_kernels = traffic.bytes_per_token, traffic.num_kernels
@@ -193,7 +188,7 @@ def micro_step_work(setup: Setup, rates: Rates, software: Software, loss_kernel:
     elementwise = L * moved / rates.memory_bytes
     arithmetic = loss_kernel
     if loss_kernel == "fused_linear":  # ours
-        arithmetic = "triton" if config.uses_triton else "compiled" if compiled else "fused"
+        arithmetic = "triton" if config.uses_triton else "fused"
     logits = tokens * spec.vocab_size * LOGIT_BYTES[arithmetic] / rates.loss_bytes(arithmetic)
     num_cast = (setup.weights.total + setup.weights.trained) * (setup.compute == AUTOCAST)
     casts = num_cast * _AUTOCAST_CAST_BYTES / rates.memory_bytes
@@ -208,7 +203,6 @@ def micro_step_work(setup: Setup, rates: Rates, software: Software, loss_kernel:
             "dequantization": 2 * unpacking,  # forward and backward
             "recomputation": again,
         },
-        misaligned=forward + backward + head - ideal,
         num_kernels=(3 + _LAYERS_AGAIN[mode]) * L * num_kernels + _HEAD_KERNELS,
     )
 
@@ -219,12 +213,10 @@ def _slowdown_of(compute: str, compiled: bool) -> float:
     return 2.0 if compute == FP32 else 1.0
 
 
-def _products(
-    setup: Setup, rates: Rates, loss_kernel: str, *, width_of: Callable[[int], int] = int
-) -> tuple[float, float, float]:
+def _products(setup: Setup, rates: Rates, loss_kernel: str) -> tuple[float, float, float]:
     """Return the seconds of all layers' matrix products in forward and in backward, and of the head's.
 
-    LoRA's matrices are thin, so memory traffic dominates their time. `width_of` changes every width.
+    LoRA's matrices are thin, so memory traffic dominates their time.
     """
     spec, adapters, compiled = setup.spec, setup.adapters, setup.config.compiles
     in_float8 = dataclasses.replace(rates, matmul_flops=_FLOAT8_RATE * rates.matmul_flops)
@@ -232,8 +224,7 @@ def _products(
     def seconds(
         rates: Rates, size: tuple[int, int], *, rows: int, padded: bool, is_frozen: bool
     ) -> tuple[float, float]:
-        inputs, outputs = map(width_of, size)
-        found = product_seconds(rates, rows=rows, inputs=inputs, outputs=outputs, padded=padded)
+        found = product_seconds(rates, rows=rows, inputs=size[0], outputs=size[1], padded=padded)
         return found.forward, found.input_gradient if is_frozen else found.backward
 
     given = {"rows": setup.num_tokens, "padded": compiled, "is_frozen": adapters is not None}
@@ -306,15 +297,9 @@ accumulation and copies around collectives; unpacking of 4-bit weights; recomput
 the optimizer; offload; exposed communication, with the wait for the slowest rank; waiting for the host to
 launch kernels; host time between two steps"""
 
-_MUON_KERNELS = 3
-"of a matrix, in `run/engine/muon.py`: two casts and an addition. Newton-Schulz's take longer than a launch"
 # x: time of norm, casts, clipping and copies over that of as many bytes of AdamW's kernel, on an H100
 OPTIMIZER_SLOWDOWN = 1.5
 _UNFUSED_ADAM = 2.8  # x: time of foreach AdamW over fused AdamW, on an H100 (results/h100-80gb)
-_STEP_KERNELS = 30  # per step: sum the loss and the norm, copy and count tokens, ...
-_FSDP_KERNELS = 30  # per layer and pass: host time of FSDP's hooks, in kernel launches; unverified
-# per tensor: kernels by which DeepSpeed looks for infinities and takes the norm; counted in deepspeed 0.19.8
-_ZERO_NORM_KERNELS, _ZERO_3_NORM_KERNELS = 15, 2
 # per module: host time of ZeRO-3's four hooks, which gather and free its parameters, in kernel launches:
 # 0.40 ms of 14 us, timed on a core of an AMD EPYC (deepspeed 0.19.8, 2026-11-25)
 _ZERO_3_KERNELS = 28
@@ -334,12 +319,6 @@ class StepTime:
     "communication that overlaps with compute and adds no time"
     overlappable_seconds: float
     "compute that can hide communication"
-    last_micro_step_seconds: float
-    "its part in the last micro-step"
-    misaligned_seconds: float
-    "part of matmul: extra time because widths are not multiples of 8"
-    offload: Range = NO_OFFLOAD
-    "seconds of the part offload, which is its middle"
 
     @property
     def step_seconds(self) -> float:
@@ -367,9 +346,7 @@ def step_time(
     work = micro_step_work(
         setup, rates, software, loss_kernel or ("fused_linear" if config.fuses_loss else "hf")
     )
-    num_kernels = work.num_kernels + (_hook_kernels(setup) if strategy.shards_parameters else 0)
-    optimizer = _optimizer_seconds(setup, rates)
-    optimizer_launch = max(0.0, _optimizer_kernels(setup) * software.kernel_seconds - optimizer)
+    num_kernels = work.num_kernels + (_hook_kernels(setup) if strategy.is_zero_3 else 0)
     launch = max(0.0, num_kernels * software.kernel_seconds - work.total)
     busy = work.total + launch
     forward = (busy - work.parts["recomputation"]) / 3  # backward computes twice as much, and again
@@ -383,7 +360,7 @@ def step_time(
     if exposed is None:
         return None
     exposed += software.jitter * math.sqrt(2 * math.log(setup.num_gpus)) * micro_steps * busy
-    offload = NO_OFFLOAD
+    offload = 0.0
     if strategy.offloads:
         offload = offload_seconds(
             setup,
@@ -396,17 +373,14 @@ def step_time(
     return StepTime(
         parts_seconds={
             **parts,
-            "optimizer": optimizer,
-            "offload": offload.middle,
+            "optimizer": _optimizer_seconds(setup, rates),
+            "offload": offload,
             "communication": exposed,
-            "launch_overhead": micro_steps * launch + optimizer_launch,
+            "launch_overhead": micro_steps * launch,
             "fixed": software.step_seconds,
         },
         tokens=setup.num_gpus * micro_steps * setup.num_tokens,
         overlappable_seconds=micro_steps * busy,
-        last_micro_step_seconds=busy,
-        misaligned_seconds=micro_steps * work.misaligned,
-        offload=offload,
     )
 
 
@@ -509,17 +483,12 @@ def _orthogonalizing_seconds(setup: Setup, rates: Rates) -> float:
 def _staged_bytes(setup: Setup, transfers: tuple[Transfer, ...]) -> float:
     """Return the bytes that a step's copies around collectives read and write in the compute stream.
 
-    Copies in other streams are part of `contention`: all of ZeRO-3's, FSDP1's casts and divisions. Left out:
-    FSDP2's copy of the own shard, and ZeRO++'s conversions.
-    Source: torch 2.13 (_fsdp_collectives.py; for FSDP1 _runtime_utils.py), deepspeed 0.19.8
-    (stage_1_and_2.py, stage3.py, bf16_optimizer.py).
+    Copies in other streams are part of `contention`: all of ZeRO-3's. Left out: FSDP2's copy of the own
+    shard, and ZeRO++'s conversions.
+    Source: torch 2.13 (_fsdp_collectives.py), deepspeed 0.19.8 (stage_1_and_2.py, stage3.py).
     """
-    strategy, trained = setup.strategy, setup.weights.trained
+    strategy, trained, moved = setup.strategy, setup.weights.trained, 0.0
     micro_steps = setup.config.gradient_accumulation_steps
-    if setup.has_fsdp1:
-        # parameters are pieces of one flat tensor, cut by torch.split, whose backward joins their gradients
-        return micro_steps * 2 * setup.dtypes.gradient * trained
-    moved = 0.0
     for transfer in transfers:
         if transfer.name == "reduce_gradients":
             times = 1 if transfer.in_last_micro_step else micro_steps
@@ -534,43 +503,24 @@ def _reduction_bytes(setup: Setup, transfer: Transfer) -> float:
     strategy, gradient, reduced = setup.strategy, setup.dtypes.gradient, setup.dtypes.reduced
     copy, divide = 2 * gradient, 2 * reduced
     cast = gradient + reduced if gradient != reduced else 0
-    if strategy.is_replicated:  # into DDP's bucket and back; nanotron's fp32 sums also cast and divide
-        return 2 * copy + (2 * cast + divide if cast else 0)
+    if strategy.is_replicated:  # into DDP's bucket and back
+        return 2 * copy
     if strategy.is_fsdp:  # into the buffer, in its dtype; NCCL divides
         return gradient + reduced
-    if transfer.collective == "all_reduce":  # BF16_Optimizer flattens, divides and copies back
-        return 3 * divide
     if transfer.overlaps:
         return 0 if strategy.is_zero_3 else copy
-    join = 2 * reduced if strategy.is_zero_3 else 0  # of all gradients in the bucket
-    return copy + cast + join + divide
+    return copy + cast + divide
 
 
 def _hook_kernels(setup: Setup) -> float:
-    """Return the host time of FSDP's or ZeRO-3's hooks in a micro-step, in kernel launches.
+    """Return the host time of ZeRO-3's hooks in a micro-step, in kernel launches.
 
     It does not depend on the number of tokens: a micro-step can't be shorter. DeepSpeed has hooks on every
-    module, FSDP on every layer. Recomputation runs forward's hooks again: two of ZeRO-3's four.
+    module. Recomputation runs forward's hooks again: two of the four.
     """
     spec, again = setup.spec, _LAYERS_AGAIN[setup.config.gradient_checkpointing]
-    if not setup.strategy.is_deepspeed:
-        return 3 * spec.num_layers * _FSDP_KERNELS
     modules = spec.num_layers * (_PLAIN_MODULES + 4 + spec.num_ffn_matrices)
     return modules * _ZERO_3_KERNELS * (1 + again / 2)
-
-
-def _optimizer_kernels(setup: Setup) -> int:
-    """Return the kernels of an optimizer step. PyTorch's AdamW needs one more per gradient, for its cast."""
-    strategy, config = setup.strategy, setup.config
-    num_params = setup.spec.num_layers * (2 + 4 + setup.spec.num_ffn_matrices) + 3
-    per_param = int(config.numerics in ("aligned", "fp16") and not config.has_triton_adamw(strategy))
-    if config.optim == "muon":
-        per_param += _MUON_KERNELS
-    if strategy.is_zero_3:
-        per_param += _ZERO_3_NORM_KERNELS
-    elif strategy.is_deepspeed:  # of the tensors in its partition
-        return _STEP_KERNELS + num_params * (per_param + _ZERO_NORM_KERNELS) // setup.shard_ranks
-    return _STEP_KERNELS + num_params * per_param
 
 
 def accumulation_seconds(setup: Setup, rates: Rates) -> float:

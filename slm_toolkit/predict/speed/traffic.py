@@ -94,9 +94,6 @@ def _of_muon(setup: Setup) -> Transfer:
     if not is_sharded:
         return _transfer(setup, "exchange_updates", "all_gather", of_all, num_matrices, overlaps=False)
     num_calls = 2 * ceil(num_matrices / ranks)
-    if setup.strategy.zero_stage in (1, 2):  # only matrices at the end of a rank's partition are exchanged
-        of_all *= min(1.0, (ranks - 1) / num_matrices)
-        num_calls = min(num_calls, 2 * (ranks - 1))
     # each rank has 1/n of a sharded matrix, and sends and receives that
     sent = {"num_bytes": 2 * of_all / ranks, "num_calls": num_calls, "ranks": ranks}
     return _transfer(setup, "exchange_updates", "all_to_all", **sent, overlaps=False)

@@ -7,18 +7,15 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from slm_toolkit.base.derived import Derived
-from slm_toolkit.record.numerics import ALIKE, PARITY_STEPS, precision_of
+from slm_toolkit.record.numerics import ALIKE, PARITY_STEPS, growth, precision_of
 from slm_toolkit.record.run_record import finite
-from slm_toolkit.report.rows import Row, num_different_flags
-from slm_toolkit.report.stats import overlap
+from slm_toolkit.report.rows import Row
 from slm_toolkit.report.tables.fitted import Heading, columns_that_fit, filled, rate, table_of
 
 MEMORY_TOLERANCE = 0.01
 "of a GPU's peak allocated bytes; equal allocations give equal bytes"
-PROCESS_MEMORY_TOLERANCE = 0.05
-"of a CPU process's peak resident bytes, which depend on the rest of the system"
 STATE_TOLERANCE = 0.001
-"of the training state's bytes, which are exact except for the padding of a rank's shard"
+"of the training state's bytes, for runs on a CPU: a process's other memory depends on the rest of the system"
 _NOT_PART_OF_THE_RUN = frozenset(("max_steps", "profile", "save_steps"))
 "flags that change neither the speed of a step nor its memory"
 
@@ -29,28 +26,19 @@ def _ratio(now: float | None, then: float | None) -> float | None:
 
 def _speed(change: "Change") -> str:
     # of a disturbed rate, too: its interval is so wide that it ties with nearly everything
-    ends = (change.now.interval, change.then.interval)
-    if change.speed_ratio is None or None in ends:
+    now, then = change.now.interval, change.then.interval
+    if change.speed_ratio is None or None in (now, then):
         return "unknown"
-    if overlap(*ends):
+    if now[0] <= then[1] and then[0] <= now[1]:
         return "tie"
     return "faster" if change.speed_ratio > 1 else "slower"
 
 
-def _memory(change: "Change") -> tuple[str, float | None]:
-    """Compare peak memory and training state, each with its own tolerance; return the worse verdict."""
-    now, then = change.now, change.then
-    compared = (
-        (PROCESS_MEMORY_TOLERANCE if now.is_on_cpu else MEMORY_TOLERANCE, now.peak_bytes, then.peak_bytes),
-        (STATE_TOLERANCE, now.state_bytes, then.state_bytes),
-    )
-    verdicts = [
-        ("bigger" if ratio > 1 + tolerance else "smaller" if ratio < 1 - tolerance else "same", ratio)
-        for tolerance, *sizes in compared
-        if (ratio := _ratio(*sizes)) is not None
-    ]
-    order = ("bigger", "smaller", "same")
-    return min(verdicts, key=lambda verdict: order.index(verdict[0]), default=("unknown", None))
+def _memory(change: "Change") -> str:
+    if (ratio := change.memory_ratio) is None:
+        return "unknown"
+    tolerance = STATE_TOLERANCE if change.now.is_on_cpu else MEMORY_TOLERANCE
+    return "bigger" if ratio > 1 + tolerance else "smaller" if ratio < 1 - tolerance else "same"
 
 
 def _loss_difference(change: "Change") -> float | None:
@@ -70,7 +58,7 @@ def _loss_difference(change: "Change") -> float | None:
 def _losses(change: "Change") -> str:
     if (difference := _loss_difference(change)) is None:
         return "unknown"
-    tolerance = ALIKE[precision_of(change.now.asked)].at(PARITY_STEPS).loss
+    tolerance = ALIKE[precision_of(change.now.asked)].loss * growth(PARITY_STEPS)
     return "differ" if difference > tolerance else "same"
 
 
@@ -89,10 +77,10 @@ class Change(Derived):
         "speed_ratio": lambda change: _ratio(change.tokens_per_second_now, change.tokens_per_second_then),
         # tie, slower, faster or unknown
         "speed": _speed,
-        # of peak memory or of the training state, whichever has the worse verdict
-        "memory_ratio": lambda change: _memory(change)[1],
+        # of the peak on GPUs, else of the training state
+        "memory_ratio": lambda change: _ratio(change.now.compared_bytes, change.then.compared_bytes),
         # same, bigger, smaller or unknown
-        "memory": lambda change: _memory(change)[0],
+        "memory": _memory,
         "max_loss_difference": lambda change: finite(_loss_difference(change)),
         # same, differ or unknown
         "losses": _losses,
@@ -107,22 +95,27 @@ class Change(Derived):
 
     @property
     def is_regression(self) -> bool:
-        worse = self.speed == "slower" or self.memory == "bigger" or self.losses == "differ"
-        return worse or self.status not in ("ok", "mended")
+        return "red" in map(_style, (self.speed, self.memory, self.losses, self.status))
+
+
+def _style(verdict: str) -> str:
+    if verdict in ("slower", "bigger", "differ") or "->" in verdict:
+        return "red"
+    return "green" if verdict in ("faster", "smaller") else ""
 
 
 def changes(now: list[Row], then: list[Row]) -> tuple[list[Change], list[Row]]:
     """Compare each run of `now` with the baseline `then`; also return the runs that the baseline lacks.
 
     Two runs are the same if they agree in model, strategy, GPU (or CPU), ranks, allocator (if both have it)
-    and all flags; versions may differ. If the baseline has several, the run with the fewest different flags
-    counts, and among equals the newest.
+    and all flags; versions may differ. If the baseline has several, the newest counts, one with equal
+    flags first.
     """
     run_changes, missing = [], []
     then = sorted(then, key=lambda row: row.started_at, reverse=True)
     for row in now:
         same_runs = [other for other in then if _same_run(row, other)]
-        earlier = min(same_runs, key=lambda other: num_different_flags(row, other), default=None)
+        earlier = max(same_runs, key=lambda other: other.asked == row.asked, default=None)
         if earlier is None:
             missing.append(row)
         else:
@@ -132,17 +125,13 @@ def changes(now: list[Row], then: list[Row]) -> tuple[list[Change], list[Row]]:
 
 def _same_run(row: Row, other: Row) -> bool:
     names = ("model", "strategy", "gpu", "evidence", *(["cpu"] if row.is_on_cpu else []))
-    common_flags = (row.asked.keys() & other.asked.keys()) - _NOT_PART_OF_THE_RUN
-    names_if_known = ("world_size", "num_machines", "allocator")
-    pairs = [(getattr(row, name), getattr(other, name)) for name in names_if_known]
+    if_known = ("world_size", "num_machines", "allocator")
+    flags = (row.asked.keys() & other.asked.keys()) - _NOT_PART_OF_THE_RUN
     return (
-        all(value == other_value or None in (value, other_value) for value, other_value in pairs)
-        and all(getattr(row, name) == getattr(other, name) for name in names)
-        and all(row.asked[name] == other.asked[name] for name in common_flags)
+        all(getattr(row, name) == getattr(other, name) for name in names)
+        and all(len({getattr(row, name), getattr(other, name)} - {None}) < 2 for name in if_known)
+        and all(row.asked[name] == other.asked[name] for name in flags)
     )
-
-
-_STYLES = dict.fromkeys(("slower", "bigger", "differ"), "red") | dict.fromkeys(("faster", "smaller"), "green")
 
 
 def baseline_table(
@@ -150,36 +139,29 @@ def baseline_table(
 ) -> RenderableType:
     """Make a table with a line for each run in both. Print it with `crop=False`."""
 
-    def verdict(title: str, name: str, ratio: str = "") -> Heading:
+    def verdict(name: str) -> Heading:
         def cell(change: Change) -> str:
-            by = getattr(change, ratio) if ratio else None
+            by = getattr(change, f"{name}_ratio", None)
             return getattr(change, name) + ("" if by is None else f" ({by - 1:+.1%})")
 
-        def style(change: Change) -> str:
-            return _STYLES.get(getattr(change, name), "")
-
-        return Heading(title, cell, style=style, justify="left")
+        return Heading(name, cell, style=lambda change: _style(getattr(change, name)), justify="left")
 
     headings = (
         Heading("strategy", lambda change: named[change.record_now], justify="left"),
-        Heading(
-            "status",
-            "status",
-            style=lambda change: "" if change.status in ("ok", "mended") else "red",
-            justify="left",
-        ),
+        verdict("status"),
         Heading("tokens/s\nthen", "tokens_per_second_then", rate, 1),
         Heading("tokens/s\nnow", "tokens_per_second_now", rate, 2),
-        verdict("speed", "speed", "speed_ratio"),
-        verdict("memory", "memory", "memory_ratio"),
-        verdict("losses", "losses"),
+        verdict("speed"),
+        verdict("memory"),
+        verdict("losses"),
     )
     columns, _ = columns_that_fit(filled(headings, changed), width=width)
     worse = ", ".join(named[change.record_now] for change in changed if change.is_regression)
-    conclusion = Text(f"nothing is slower, bigger or less accurate than {baseline} beyond noise", "green")
     if worse:
         conclusion = Text(f"worse than {baseline}: {worse}", "red")
-    if not changed:
+    elif changed:
+        conclusion = Text(f"nothing is slower, bigger or less accurate than {baseline} beyond noise", "green")
+    else:
         conclusion = Text(f"{baseline} has none of these runs", "yellow")
     notes = [Text(f"not in the baseline: {named[row.record]}", style="dim") for row in missing]
     table = [table_of(columns)] if changed else []

@@ -1,40 +1,69 @@
-"""The comparison of runs: a table with heading and notes, and a table of losses by dataset."""
+"""The report of runs, as `slm report` prints it: heading, table, verdict and notes."""
 
 import re
-from collections import Counter
-from collections.abc import Collection, Sequence
-from math import exp
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from slm_toolkit.config.run_config import FLAGS, RunConfig
-from slm_toolkit.report.labels import common, varying
+from slm_toolkit.record.run_record import RunRecord
+from slm_toolkit.record.step_breakdown import Anatomy
+from slm_toolkit.report.labels import common, labelled, value_of, varying
 from slm_toolkit.report.rows import Row
-from slm_toolkit.report.tables.columns import columns_of, marks_of
 from slm_toolkit.report.tables.fitted import (
     DASH,
     Column,
     Heading,
     columns_that_fit,
+    dollars,
     filled,
+    gib,
     left_out_note,
     loss,
+    number,
+    rate,
+    setting,
     table_of,
 )
+from slm_toolkit.report.tables.profiled import anatomy_table, peak_table
 from slm_toolkit.report.verdict import verdict
 
 _ALWAYS_ABOVE = ("numerics", "seq_len", "per_device_train_batch_size", "attn_implementation")
 "settings that the heading shows even if they have the default"
 
 
-def comparison_table(rows: list[Row], *, width: int, all_rows: list[Row] | None = None) -> RenderableType:
-    """Make the table with its heading, verdict and notes. Print it with `crop=False`.
+def sections(rows: list[Row], *, width: int, unchecked: Sequence[str] = ()) -> Iterator[RenderableType]:
+    """Yield what stands one below the other. Print each with `crop=False`.
 
-    `all_rows`: the rows that the verdict is about, if the table shows only the first of them.
+    `width`: columns of the console. `unchecked`: red lines on checks that could not be made.
     """
+    named = labelled(rows)
+    yield comparison_table(rows, width=width)
+    yield from (Text(line, style="red") for line in unchecked)
+    yield from parity_notes(named)
+    if len(rows) == 1 and rows[0].memory_at_peak is not None:
+        title = f"memory of {rows[0].strategy}, {rows[0].evidence} on rank 0 of {rows[0].world_size}"
+        yield peak_table(title, rows[0].memory_at_peak)
+    if anatomies := {label: Anatomy(**row.anatomy) for label, row in named.items() if row.anatomy}:
+        yield anatomy_table(anatomies, width=width)
+
+
+def failed_references(records: list[tuple[Path, RunRecord]]) -> list[str]:
+    """Return a line for each single-process reference of `--parity` that did not end ok."""
+    return [
+        f"no parity check: the single-process {record.config.numerics} reference ended "
+        f"{record.status}: {record.reason}"
+        for _, record in records
+        if record.is_parity_reference and record.status != "ok"
+    ]
+
+
+def comparison_table(rows: list[Row], *, width: int) -> RenderableType:
+    """Make the table with its heading, verdict and notes. Print it with `crop=False`."""
     columns, dropped = columns_that_fit(columns_of(rows), width=width)
-    conclusion = [Text(line, style="bold") for line in verdict(all_rows or rows)]
+    conclusion = [Text(line, style="bold") for line in verdict(rows)]
     table = table_of(columns, row_styles=list(map(_style, rows)))
     return Group(heading(rows), table, *conclusion, *notes(rows, columns, dropped))
 
@@ -61,17 +90,13 @@ def heading(rows: list[Row]) -> Text:
 def _ranks(rows: list[Row], columns: Collection[str]) -> list[str]:
     """Return a phrase with the number of ranks and their device; empty if rows differ in it."""
     size, gpu = common(rows, "world_size"), next((row.gpu for row in rows if row.gpu), None)
-    is_same_size = "world_size" not in columns and size is not None
-    if any(row.is_rehearsed for row in rows):
-        if "evidence" in columns:
-            return [f"{size} ranks"] * is_same_size
-        ranks = f"of {size}" if is_same_size else "of the ranks below"
-        return [f"rank 0 {ranks}, " + (f"alone on one {gpu}" if gpu else "traced without a GPU")]
-    ranks = f"{size} x {gpu}" if gpu else f"{size} CPU process{'es' if size != 1 else ''}"
-    if "gpu" in columns:
-        ranks = f"{size} rank{'s' if size != 1 else ''}"
+    if "world_size" in columns or size is None:
+        return []
+    unit = f"x {gpu}" if gpu else f"CPU process{'es' * (size != 1)}"
+    if "gpu" in columns or any(row.is_rehearsed for row in rows):
+        unit = f"rank{'s' * (size != 1)}"
     num_machines = 1 if "num_machines" in columns else common(rows, "num_machines") or 1
-    return [f"{ranks} on {num_machines} machines" if num_machines > 1 else ranks] * is_same_size
+    return [f"{size} {unit}" + f" on {num_machines} machines" * (num_machines > 1)]
 
 
 _VERSIONS = ("NVIDIA driver", "slm_toolkit", "torch", "accelerate", "deepspeed", "transformers")
@@ -79,29 +104,19 @@ _VERSIONS = ("NVIDIA driver", "slm_toolkit", "torch", "accelerate", "deepspeed",
 
 def provenance(rows: list[Row]) -> str:
     """Return where and when the rows come from: machines, days, and the versions of driver and packages."""
-    machines = dict.fromkeys(_machine(row) for row in rows)
     days = sorted({row.started_at[:10] for row in rows})
-    parts = [", ".join(machines), " to ".join(dict.fromkeys((days[0], days[-1])))]
+    parts = [", ".join(dict.fromkeys(row.gpu or row.cpu for row in rows))]
+    parts.append(" to ".join(dict.fromkeys((days[0], days[-1]))))
     for name in _VERSIONS:
         if versions := dict.fromkeys(row.versions[name] for row in rows if name in row.versions):
             parts.append(f"{name} {' and '.join(versions)}")
     return "; ".join(parts)
 
 
-def commands_of(rows: dict[str, Row]) -> str:
-    """Return the launch command of each labelled row below a comment with the label; empty without any."""
-    commands = {label: row.command for label, row in rows.items() if row.command}
-    return "\n".join(f"# {label}\n{command}" for label, command in commands.items())
-
-
-def _machine(row: Row) -> str:
-    cores = f" ({row.num_cores} cores)" if row.num_cores and not row.gpu else ""
-    return f"{row.gpu or row.cpu}{cores}"
-
-
 def notes(rows: list[Row], columns: list[Column], dropped: Sequence[str] = ()) -> list[Text]:
     """Return the notes below the table with these columns; `dropped` has the titles of dropped columns."""
-    notes = _reasons(rows)
+    reasons = dict.fromkeys(f"{row.strategy}: {row.status}: {row.reason}" for row in rows if row.reason)
+    notes = [Text(reason, style="red") for reason in reasons]
     for marked, mark in marks_of(rows).items():
         first = next(row for row in rows if tuple(row.numerics_differences) == marked)
         note = f"{mark.strip()} not computed as {first.numerics_reference}: {', '.join(marked)}"
@@ -117,84 +132,100 @@ def notes(rows: list[Row], columns: list[Column], dropped: Sequence[str] = ()) -
     return notes + [Text(note, style="dim") for note in (*explanations, *prices, *left_out)]
 
 
-def _reasons(rows: list[Row]) -> list[Text]:
-    """Return why rows did not end ok; rows with the same reason share a line."""
-    reasons = Counter(f"{row.strategy}: {row.status}: {row.reason}" for row in rows if row.reason)
-    return [
-        Text(f"{reason} ({count} rows)" if count > 1 else reason, style="red")
-        for reason, count in reasons.items()
-    ]
-
-
 def _warnings(rows: list[Row]) -> list[Text]:
     """Return the rows' warnings; warnings that differ only in numbers share a line."""
-    groups: dict[str, list[tuple[Row, str]]] = {}
+    groups: dict[str, dict[str, str]] = {}
     for row in rows:
         for warning in row.warnings:
-            groups.setdefault(re.sub(r"[\d.]+", "", warning), []).append((row, warning))
-    lines = []
-    for group in groups.values():
-        names = dict.fromkeys(row.strategy for row, _ in group)
-        others = f" ({len(group)} similar warnings in {len(rows)} rows)" if len(group) > 1 else ""
-        separator = "; " if any("," in name for name in names) else ", "  # "Hugging Face Trainer, ddp"
-        worst = max(text for _, text in group)
-        lines.append(Text(f"{separator.join(names)}: {worst}{others}", style="yellow"))
-    return lines
+            groups.setdefault(re.sub(r"[\d.]+", "", warning), {}).setdefault(row.strategy, warning)
+    return [Text(f"{'; '.join(group)}: {max(group.values())}", style="yellow") for group in groups.values()]
 
 
 def parity_notes(rows: dict[str, Row]) -> list[Text]:
     """Return a line for each reference with which parity holds, and a red line for each other row."""
     broken = [
-        f"{label} computes something else, {row.parity}"
-        if row.parity.startswith("against")
-        else row.parity
+        row.parity
         if " compute different things" in row.parity
-        else f"{label}: {row.parity}"
+        else f"{label} computes something else, {row.parity}"
         for label, row in rows.items()
         if row.parity_holds is False
     ]
     notes = [Text(line, style="red") for line in dict.fromkeys(broken)]
-    for reference in sorted({row.parity_reference for row in rows.values() if row.parity_holds}):
-        same_reference = [
-            (label, row)
-            for label, row in rows.items()
-            if row.parity_holds and row.parity_reference == reference
-        ]
-        label, worst = max(same_reference, key=lambda item: item[1].parity_max_loss_difference)
-        count = len(same_reference)
-        others = f"; this is {label}, the largest difference of {count} runs" if count > 1 else ""
+    held = {label: row for label, row in rows.items() if row.parity_holds}
+    if held:
+        label, worst = max(held.items(), key=lambda item: item[1].parity_max_loss_difference)
+        others = f"; this is {label}, the largest difference of {len(held)} runs" * (len(held) > 1)
         notes.append(Text(f"parity holds {worst.parity}{others}"))
-    is_known = any("not comparable" in warning for row in rows.values() for warning in row.warnings)
-    if not notes and not is_known and sum(not row.is_rehearsed for row in rows.values()) > 1:
-        flag = "" if any(row.script for row in rows.values()) else " (--parity K adds a reference)"
-        notes.append(
-            Text(f"losses were not compared: no two strategies had the same flags and batches{flag}")
-        )
+    if not notes and sum(not row.is_rehearsed for row in rows.values()) > 1:
+        notes.append(Text("losses were not compared: no two strategies had the same flags and batches"))
     return notes
 
 
-# Losses by dataset, as a rich table below the comparison.
+# The columns: titles, cells as text, and the order in which a narrow console drops them.
+
+_STATUS_STYLE = {"ok": "green", "oom": "yellow", "failed": "red", "timeout": "red"}
 
 
-def has_several(row: Row) -> bool:
-    """Return whether a run mixed several datasets, or was evaluated on several."""
-    return len(row.final_loss_by_dataset) > 1 or len(row.final_eval_losses) > 1
-
-
-def dataset_table(rows: dict[str, Row]) -> RenderableType:
-    """Show the last training loss and the held-out loss of each row's datasets; `rows` has them by label."""
-    lines = [
-        (label, name, row.final_loss_by_dataset.get(name), row.final_eval_losses.get(name))
-        for label, row in rows.items()
-        for name in dict.fromkeys([*row.final_loss_by_dataset, *row.final_eval_losses])
+def columns_of(rows: list[Row]) -> list[Column]:
+    """Return all columns with values in these rows; settings that differ come first."""
+    marks = marks_of(rows)
+    settings = [
+        Heading(title, lambda row, name=name: value_of(row, name)) for name, title in varying(rows).items()
     ]
-    return Group(Text("losses by dataset", style="bold"), table_of(filled(_OF_DATASETS, lines)))
+    marked = Heading("strategy", lambda row: row.strategy + marks.get(tuple(row.numerics_differences), ""))
+    return filled([*settings, marked, *_HEADINGS], rows)
 
 
-_OF_DATASETS = (
-    Heading("run", lambda line: line[0], justify="left"),
-    Heading("dataset", lambda line: line[1], justify="left"),
-    Heading("last training\nloss", lambda line: line[2], loss),
-    Heading("held-out\nloss", lambda line: line[3], loss),
-    Heading("held-out\nperplexity", lambda line: DASH if line[3] is None else f"{exp(min(line[3], 50)):.4g}"),
+def marks_of(rows: list[Row]) -> dict[tuple[str, ...], str]:
+    """Return a footnote mark for each combination of differences from a reference's numerics."""
+    combinations = dict.fromkeys(tuple(row.numerics_differences) for row in rows if row.numerics_differences)
+    return {combination: f" [{number}]" for number, combination in enumerate(combinations, start=1)}
+
+
+def _interval(row: Row) -> str:
+    """Return both ends of the interval, relative to the median."""
+    if row.interval is None:
+        return DASH
+    below, above = (end / row.tokens_per_second - 1 for end in row.interval)
+    return f"±{above:.1%}" if abs(above + below) < 0.001 else f"{below:+.1%} {above:+.1%}"
+
+
+_HEADINGS = (
+    Heading("status", "state", style=lambda row: _STATUS_STYLE[row.status]),
+    Heading(
+        "largest\nbatch",
+        lambda row: setting(row.largest_batch) + " or more" * row.is_open_ended,
+        note="largest batch: sequences per process that ran; one more ran out of memory",
+    ),
+    Heading(
+        "rank",
+        lambda row: setting(row.rank) + "=" * bool(row.shares_rank),
+        drop_order=12,
+        note="rank: by tokens/s per process, on one kind of machine; =: not clearly different",
+    ),
+    Heading("tokens/s", "tokens_per_second", rate),
+    Heading("interval", _interval, drop_order=8),
+    Heading("estimated\ntokens/s", "estimated_tokens_per_second", rate, 7),
+    Heading("tokens/s\nper GPU", lambda row: row.tokens_per_second_per_gpu if row.gpu else None, rate, 2),
+    Heading("tokens/s\nper process", lambda row: None if row.gpu else row.tokens_per_second_per_gpu, rate, 2),
+    Heading("MFU", "mfu", number("{:.1%}"), 5),
+    # measured and rehearsed peaks have separate columns, because they must not be compared
+    Heading("peak GiB", lambda row: None if row.is_rehearsed else row.peak_allocated_bytes, gib),
+    Heading("peak GiB\n(process)", lambda row: row.peak_rss_bytes if row.is_on_cpu else None, gib),
+    Heading(
+        "peak GiB\nallocated on\nrank 0",
+        lambda row: row.peak_allocated_bytes if row.is_rehearsed else None,
+        gib,
+        note="rehearsed: memory of tensors only, without the overhead of CUDA, NCCL and the allocator",
+    ),
+    Heading("estimated\nGiB", "estimated_peak_bytes", gib, 1),
+    Heading(
+        "peak at",
+        lambda row: row.memory_at_peak and "{phase} {module}".format(**row.memory_at_peak).strip(),
+        drop_order=4,
+    ),
+    Heading("state\nGiB/rank", "state_bytes", gib, 3),
+    Heading("$ per 1M\ntokens", "usd_per_million_tokens", dollars, 9),
+    Heading("final\nloss", "final_loss", loss, 6),
 )
+"the columns: to add one, add an entry"

@@ -111,12 +111,11 @@ def filled(headings: Sequence[Heading], rows: Sequence[Any]) -> list[Column]:
 def columns_that_fit(columns: Sequence[Column], *, width: int) -> tuple[list[Column], list[str]]:
     """Drop columns until the table fits `width`; return the kept columns and the names of the dropped.
 
-    Columns without a value are dropped first, then by `drop_order`. Columns with `drop_order` 0 stay, even if
-    the table is still too wide.
+    Columns are dropped by `drop_order`; those with 0 stay, even if the table is still too wide.
     """
     kept, dropped = list(columns), []
     while table_width(kept) > width and (droppable := [column for column in kept if column.drop_order]):
-        least = min(droppable, key=lambda column: (column.has_values, column.drop_order))
+        least = min(droppable, key=lambda column: column.drop_order)
         kept.remove(least)
         dropped.append(least.name)
     return kept, dropped

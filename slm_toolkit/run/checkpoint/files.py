@@ -37,13 +37,6 @@ _HINT = "resume from another checkpoint"
 _MANIFEST_BYTES = 2**28
 _MOST_STEPS = 10**12
 Count = Annotated[int, msgspec.Meta(ge=0, le=_MOST_STEPS)]
-WRITTEN_BY = {
-    "strategy",
-    "num_processes",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-}
-"keys of a manifest's written_by, which describes the launch that wrote the checkpoint"
 DATA, NUM_HELD_OUT = "data", "num_held_out"
 "keys of a run's description: a list of its data; the number of sequences held out of a stream"
 
@@ -73,7 +66,7 @@ class Manifest:
     run: dict[str, Any]
     "see `run_description`: settings that a resuming run must share"
     written_by: dict[str, Any]
-    "see WRITTEN_BY"
+    "see `launch_description`: the launch that wrote the checkpoint"
     frozen: str | None
     "fingerprint of the frozen weights under an adapter"
     scaler: dict[str, Any] | None
@@ -180,11 +173,11 @@ def damage(checkpoint: Path, files: tuple[RankFile, ...]) -> str | None:
     return None
 
 
-class Reader:
-    """Reads any stretch of any tensor of a checkpoint, whichever ranks wrote it."""
+class Checkpoint:
+    """A checkpoint; reads any stretch of any of its tensors, whichever ranks wrote it."""
 
-    def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
-        self.checkpoint, self.manifest = checkpoint, manifest
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path, self.manifest = path, manifest
         self._open: dict[str, Any] = {}
 
     @cached_property
@@ -211,7 +204,7 @@ class Reader:
                 read_to = min(end, last)
         if read_to < end:
             raise ValueError(
-                f"{self.checkpoint} lacks {end - read_to:,} elements of {name}, starting at {read_to:,}\n"
+                f"{self.path} lacks {end - read_to:,} elements of {name}, starting at {read_to:,}\n"
                 f"hint: {_HINT}"
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -226,10 +219,9 @@ class Reader:
         """Return a tensor of a file, for slicing."""
         if file not in self._open:
             try:
-                self._open[file] = safe_open(self.checkpoint / file, framework="pt")
+                self._open[file] = safe_open(self.path / file, framework="pt")
             except (SafetensorError, OSError) as error:
-                path = self.checkpoint / file
-                raise ValueError(f"{path} can't be read: {error}\nhint: {_HINT}") from None
+                raise ValueError(f"{self.path / file} can't be read: {error}\nhint: {_HINT}") from None
         return self._open[file].get_slice(name)
 
 

@@ -27,7 +27,6 @@ from slm_toolkit.record.saved_files import (
     sweep_checkpoints,
     sync,
 )
-from slm_toolkit.run.checkpoint.model_card import CARD_FILE
 
 if TYPE_CHECKING:
     import torch
@@ -131,16 +130,11 @@ def save_model(
     model: torch.nn.Module,
     tokenizer: Any,
     folder: Path,
-    *,
-    card: str,
-    merge: bool = False,
 ) -> Path:
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads, in the dtype of the computation.
 
-    `card`: the model card, which each written model gets as its README.md.
-    For a model with an adapter, write peft's adapter folder; with `merge`, add the merged model to it.
+    A model with an adapter is written as peft's adapter folder.
     """
-    from slm_toolkit.run.model.adapters import save_merged
     from slm_toolkit.run.model.padding import config_without_padding, without_padding
 
     state_dict = accelerator.get_state_dict(model)  # a collective: shards are gathered to rank 0
@@ -151,11 +145,8 @@ def save_model(
         hf_model.config.dtype = floats.pop() if len(floats) == 1 else None
         with _in_place_of(folder) as unfinished, config_without_padding(hf_model):
             hf_model.save_pretrained(unfinished, state_dict=state_dict)
-            written = [unfinished, save_merged(hf_model, state_dict, unfinished)] if merge else [unfinished]
-            for place in written:
-                (place / CARD_FILE).write_text(card, encoding="utf-8", errors="replace")
-                if tokenizer is not None:
-                    tokenizer.save_pretrained(place)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(unfinished)
     accelerator.wait_for_everyone()
     return folder
 

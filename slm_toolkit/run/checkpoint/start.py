@@ -7,12 +7,11 @@ import json
 import os
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slm_toolkit.base.user_files import exists, typed_path
-from slm_toolkit.config.run_config import FLAGS, RunConfig, rule_of
+from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.record.run_record import (
     RECORD_FILE,
@@ -32,29 +31,13 @@ from slm_toolkit.record.saved_files import (
 from slm_toolkit.run.checkpoint.files import (
     DATA,
     MANIFEST_FILE,
-    WRITTEN_BY,
+    Checkpoint,
     Manifest,
-    Reader,
     damage,
     read_manifest,
 )
 from slm_toolkit.run.checkpoint.output_dir import check_apart, check_writable, has_ended, hold_run
 from slm_toolkit.strategy.strategy import Strategy, sequences_per_step
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint that a run may resume from."""
-
-    path: Path
-    manifest: Manifest
-    reader: Any
-    "of the tensors: a Reader, or a ForeignReader"
-
-    @property
-    def is_foreign(self) -> bool:
-        """True if another program wrote it: data, flags and random states are then unknown."""
-        return not isinstance(self.reader, Reader)
 
 
 def check_before_launch(
@@ -109,10 +92,8 @@ def find_start(
     Raises ValueError if there is none to resume from, or if the run would replace another run's files.
     """
     candidates = find_checkpoints(resume, run_dir, run, num_steps=config.steps_asked) if resume else []
-    # another program's checkpoint begins a run of ours, which must not replace an earlier one
-    starts = resume is None or any(candidate.is_foreign for candidate in candidates)
-    if not config.overwrite_output_dir and config.rehearse is None and (starts or config.save_steps):
-        check_place(run_dir, run, starts=starts, has_ended=is_ended)
+    if not config.overwrite_output_dir and config.rehearse is None and (not resume or config.save_steps):
+        check_place(run_dir, run, starts=resume is None, has_ended=is_ended)
     return candidates
 
 
@@ -193,94 +174,44 @@ def find_checkpoints(
     Returns [] for `auto` without checkpoints. Otherwise raises ValueError if there is no checkpoint that this
     run can resume from.
     """
-    folder = Path(os.path.realpath(typed_path(resume)))
-    if resume == "latest":
-        return _newest(run_dir, run, can_be_none=False)
-    if resume == "auto":
-        newest = _newest(run_dir, run, can_be_none=True)
-        # a run killed between its last checkpoint and its record repeats its last steps
-        return sorted(newest, key=lambda c: num_steps is not None and c.manifest.step >= num_steps)
-    of_run = folder.parent if folder.name == CHECKPOINTS_DIR else folder
-    if (of_run / CHECKPOINTS_DIR).is_dir():
-        return _newest(of_run, run, can_be_none=False)
-    if not folder.is_dir():
-        raise ValueError(
-            f"no such checkpoint: {resume}\n"
-            "hint: give a folder like runs/<run>/checkpoints/step_<k>, or latest"
-        )
-    if is_foreign(folder):
-        if (rule := rule_of(run["optim"])) != "adamw":
-            raise ValueError(
-                f"{folder} has AdamW's moments, which --optim {rule} can't continue\n"
-                "hint: resume with --optim adamw_torch_fused, or convert it --to hf_model and start from that"
-            )
-        return [open_checkpoint_of_others(folder, run)]
-    manifest = manifest_of(folder)
-    _check_settings(folder, manifest, run)
-    return [Checkpoint(folder, manifest, Reader(folder, manifest))]
-
-
-def is_foreign(folder: Path) -> bool:
-    """Return whether a folder without our manifest may be a checkpoint of another program."""
-    if (folder / MANIFEST_FILE).exists():
-        return False
-    from slm_toolkit.run.checkpoint import foreign  # imports torch
-
-    return foreign.is_foreign(folder)
-
-
-def manifest_of(folder: Path) -> Manifest:
-    if not (folder / MANIFEST_FILE).exists():
-        raise ValueError(
-            f"{folder} contains no checkpoint of ours, of accelerate's FSDP or of DeepSpeed\n"
-            "hint: give a folder like runs/<run>/checkpoints/step_<k>, or one that Accelerator.save_state "
-            "wrote under FSDP or DeepSpeed; under DDP it names no parameters"
-        )
-    return read_manifest(folder)
-
-
-def open_checkpoint_of_others(folder: Path, run: dict[str, Any]) -> Checkpoint:
-    """Return a checkpoint of accelerate or DeepSpeed, which says nothing of flags and data."""
-    from slm_toolkit.run.checkpoint.foreign import open_foreign
-
-    reader = open_foreign(folder)
-    manifest = Manifest(
-        step=reader.num_steps,
-        optimizer_steps=reader.num_optimizer_steps,
-        order=0,
-        run={**run, DATA: []},
-        written_by={
-            **dict.fromkeys(WRITTEN_BY),
-            "strategy": reader.program,
-            "num_processes": reader.num_processes,
-        },
-        frozen=None,
-        scaler=None,
-        num_elements=reader.num_elements,
-        files=(),
-    )
-    return Checkpoint(folder, manifest, reader)
-
-
-def _newest(run_dir: Path, run: dict[str, Any], *, can_be_none: bool) -> list[Checkpoint]:
+    if resume not in ("latest", "auto"):
+        folder = Path(os.path.realpath(typed_path(resume)))
+        run_dir = folder.parent if folder.name == CHECKPOINTS_DIR else folder
+        if not (run_dir / CHECKPOINTS_DIR).is_dir():
+            checkpoint = checkpoint_in(folder)
+            check_settings(folder, checkpoint.manifest, run)
+            return [checkpoint]
     folder = run_dir / CHECKPOINTS_DIR
     manifests = readable_manifests(folder, warn=True)
-    if of_run := [Checkpoint(path, m, Reader(path, m)) for path, m in manifests.items() if is_of(m, run)]:
-        return of_run[::-1]
-    if manifests:
-        *_, newest = manifests
-        _check_settings(newest, manifests[newest], run)
-    elif unreadable := finished(folder):
+    of_run = [Checkpoint(path, m) for path, m in reversed(manifests.items()) if is_of(m, run)]
+    if of_run:
+        # a run killed between its last checkpoint and its record repeats its last steps
+        is_late = resume == "auto" and num_steps is not None
+        return sorted(of_run, key=lambda c: is_late and c.manifest.step >= num_steps)
+    for path, manifest in reversed(manifests.items()):
+        check_settings(path, manifest, run)
+    if unreadable := finished(folder):
         raise ValueError(
             f"none of the {len(unreadable)} checkpoints under {folder} can be read\n"
             "hint: see the warnings above; use the version that wrote them, or start with another --run_name"
         )
-    if can_be_none:
+    if resume == "auto":
         return []
     raise ValueError(
         f"no checkpoint under {folder}\n"
         "hint: check --run_name; --save_steps writes checkpoints; auto instead of latest starts without one"
     )
+
+
+def checkpoint_in(folder: Path) -> Checkpoint:
+    """Return the checkpoint in a folder. Raises ValueError if there is none, or one of another program."""
+    if not (folder / MANIFEST_FILE).exists():
+        raise ValueError(
+            f"{folder} contains no checkpoint of slm_toolkit\n"
+            "hint: give latest, or a folder like runs/<run>/checkpoints/step_<k>. `accelerate merge-weights` "
+            "and DeepSpeed's zero_to_fp32.py turn other programs' checkpoints into weights for --model"
+        )
+    return Checkpoint(folder, read_manifest(folder))
 
 
 def check_place(run_dir: Path, run: dict[str, Any], *, starts: bool, has_ended: bool) -> None:
@@ -292,13 +223,7 @@ def check_place(run_dir: Path, run: dict[str, Any], *, starts: bool, has_ended: 
     replaces = "; --overwrite_output_dir deletes {} and starts from the beginning" if starts else ""
     manifests = readable_manifests(run_dir / CHECKPOINTS_DIR)
     for path, manifest in manifests.items():
-        if not is_of(manifest, run):
-            differences = _differences(manifest, run) or "the number of sequences in a step differs"
-            raise ValueError(
-                f"{path} belongs to another run, and this run's checkpoints would replace it: {differences}\n"
-                "hint: use another --run_name or --output_dir, or the flags that it was written with"
-                + replaces.format("it")
-            )
+        check_settings(path, manifest, run, hint=f", or use another --run_name{replaces.format('it')}")
     if not starts:
         return
     if manifests:
@@ -309,38 +234,26 @@ def check_place(run_dir: Path, run: dict[str, Any], *, starts: bool, has_ended: 
             f"{run_dir} contains checkpoints of this run{ended}, and a new start would replace them\n"
             f"hint: --resume_from_checkpoint latest{resumes} from {newest.name}{replaces.format('them')}"
         )
-    if unreadable := finished(run_dir / CHECKPOINTS_DIR):
+    kept = [f"{path} can't be read" for path in reversed(finished(run_dir / CHECKPOINTS_DIR))]
+    kept += [f"{model} is the model of an earlier run"] if (model := saved_model(run_dir)) else []
+    if kept:
         raise ValueError(
-            f"{unreadable[-1]} can't be read, and a new start would replace it\n"
-            f"hint: use another --run_name to keep it{replaces.format('it')}"
-        )
-    if (model := saved_model(run_dir)) is not None:
-        raise ValueError(
-            f"{model} is the model of an earlier run, and a new start would replace it\n"
+            f"{kept[0]}, and a new start would replace it\n"
             f"hint: use another --run_name to keep it{replaces.format('it')}"
         )
 
 
-def _check_settings(checkpoint: Path, manifest: Manifest, run: dict[str, Any]) -> None:
-    """Raise ValueError if a run with these settings can't resume from the checkpoint."""
-    if differences := _differences(manifest, run):
-        raise ValueError(
-            f"{checkpoint} belongs to another run: {differences}\n"
-            "hint: give the flags that it was written with; "
-            "strategy, number of processes, length and learning rate may change"
-        )
-    if (had := manifest.run.get("sequences_per_step")) != run["sequences_per_step"]:
-        raise ValueError(
-            f"{checkpoint}: a step had {had!r} sequences, but now has {run['sequences_per_step']}\nhint: "
-            f"--per_device_train_batch_size x --gradient_accumulation_steps x processes must be {had!r}, so "
-            f"the number of processes divides {had!r}"
-        )
-
-
-def _differences(manifest: Manifest, run: dict[str, Any]) -> str:
-    """List the settings, except sequences_per_step, that differ between the checkpoint's run and `run`."""
-    return "; ".join(
+def check_settings(checkpoint: Path, manifest: Manifest, run: dict[str, Any], *, hint: str = "") -> None:
+    """Raise ValueError if a run with these settings is not the run that wrote the checkpoint."""
+    differences = "; ".join(
         f"{name} {manifest.run.get(name)!r} in the checkpoint, {value!r} now"
         for name, value in plain(run).items()
-        if manifest.run.get(name) != value and name != "sequences_per_step"
+        if manifest.run.get(name) != value
     )
+    if differences:
+        raise ValueError(
+            f"{checkpoint} belongs to another run: {differences}\n"
+            "hint: give the flags that it was written with; strategy, number of processes, length and "
+            "learning rate may change, but not sequences_per_step, which is --per_device_train_batch_size x "
+            f"--gradient_accumulation_steps x processes{hint}"
+        )

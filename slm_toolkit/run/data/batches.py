@@ -15,9 +15,6 @@ from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
 from slm_toolkit.run.kernels.loss_kernels import IGNORE_INDEX
 from slm_toolkit.run.model.loss_recorder import RecordedLoss
 
-_OF_THE_COUNT = ("dataset", "padding")
-"values of a batch that only the counting of tokens needs"
-
 
 def make_loader(dataset: Any, config: RunConfig, *, train: bool, num_ranks: int = 1) -> DataLoader:
     """Make batches of (per_device_train_batch_size, seq_len) tokens; training text is shuffled.
@@ -91,7 +88,7 @@ def model_inputs(batch: dict[str, torch.Tensor], config: RunConfig) -> dict[str,
     flash-attn gets separated documents as one long row, and finds their ends by position_ids.
     """
     inputs = {"labels": batch["input_ids"]}
-    inputs |= {name: value for name, value in batch.items() if name not in _OF_THE_COUNT}
+    inputs |= {name: value for name, value in batch.items() if name != "padding"}  # for the count of tokens
     if config.attn_implementation.startswith("flash_attention") and "position_ids" in batch:
         inputs["labels"] = inputs["labels"].clone()
         inputs["labels"][:, 0] = IGNORE_INDEX  # otherwise the sequence before would predict it

@@ -22,11 +22,13 @@ from slm_toolkit.run.checkpoint.files import NUM_HELD_OUT
 from slm_toolkit.run.data.documents import (
     CHAT_TEMPLATE,
     CHATS,
+    BadData,
     Document,
+    StreamedRows,
     documents_of,
     load_tokenizer,
+    read_rows,
 )
-from slm_toolkit.run.data.sources import BadData, StreamedRows, read_rows
 from slm_toolkit.run.kernels.loss_kernels import IGNORE_INDEX
 
 
@@ -34,8 +36,7 @@ from slm_toolkit.run.kernels.loss_kernels import IGNORE_INDEX
 class Data:
     """The sequences of a run.
 
-    Items are {"input_ids": (seq_len,) int64} plus the columns of `columns_of`. With several datasets, the
-    column "dataset" is the index of the item's dataset in `names`.
+    Items are {"input_ids": (seq_len,) int64} plus the columns of `columns_of`.
     """
 
     train: Any
@@ -43,8 +44,6 @@ class Data:
     "held-out sequences by name of the dataset; empty without --eval_steps"
     tokenizer: Any
     "None for synthetic tokens"
-    names: tuple[str, ...]
-    "names of the mixed datasets"
     facts: list[dict[str, Any]]
     "for each dataset: name, weight, packing, format, and numbers of rows, sequences, tokens and labels"
     contents: list[dict[str, Any]]
@@ -79,7 +78,7 @@ def load_data(
         tokens = CopiedPhrases if config.parity else MarkovTokens
         train = tokens(num_sequences=num_sequences, **common)
         held_out = {SYNTHETIC: tokens(num_sequences=4096, first=2**40, **common)} if evaluate else {}
-        return Data(train, held_out, None, (SYNTHETIC,), [], [], documents_apart=config.parity is not None)
+        return Data(train, held_out, None, [], [], documents_apart=config.parity is not None)
     tokenizer = load_tokenizer(config, spec)
     split_here = evaluate and not config.eval_sources
     most_held_out = config.eval_batches * config.per_device_train_batch_size
@@ -87,7 +86,7 @@ def load_data(
         num_held_out = most_held_out
     parts = _load_parts(config.sources, tokenizer, config, spec, num_held_out if split_here else None)
     trained, split_off, facts, contents = map(list, zip(*parts, strict=True))
-    names = tuple(fact["name"] for fact in facts)
+    names = [fact["name"] for fact in facts]
     held_out = dict(zip(names, split_off, strict=True)) if split_here else {}
     eval_parts = _load_parts(config.eval_sources, tokenizer, config, spec, None)
     for part in eval_parts:
@@ -95,7 +94,7 @@ def load_data(
         held_out[part.facts["name"]] = list(islice(part.train, most_held_out)) if is_stream else part.train
     is_separated = any(part.facts["packing"] in SEPARATED_PACKINGS for part in (*parts, *eval_parts))
     train = _mixed(trained, config)
-    return Data(train, held_out, tokenizer, names, facts, contents, documents_apart=is_separated)
+    return Data(train, held_out, tokenizer, facts, contents, documents_apart=is_separated)
 
 
 class _LoadedSource(NamedTuple):
@@ -151,7 +150,7 @@ def _split_rows(
             desc=f"packing {facts['name']}",
         )
     except ValueError:
-        for _ in PackedStream(StreamedRows(rows, stream.path, []), pack, stream.path):
+        for _ in PackedStream(StreamedRows(rows, stream.path), pack, stream.path):
             continue  # raises an error that names the row
         raise
     if len(packed) == 0:
@@ -220,16 +219,12 @@ def _mixed(parts: list[Any], config: RunConfig) -> Any:
         )
     from datasets import concatenate_datasets, interleave_datasets
 
-    numbered = [
-        part.with_format(None).add_column("dataset", [number] * len(part))
-        for number, part in enumerate(parts)
-    ]
     weights = [source.weight for source in config.sources]
     if None in weights:
-        mixed = concatenate_datasets(numbered)
+        mixed = concatenate_datasets(parts)
     else:
         mixed = interleave_datasets(
-            numbered,
+            parts,
             probabilities=[weight / sum(weights) for weight in weights],
             seed=config.seed,
             stopping_strategy="all_exhausted",

@@ -2,12 +2,9 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
@@ -19,6 +16,7 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
 )
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -27,9 +25,8 @@ from transformers.integrations import unset_hf_deepspeed_config
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.launch.torch_extensions import remove_stale_locks, use_extensions_folder
-from slm_toolkit.run.engine.loss_scale import INITIAL_SCALE, LossScale
-from slm_toolkit.run.engine.muon import MUON_MOMENTUM, Muon, ZeroMuonAndAdamW
-from slm_toolkit.run.engine.optimizer import AdamWWithMasterWeights
+from slm_toolkit.run.engine.muon import MUON_MOMENTUM
+from slm_toolkit.run.engine.optimizer import INITIAL_SCALE, AdamWWithMasterWeights, LossScale
 from slm_toolkit.run.kernels.layer_kernels import decoder_layers
 from slm_toolkit.run.peers.launch_info import Launch
 from slm_toolkit.run.peers.machines import process_group_timeout
@@ -75,7 +72,10 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
         use_extensions_folder()
         remove_stale_locks()
         if config.numerics == "fp16" and not torch.cuda.is_available():
-            _accept_fp16_on_cpu()
+            from deepspeed.accelerator import get_accelerator
+
+            # it asks whether the CPU is fast at that; PyTorch always can
+            get_accelerator().is_fp16_supported = lambda: True
     options = {
         "mixed_precision": _mixed_precision(launch, config),
         # by default, the last batch of an epoch would end a step early and shift all later steps
@@ -88,13 +88,8 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
         "log_with": None if config.report_to == "none" else config.report_to,
         "project_dir": project_dir,
     }
-    timeout = process_group_timeout()
-    if torch.cuda.is_available():
-        accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)], **options)
-    elif engine == "deepspeed":
-        gloo = InitProcessGroupKwargs(backend="gloo", timeout=timeout)
-        accelerator = Accelerator(kwargs_handlers=[gloo], **options)
-    elif engine == "fsdp2":
+    has_gpu, timeout = torch.cuda.is_available(), process_group_timeout()
+    if engine == "fsdp2" and not has_gpu:
         PartialState(backend="gloo", timeout=timeout)
         # private, but there is no public way to set it
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
@@ -102,9 +97,10 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
         if accelerator.state.fsdp_plugin.cpu_offload:  # only a GPU has pinned memory
             accelerator.state.fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
     else:
-        accelerator = Accelerator(
-            cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)], **options
-        )
+        needs_gloo = engine == "deepspeed" and not has_gpu
+        group = InitProcessGroupKwargs(backend="gloo" if needs_gloo else None, timeout=timeout)
+        on_cpu = not (has_gpu or needs_gloo)
+        accelerator = Accelerator(cpu=on_cpu, kwargs_handlers=[group], **options)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         if not accelerator.deepspeed_plugin.zero3_init_flag:
             # accelerate 1.15 still tells transformers about ZeRO-3; transformers would then shard the model
@@ -144,11 +140,10 @@ def _write_deepspeed_config(deepspeed: dict[str, Any], config: RunConfig) -> Non
         zero["zero_hpz_partition_size"] = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def _accept_fp16_on_cpu() -> None:
-    """Let DeepSpeed compute in fp16 on a CPU. It asks whether the CPU is fast at that; PyTorch always can."""
-    from deepspeed.accelerator import get_accelerator
-
-    get_accelerator().is_fp16_supported = lambda: True
+def set_reduction(model: torch.nn.Module, config: RunConfig) -> None:
+    """Keep DDP from reducing gradients in a rehearsal, which has no other ranks."""
+    if config.rehearse is not None and isinstance(model, DistributedDataParallel):
+        model.register_comm_hook(None, noop_hook)
 
 
 def scale_losses(accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -158,25 +153,6 @@ def scale_losses(accelerator: Accelerator, model: torch.nn.Module, optimizer: to
     else:
         a_param = optimizer.param_groups[0]["params"][0]  # with CPU offload its gradients are on the host
         optimizer.optimizer.loss_scale = accelerator.scaler = LossScale(a_param.device)
-
-
-def set_reduction(model: torch.nn.Module, config: RunConfig) -> None:
-    """Keep DDP from reducing gradients in a rehearsal, which has no other ranks."""
-    if config.rehearse is not None and isinstance(model, DistributedDataParallel):
-        model.register_comm_hook(None, _reduce_nothing)
-
-
-def _units_of(module: torch.nn.Module) -> list[FSDPModule]:
-    """Return the units in `module` that FSDP2 gathers, outermost first."""
-    units = [part for part in module.modules() if isinstance(part, FSDPModule)]
-    return [unit for unit in units if unit._get_fsdp_state()._fsdp_param_group is not None]  # private
-
-
-def _reduce_nothing(_: None, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Return the bucket unchanged; a DDP communication hook."""
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(bucket.buffer())
-    return done
 
 
 def _mixed_precision(launch: Launch, config: RunConfig) -> str:
@@ -191,26 +167,6 @@ def _mixed_precision(launch: Launch, config: RunConfig) -> str:
         print(f"note: {note}", file=sys.stderr)
     # "no": the module itself is in 16 bits, and our optimizer has the master weights; DeepSpeed has its own
     return config.computes_in if config.numerics != "fp32" and launch.strategy.is_deepspeed else "no"
-
-
-@contextmanager
-def without_unused_imports(strategy: Strategy) -> Iterator[None]:
-    """Spare `Accelerator.prepare` two slow imports: of torch's compiler, and of `datasets`.
-
-    DeepSpeed imports its Muon, which hands functions to the compiler that AdamW never calls: they stay as
-    they are. accelerate asks whether the batches are of `datasets`; they can't be if that was not imported.
-    """
-    if strategy.is_deepspeed:
-        with suppress(ImportError), patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "1"}):
-            import_module("deepspeed.runtime.zero.muon.original_muon")
-    unused = "datasets" not in sys.modules
-    if unused:
-        sys.modules["datasets"] = None
-    try:
-        yield
-    finally:
-        if unused:
-            del sys.modules["datasets"]
 
 
 def build_optimizer(model: PreTrainedModel, config: RunConfig, strategy: Strategy) -> torch.optim.Optimizer:
@@ -233,16 +189,14 @@ def build_optimizer(model: PreTrainedModel, config: RunConfig, strategy: Strateg
         "fused": config.optim != "adamw_torch",
         "foreach": True if config.optim == "adamw_torch" else None,
     }
-    muon = None
+    muon_dtype = None
     if config.optim == "muon":
-        compute_dtype = torch.float32 if config.numerics == "fp32" else torch.bfloat16
-        muon = Muon(compute_dtype)
-        hidden = _hidden_matrices(model)
+        muon_dtype = torch.float32 if config.numerics == "fp32" else torch.bfloat16
+        of_layers = {param for layer in decoder_layers(model) for param in layer.parameters()}
+        hidden = {param for param in of_layers if param.dim() == 2}
         groups[0]["params"] = [param for param in matrices if param not in hidden]
         of_muon = [param for param in matrices if param in hidden]
         groups.insert(0, {**groups[0], "params": of_muon, "momentum": MUON_MOMENTUM})
-    if strategy.is_deepspeed and muon is not None:
-        return ZeroMuonAndAdamW(groups, muon=muon, **options)
     if config.numerics == "stock" or strategy.is_deepspeed:
         return torch.optim.AdamW(groups, **options)
     return AdamWWithMasterWeights(
@@ -250,17 +204,10 @@ def build_optimizer(model: PreTrainedModel, config: RunConfig, strategy: Strateg
         master_dtype=torch.bfloat16 if config.numerics == "pure_bf16" else torch.float32,
         max_grad_norm=config.max_grad_norm,
         holds_flat_shards=strategy.is_fsdp1,
-        in_pieces=not torch.cuda.is_available() and config.rehearse is None,  # a rehearsal imitates a GPU
         kernel=_kernel_of(config, strategy),
-        muon=muon,
+        muon_dtype=muon_dtype,
         **options,
     )
-
-
-def _hidden_matrices(model: PreTrainedModel) -> set[torch.Tensor]:
-    """Return the 2-D weights of the decoder layers."""
-    of_layers = {param for layer in decoder_layers(model) for param in layer.parameters()}
-    return {param for param in of_layers if len(_shape(param)) == 2}
 
 
 def _kernel_of(config: RunConfig, strategy: Strategy) -> Callable[..., None] | None:
@@ -337,17 +284,17 @@ def probe_engine(model: torch.nn.Module) -> RunningEngine:
         return RunningEngine("deepspeed", model.zero_optimization_stage(), None, model.dp_world_size)
     if isinstance(model, FSDPModule):
         world_size = next(model.parameters()).device_mesh.size()
-        units = _units_of(decoder_layers(model))
-        if not units:
+        units = [part for part in decoder_layers(model).modules() if isinstance(part, FSDPModule)]
+        groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]  # private
+        reshards = [group._reshard_after_forward for group in groups if group is not None]
+        if not reshards:
             raise ValueError(
                 "FSDP2 sharded no decoder layer\nhint: set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
             )
-        reshard = units[0]._get_fsdp_state()._fsdp_param_group._reshard_after_forward  # private
-        return RunningEngine("fsdp2", None, reshard, world_size)
-    if isinstance(model, FullyShardedDataParallel):
-        return RunningEngine("fsdp1", None, None, model.process_group.size())
-    if isinstance(model, DistributedDataParallel):
-        return RunningEngine("ddp", None, None, model.process_group.size())
+        return RunningEngine("fsdp2", None, reshards[0], world_size)
+    for wrapper, engine in ((FullyShardedDataParallel, "fsdp1"), (DistributedDataParallel, "ddp")):
+        if isinstance(model, wrapper):
+            return RunningEngine(engine, None, None, model.process_group.size())
     return RunningEngine("single", None, None, 1)
 
 
@@ -360,11 +307,10 @@ def check_engine(running: RunningEngine, launch: Launch) -> None:
     is_single_ddp = strategy.engine == "ddp" and running == RunningEngine("single", None, None, 1)
     if running == requested or (is_single_ddp and launch.num_processes == 1):
         return
-    names = ("engine", "zero_stage", "reshard_after_forward", "world_size")
     differences = [
-        f"{name} {getattr(requested, name)!r} requested, {getattr(running, name)!r} running"
-        for name in names
-        if getattr(requested, name) != getattr(running, name)
+        f"{name} {asked!r} requested, {getattr(running, name)!r} running"
+        for name, asked in vars(requested).items()
+        if asked != getattr(running, name)
     ]
     raise ValueError(
         f"{strategy.path or strategy.name}: {'; '.join(differences)}\n"

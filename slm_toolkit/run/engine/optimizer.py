@@ -7,16 +7,15 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from slm_toolkit.run.engine.loss_scale import LossScale
-from slm_toolkit.run.engine.muon import MOMENTUM, LocalMatrix, Muon, is_muon, of_parameter
+from slm_toolkit.run.engine.muon import MOMENTUM, HiddenMatrix, is_muon, ranks_of, step_by_muon
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CHUNK_ELEMENTS = 2**25
 "gradients cast to fp32 together: 128 MiB; casting all would add 4 bytes per parameter to the peak memory"
+LOWEST_SCALE = 1.0
+INITIAL_SCALE = 2.0**16  # of torch's GradScaler and of DeepSpeed
 ADAMW_KERNEL = "slm_toolkit::adamw_kernel"
 "name under which a profile shows a call of `kernel`"
-CPU_CHUNK_ELEMENTS = 2**20
-"the same on a CPU, which launches no kernels: chunks of 4 MiB fit into caches"
 
 
 class AdamWWithMasterWeights(torch.optim.AdamW):
@@ -34,24 +33,22 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         max_grad_norm: float,
         master_dtype: torch.dtype = torch.float32,
         holds_flat_shards: bool = False,
-        in_pieces: bool = False,
         kernel: Callable[..., None] | None = None,
-        muon: Muon | None = None,
+        muon_dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
-        """`max_grad_norm` 0 means no clipping; `options` are AdamW's; `muon` updates the groups of Muon.
+        """`max_grad_norm` 0 means no clipping; `options` are AdamW's.
 
-        in_pieces: for a CPU, work in chunks of CPU_CHUNK_ELEMENTS.
         holds_flat_shards: each parameter is a plain tensor with this rank's shard, as under FSDP1.
-        kernel: updates the parameters of a group in place of PyTorch's operations (`AdamWKernel`).
+        muon_dtype: of Muon's matrix products; None: no group is Muon's.
+        kernel: updates parameters in place of PyTorch's operations (`AdamWKernel`).
         """
         super().__init__(params, **options)
         self.master_dtype = master_dtype
         self.max_grad_norm = max_grad_norm
         self.holds_flat_shards = holds_flat_shards
-        self.in_pieces = in_pieces
         self.kernel = kernel
-        self.muon = muon
+        self.muon_dtype = muon_dtype
         self.loss_scale: LossScale | None = None
         "with `--numerics fp16`: gradients are divided by it"
         self.grad_norm: torch.Tensor | None = None
@@ -68,12 +65,10 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         chunks = [
             (group, params)
             for group in self.param_groups
-            for params in _chunks(
-                [param for param in group["params"] if param.grad is not None],
-                CPU_CHUNK_ELEMENTS if self.in_pieces else CHUNK_ELEMENTS,
-            )
+            for params in _chunks([param for param in group["params"] if param.grad is not None])
         ]
-        norms = [norm for _, params in chunks for norm in _norms(params)]
+        gradients = [local_part(param.grad) for _, params in chunks for param in params]
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
         a_gradient = chunks[0][1][0].grad
         self.grad_norm = _global_norm(norms, a_gradient, holds_flat_shards=self.holds_flat_shards)
         if self.loss_scale is not None:
@@ -85,14 +80,11 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         if self.loss_scale is not None:
             factor = (1.0 if factor is None else factor) / self.loss_scale.value
             self.loss_scale.count_step(is_bad)
-        if (self.muon is not None or not self.defaults["fused"]) and is_bad:
+        if (self.muon_dtype is not None or not self.defaults["fused"]) and is_bad:
             return
         found_inf = is_bad.float() if self.defaults["fused"] else None
         for group in filter(is_muon, self.param_groups):
             self._update_by_muon(group, factor)
-        if self.kernel is not None:
-            self._update_by_kernel(factor, found_inf)
-            return
         for group, params in chunks:
             if not is_muon(group):
                 self._update(group, params, factor, found_inf)
@@ -108,21 +100,37 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
 
         factor: of the gradients, for clipping and the loss scale; None: 1.
         """
+        params = [param for param in params if local_part(param).numel()]  # a shard may be empty
+        if not params:
+            return
         states = [self.state_of(param) for param in params]
-        gradients = [local_part(param.grad).to(self.master_dtype) for param in params]
+        steps = [state["step"] for state in states]
+        masters = [state.get("master", param) for state, param in zip(states, params, strict=True)]
+        lists = ([local_part(state[kind]) for state in states] for kind in MOMENTS)
+        lists = ([local_part(master) for master in masters], *lists)
+        gradients = [local_part(param.grad) for param in params]
+        if self.kernel is not None:
+            torch._foreach_add_(steps, 1)
+            with torch.profiler.record_function(ADAMW_KERNEL):
+                self.kernel(
+                    gradients,
+                    *lists,
+                    [local_part(param) for param in params],
+                    **{name: group[name] for name in ("lr", "betas", "eps", "weight_decay")},
+                    **{"steps": steps, "clip": factor, "found_inf": found_inf},
+                )
+            torch._foreach_sub_(steps, [found_inf] * len(steps))
+            return
+        gradients = [gradient.to(self.master_dtype) for gradient in gradients]
         if factor is not None:
             torch._foreach_mul_(gradients, factor)
-        masters = [
-            local_part(state.get("master", param)) for state, param in zip(states, params, strict=True)
-        ]
-        moments = [[local_part(state[kind]) for state in states] for kind in MOMENTS]
         beta1, beta2 = group["betas"]
         adamw(
-            masters,
+            lists[0],
             gradients,
-            *moments,
+            *lists[1:],
             max_exp_avg_sqs=[],
-            state_steps=[state["step"] for state in states],
+            state_steps=steps,
             foreach=group["foreach"],
             fused=group["fused"],
             found_inf=found_inf,
@@ -134,53 +142,31 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             eps=group["eps"],
             maximize=False,
         )
-        followers = [index for index, state in enumerate(states) if "master" in state]
-        if followers:
-            torch._foreach_copy_(
-                [local_part(params[index]) for index in followers],
-                [masters[index] for index in followers],
-            )
-
-    def _update_by_kernel(self, factor: torch.Tensor | None, found_inf: torch.Tensor) -> None:
-        """Do one step of AdamW on all parameters with a gradient, one call of the kernel per group."""
-        for group in self.param_groups:
-            params = [
-                param
-                for param in group["params"]
-                if param.grad is not None and local_part(param).numel()  # a shard may be empty
-            ]
-            if not params:
-                continue
-            states = [self.state_of(param) for param in params]
-            steps = [state["step"] for state in states]
-            torch._foreach_add_(steps, 1)
-            masters = [state.get("master", param) for state, param in zip(states, params, strict=True)]
-            moments, squares = ([state[kind] for state in states] for kind in MOMENTS)
-            gradients = [param.grad for param in params]
-            lists = (gradients, masters, moments, squares, params)
-            with torch.profiler.record_function(ADAMW_KERNEL):
-                self.kernel(
-                    *([local_part(tensor) for tensor in tensors] for tensors in lists),
-                    **{name: group[name] for name in ("lr", "betas", "eps", "weight_decay")},
-                    **{"steps": steps, "clip": factor, "found_inf": found_inf},
-                )
-            torch._foreach_sub_(steps, [found_inf] * len(steps))
+        _copy_to(params, masters)
 
     def _update_by_muon(self, group: dict[str, Any], factor: torch.Tensor | None) -> None:
         """Do one step of Muon on the masters of a group, then copy them to the parameters."""
-        parts, process_group = [], None
         params = [param for param in group["params"] if param.grad is not None]
-        for param in params:
-            state = self.state_of(param)
-            matrix, process_group = of_parameter(param)
-            tensors = (param.grad, state[MOMENTUM], state.get("master", param))
-            parts.append(LocalMatrix(matrix, *(local_part(tensor).detach().view(-1) for tensor in tensors)))
-        self.muon.step(parts, process_group, lr=group["lr"], weight_decay=group["weight_decay"], clip=factor)
-        pairs = [(param, self.state[param]["master"]) for param in params if "master" in self.state[param]]
-        if pairs:
-            torch._foreach_copy_(
-                *([local_part(tensor) for tensor in tensors] for tensors in zip(*pairs, strict=True))
-            )
+        if not params:
+            return
+        states = [self.state_of(param) for param in params]
+        masters = [state.get("master", param) for state, param in zip(states, params, strict=True)]
+        step_by_muon(
+            [
+                HiddenMatrix(
+                    param.shape,
+                    *(local_part(part).detach() for part in (param.grad, state[MOMENTUM], master)),
+                )
+                for param, state, master in zip(params, states, masters, strict=True)
+            ],
+            ranks_of(params[0]),
+            is_sharded=isinstance(params[0], DTensor),
+            compute_dtype=self.muon_dtype,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            clip=factor,
+        )
+        _copy_to(params, masters)
 
     def state_of(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return a parameter's state; create it before the first step."""
@@ -201,24 +187,26 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         return state
 
 
-def _chunks(params: list[torch.Tensor], num_elements: int) -> Iterator[list[torch.Tensor]]:
-    """Yield groups of parameters of at most `num_elements` together; a larger parameter is its own group."""
+def _copy_to(params: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
+    """Round masters to their parameters. A parameter that has no master is its own."""
+    pairs = [pair for pair in zip(params, masters, strict=True) if pair[0] is not pair[1]]
+    if pairs:
+        torch._foreach_copy_(*([local_part(part) for part in parts] for parts in zip(*pairs, strict=True)))
+
+
+def _chunks(params: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield groups of parameters of at most CHUNK_ELEMENTS; a larger parameter is its own group."""
     chunk: list[torch.Tensor] = []
     in_chunk = 0
     for param in params:
         size = local_part(param).numel()
-        if chunk and in_chunk + size > num_elements:
+        if chunk and in_chunk + size > CHUNK_ELEMENTS:
             yield chunk
             chunk, in_chunk = [], 0
         chunk.append(param)
         in_chunk += size
     if chunk:
         yield chunk
-
-
-def _norms(params: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the 2-norm of each parameter's gradient, computed in fp32."""
-    return torch._foreach_norm([local_part(param.grad) for param in params], 2, dtype=torch.float32)
 
 
 def _global_norm(
@@ -238,3 +226,41 @@ def _global_norm(
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a DTensor as a view; return any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class LossScale(torch.amp.GradScaler):
+    """The dynamic loss scale of `--numerics fp16`, by one rule under every engine.
+
+    Losses are multiplied by it before backward, so that small gradients don't become 0 in fp16. A step whose
+    gradients overflow changes no weight and halves the scale; 2,000 good steps in a row double it. The
+    optimizer divides gradients by it, in fp32. DeepSpeed's own rule differs (it forgives the first overflow,
+    and divides by the new scale in the step that doubles it), so DeepSpeed gets this one's scale.
+    """
+
+    def __init__(self, device: torch.device | str, *, tells: Callable[[float], object] | None = None) -> None:
+        """`tells`: called with the scale from now on, whenever it may have changed; then the host waits."""
+        super().__init__(torch.device(device).type, INITIAL_SCALE)
+        self._tells = tells
+        self._lazy_init_scale_growth_tracker(device)  # now, next to the gradients
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._tells is not None:
+            self._tells(self.get_scale())
+
+    @property
+    def value(self) -> torch.Tensor:
+        """An fp32 scalar; updating it never makes the host wait."""
+        return self._scale
+
+    @torch.no_grad()
+    def count_step(self, is_bad: torch.Tensor) -> None:
+        """Change the scale after a step. `is_bad`: whether gradients were not finite, equal on all ranks."""
+        rule = (self._growth_factor, self._backoff_factor, self._growth_interval)
+        torch._amp_update_scale_(self._scale, self._growth_tracker, is_bad.float(), *rule)
+        self._scale.clamp_(min=LOWEST_SCALE)
+        self._tell()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._tell()

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from slm_toolkit.run.engine.muon import MOMENTUM, is_muon
+from slm_toolkit.run.engine.muon import MOMENTUM
 from slm_toolkit.run.engine.optimizer import MOMENTS, AdamWWithMasterWeights, local_part
 
 WEIGHTS = "weights"
@@ -31,11 +31,14 @@ class Stretch:
     name: str
     "the parameter's name in the Hugging Face model"
     start: int
-    size: int
-    is_mine: bool
-    "True if this rank writes it; other ranks may have copies"
     tensor: torch.Tensor
     "1-D; shares memory with the state; valid until the iterator yields the next stretch"
+    is_mine: bool = True
+    "whether this rank writes it; other ranks may have copies"
+
+    @property
+    def size(self) -> int:
+        return self.tensor.numel()
 
 
 def parameter_name(name: str) -> str:
@@ -68,7 +71,7 @@ def set_optimizer_steps(model: torch.nn.Module, optimizer: Any, num_steps: int) 
     for state in _inner(model, optimizer).state.values():
         if isinstance(state.get("step"), torch.Tensor):
             state["step"].fill_(num_steps)
-        elif "step" in state:  # Muon counts no steps
+        elif "step" in state:  # Muon counts no steps; DeepSpeed's Adam on the host counts in an int
             state["step"] = num_steps
     if _is_on_host(_inner(model, optimizer)):
         _replay_bias_correction(_inner(model, optimizer), num_steps)
@@ -96,7 +99,7 @@ def initial_weights(model: torch.nn.Module) -> Iterator[Stretch]:
             part = param.ds_tensor.data.view(-1)[:size]
         else:
             start, part = 0, param.data.view(-1)
-        yield _stretch(WEIGHTS, name, start, part, is_mine=True)
+        yield Stretch(WEIGHTS, name, start, part)
 
 
 def _inner(model: torch.nn.Module, optimizer: Any) -> torch.optim.Optimizer:
@@ -116,7 +119,7 @@ def _parameter_stretches(
     if isinstance(param, DTensor):
         start, is_mine = _rows(param)
     for kind, tensor in {WEIGHTS: state.get("master", param), **_moments(state)}.items():
-        yield _stretch(kind, name, start, local_part(tensor).detach().view(-1), is_mine)
+        yield Stretch(kind, name, start, local_part(tensor).detach().view(-1), is_mine)
 
 
 def _rows(param: DTensor) -> tuple[int, bool]:
@@ -138,11 +141,9 @@ def _flat_partition_stretches(
     mapping = param._hp_mapping
     if mapping is None:  # the whole parameter is on other ranks
         return
-    group = inner.param_groups[mapping.param_group_index]
-    flat = group["params"][0]
+    flat = inner.param_groups[mapping.param_group_index]["params"][0]
     fragment, start = mapping.hp_fragment_address, mapping.lp_fragment_address.start
-    state = _state_of(inner, flat, by_muon=is_muon(group))
-    yield from _buffer_stretches(name, start, flat, state, fragment.start, fragment.numel)
+    yield from _buffer_stretches(name, start, flat, inner, fragment.start, fragment.numel)
 
 
 def _zero3_stretches(model: torch.nn.Module) -> Iterator[Stretch]:
@@ -158,12 +159,10 @@ def _zero3_stretches(model: torch.nn.Module) -> Iterator[Stretch]:
     for group, params in sorted(groups.items()):
         with _in_ram(zero, group):
             flat = zero.fp32_partitioned_groups_flat[group]
-            by_muon = is_muon(zero.optimizer.param_groups[zero.sub_group_to_group_id[group]])
-            state = _state_of(zero.optimizer, flat, by_muon=by_muon)
             for name, param in params:
                 _, offset, _ = zero.grad_position[zero.get_param_id(param)]
                 start, size = _zero3_shard(param)
-                yield from _buffer_stretches(name, start, flat, state, offset, size)
+                yield from _buffer_stretches(name, start, flat, zero.optimizer, offset, size)
 
 
 def _zero3_shard(param: torch.nn.Parameter) -> tuple[int, int]:
@@ -174,12 +173,11 @@ def _zero3_shard(param: torch.nn.Parameter) -> tuple[int, int]:
 
 
 def _buffer_stretches(
-    name: str, start: int, flat: torch.Tensor, state: dict[str, Any], offset: int, size: int
+    name: str, start: int, flat: torch.Tensor, inner: torch.optim.Optimizer, offset: int, size: int
 ) -> Iterator[Stretch]:
     """Yield stretches of a parameter's elements from `start` on, at `offset` in flat weights and moments."""
-    for kind, tensor in {WEIGHTS: flat, **_moments(state)}.items():
-        part = tensor.detach().narrow(0, offset, size)
-        yield _stretch(kind, name, start, part, is_mine=True)
+    for kind, tensor in {WEIGHTS: flat, **_moments(_state_of(inner, flat))}.items():
+        yield Stretch(kind, name, start, tensor.detach().narrow(0, offset, size))
 
 
 @contextmanager
@@ -193,21 +191,14 @@ def _in_ram(zero: Any, group: int) -> Iterator[None]:
         zero._optimizer_states_and_gradient_swap_out(group)
 
 
-def _stretch(kind: str, name: str, start: int, part: torch.Tensor, is_mine: bool) -> Stretch:
-    return Stretch(kind, name, start, part.numel(), is_mine, part)
-
-
 def _moments(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {kind: state[kind] for kind in (*MOMENTS, MOMENTUM) if kind in state}
 
 
-def _state_of(inner: torch.optim.Optimizer, param: torch.Tensor, *, by_muon: bool = False) -> dict[str, Any]:
+def _state_of(inner: torch.optim.Optimizer, param: torch.Tensor) -> dict[str, Any]:
     """Return a parameter's optimizer state; before the first step, create it like the optimizer would."""
     if isinstance(inner, AdamWWithMasterWeights):
         return inner.state_of(param)
-    if by_muon:
-        inner.momentum_of(param)
-        return inner.state[param]
     state = inner.state[param]
     if not state:
         on_host = _is_on_host(inner)

@@ -13,17 +13,17 @@ import triton.language as tl
 
 BLOCK = 4096
 "elements that one program updates"
-_NUM_POINTERS = tl.constexpr(5)
+_NUM_COLUMNS = tl.constexpr(6)  # of the table of tensors: five pointers and the size
 
 
 class AdamWKernel:
     """Does steps of AdamW (Loshchilov & Hutter, arXiv 1711.05101, algorithm 2).
 
-    Keeps a table on the device: which blocks are of which tensor, 4 bytes per BLOCK elements.
+    Keeps a table on the device with each block's tensor and first element, 16 bytes per BLOCK elements.
     """
 
     def __init__(self) -> None:
-        self._tables: dict[tuple[int, ...], tuple[torch.Tensor, ...]] = {}
+        self._blocks: dict[tuple[int, ...], torch.Tensor] = {}
 
     def __call__(
         self,
@@ -51,40 +51,31 @@ class AdamWKernel:
         gradients = [gradient.contiguous() for gradient in gradients]
         lists = (gradients, masters, moments, squares, weights)
         assert all(tensor.is_contiguous() for tensors in lists for tensor in tensors)
-        assert all(len({tensor.dtype for tensor in tensors}) == 1 for tensors in lists)
-        assert all(tensors[0].dtype == torch.float32 for tensors in (masters, moments, squares))
-        addresses = [[tensor.data_ptr() for tensor in row] for row in zip(*lists, strict=True)]
         device, sizes = masters[0].device, tuple(master.numel() for master in masters)
-        if sizes not in self._tables:
-            self._tables[sizes] = tuple(_on(device, table) for table in _tables(sizes))
-        of_block, first_blocks, sizes_there = self._tables[sizes]
+        if sizes not in self._blocks:
+            blocks = ((number, start) for number, size in enumerate(sizes) for start in range(0, size, BLOCK))
+            self._blocks[sizes] = _table(list(blocks), device)
+        blocks, pointers = self._blocks[sizes], [map(torch.Tensor.data_ptr, tensors) for tensors in lists]
+        tensors = list(zip(*pointers, sizes, strict=True))
         steps = torch.stack(steps).double()
         corrections = torch.stack([1 - betas[0] ** steps, (1 - betas[1] ** steps).sqrt()], dim=1).float()
-        addresses_there = _on(device, torch.tensor(addresses, device="cpu"))
-        _update[(len(of_block),)](
-            *(addresses_there, of_block, first_blocks, sizes_there, corrections),
+        _update[(len(blocks),)](
+            *(_table(tensors, device), blocks, corrections),
             *(found_inf if clip is None else clip, found_inf),
             *(1 - betas[0], betas[1], 1 - betas[1], lr, 1 - lr * weight_decay, eps),  # rounded as by torch
             GRADIENT=_TYPES[gradients[0].dtype],
             WEIGHT=_TYPES[weights[0].dtype],
             CLIPS=clip is not None,
             ROUNDS=weights[0].dtype != masters[0].dtype,
-            ALIGNED=not any(number % 16 for row in (sizes, *addresses) for number in row),
+            ALIGNED=not any(number % 16 for row in tensors for number in row),
             BLOCK=BLOCK,
             num_warps=8,
         )
 
 
-def _tables(sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the tensor of each block, and the first block and the elements of each tensor."""
-    with torch.device("cpu"):  # whatever the default device is
-        num_blocks = torch.tensor([-(-size // BLOCK) for size in sizes])
-        of_block = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(num_blocks)
-        return of_block, num_blocks.cumsum(0) - num_blocks, torch.tensor(sizes)
-
-
-def _on(device: torch.device, table: torch.Tensor) -> torch.Tensor:
+def _table(rows: list[tuple[int, ...]], device: torch.device) -> torch.Tensor:
     """Copy without waiting for the device; the pinned memory is only reused when the copy is done."""
+    table = torch.tensor(rows, device="cpu")
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
@@ -97,10 +88,8 @@ _TYPES = {
 
 @triton.jit
 def _update(
-    addresses,
-    of_block,
-    first_blocks,
-    sizes,
+    tensors,
+    blocks,
     corrections,
     clip,
     found_inf,
@@ -119,11 +108,10 @@ def _update(
 ):
     if tl.load(found_inf) != 0:
         return
-    block = tl.program_id(0)
-    tensor = tl.load(of_block + block)
-    start = (block - tl.load(first_blocks + tensor)) * BLOCK
-    size = tl.load(sizes + tensor)
-    row = addresses + tensor * _NUM_POINTERS
+    block = blocks + 2 * tl.program_id(0)
+    tensor, start = tl.load(block), tl.multiple_of(tl.load(block + 1), BLOCK)
+    row = tensors + tensor * _NUM_COLUMNS
+    size = tl.load(row + _NUM_COLUMNS - 1)
     gradients = tl.load(row).to(tl.pointer_type(GRADIENT))
     masters = tl.load(row + 1).to(tl.pointer_type(tl.float32))
     moments = tl.load(row + 2).to(tl.pointer_type(tl.float32))

@@ -139,26 +139,28 @@ def _loss_arithmetic(config: RunConfig) -> Arithmetic:
         return "triton"
     if config.uses_triton and config.rehearse is not None:
         return "nothing"
-    return "compiled" if config.compiles else "pytorch"
+    return "pytorch"
 
 
 _FP8_CAPABILITY = (8, 9)
 
 
 def check_optional(config: RunConfig) -> None:
-    """Raise ValueError if this machine lacks the GPU or the package that a flag of `config` needs."""
-    if config.uses_triton and torch.cuda.is_available() and find_spec("triton") is None:
-        raise ValueError(
-            f"--kernels {config.kernels} needs Triton, which comes with PyTorch's builds for a GPU on Linux\n"
-            f"hint: --kernels {config.without_kernels('triton').kernels}"
-        )
+    """Raise ValueError if this machine lacks a package, or the compiler, that a flag of `config` needs."""
+    adapters = {"lora": ["peft"], "qlora": ["peft", "bitsandbytes"]}
+    needed = {
+        f"--fp8 {config.fp8}": ["torchao"] if config.fp8 != "none" else [],
+        f"--peft {config.peft}": adapters.get(config.peft, []),
+        f"--kernels {config.kernels}": ["triton"] if config.uses_triton and torch.cuda.is_available() else [],
+    }
+    for flag, packages in needed.items():
+        if missing := [package for package in packages if find_spec(package) is None]:
+            raise ValueError(f"{flag} needs {' and '.join(missing)}\nhint: pip install {' '.join(missing)}")
     if config.compiles and not has_compiler():
         raise ValueError(
             f"--kernels {config.kernels} needs a C++ compiler, and there is no g++ or clang++\n"
             f"hint: install one, or --kernels {config.without_kernels('compile', 'graphs').kernels}"
         )
-    if config.fp8 != "none" and find_spec("torchao") is None:
-        raise ValueError(f"--fp8 {config.fp8} needs torchao\nhint: pip install torchao")
 
 
 def use_fp8(model: PreTrainedModel, config: RunConfig) -> None:

@@ -4,8 +4,6 @@ In the byte counts below, N is the tokens of a micro-step, V the vocabulary size
 the bytes of an element in the compute dtype: 2 in bf16, 4 in fp32.
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -17,17 +15,9 @@ from slm_toolkit.config.loss_chunks import tokens_of_chunk, tokens_of_probabilit
 
 IGNORE_INDEX = -100
 "the label of a token without loss, same as in transformers"
-Arithmetic = Literal["pytorch", "compiled", "triton", "nothing"]
-"""what computes a chunk's losses from its logits: PyTorch's operations, torch.compile, or `loss_triton.py`.
-nothing: on fake tensors, in the place of a kernel that allocates nothing"""
-
-
-@torch.no_grad()
-def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return each token's fp32 loss in the shape of `labels`, 0 without a label."""
-    targets, wide = _next_tokens(labels).to(logits.device), logits.flatten(0, -2).float()
-    losses = functional.cross_entropy(wide, targets, ignore_index=IGNORE_INDEX, reduction="none")
-    return losses.view(labels.shape)
+Arithmetic = Literal["pytorch", "triton", "nothing"]
+"""what computes a chunk's losses from its logits: PyTorch's operations, or `loss_triton.py`. nothing: on fake
+tensors, in the place of a kernel that allocates nothing"""
 
 
 class LossHead(torch.nn.Linear):
@@ -38,8 +28,7 @@ class LossHead(torch.nn.Linear):
 
     Peak memory in forward, in addition to hidden states [N, h] and weight [V, h]: their gradients, N x h x e
     and V x h x e bytes, the only tensors saved for backward; one chunk of logits, `tokens_of_chunk` x
-    V x e bytes; and at most 64 MiB of fp32 probabilities (none in fp32, two of them on a CPU, none with
-    kernels of torch.compile or Triton). All chunks share the two buffers of logits and probabilities.
+    V x e bytes, which all chunks share; and at most 64 MiB of fp32 probabilities (none in fp32 or by Triton).
     Backward allocates nothing: it scales both gradients in place. Under autocast, hidden states and weight
     are first copied to bf16, as for every matrix product.
 
@@ -55,8 +44,6 @@ class LossHead(torch.nn.Linear):
     "the loss in fp32, before an engine's output cast rounds it"
     num_items: torch.Tensor | None = None
     "divisor of the summed loss; None: the number of tokens with a label"
-    token_losses: torch.Tensor | None = None
-    "if set, a tensor of one value per token; the next forward writes each token's loss into it"
     arithmetic: Arithmetic = "pytorch"
     "what computes the loss between the matrix products"
     has_chunks_of_cpu: bool = False
@@ -68,7 +55,6 @@ class LossHead(torch.nn.Linear):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         labels, self.labels = self.labels, None
-        losses, self.token_losses = self.token_losses, None
         if labels is None or (self.is_plain and torch.is_grad_enabled()):
             self.last_loss = None
             return super().forward(hidden)
@@ -82,7 +68,7 @@ class LossHead(torch.nn.Linear):
             if self.is_plain:
                 self.last_loss = _plain_sum(hidden, weight[: self.vocab_size], targets) / num_items
                 return self.last_loss
-            rest = (targets, num_items, losses, torch.is_grad_enabled())
+            rest = (targets, num_items, torch.is_grad_enabled())
             loss = _FusedLinearLoss.apply(hidden, weight, self, *rest)
         self.last_loss = loss.detach()
         return loss
@@ -97,7 +83,6 @@ class _FusedLinearLoss(torch.autograd.Function):
         head: LossHead,
         targets: torch.Tensor,
         num_items: torch.Tensor,
-        token_losses: torch.Tensor | None,
         with_gradient: bool,
     ) -> torch.Tensor:
         sizes = dict(zip(("vocab_size", "hidden_size"), weight.shape, strict=True))
@@ -108,7 +93,6 @@ class _FusedLinearLoss(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight) if with_gradient and ctx.needs_input_grad[1] else None
         total = torch.zeros((), device=hidden.device, dtype=torch.float32)
         buffer = flat.new_empty(rows, len(weight))
-        wide = _fp32_buffer(buffer, head.arithmetic)
         for start in range(0, len(flat), rows):
             chunk, part = flat[start : start + rows], targets[start : start + rows]
             logits = torch.mm(chunk, weight.t(), out=buffer[: len(chunk)])
@@ -120,8 +104,6 @@ class _FusedLinearLoss(torch.autograd.Function):
                 num_items,
                 arithmetic=head.arithmetic,
                 with_gradient=with_gradient,
-                wide=wide,
-                token_losses=None if token_losses is None else token_losses[start : start + rows],
             )
             if with_gradient:
                 torch.mm(logits, weight, out=grad_hidden[start : start + rows])
@@ -136,7 +118,7 @@ class _FusedLinearLoss(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_weight is not None:
             grad_weight.mul_(upstream)
-        return grad_hidden.mul_(upstream), grad_weight, None, None, None, None, None
+        return grad_hidden.mul_(upstream), grad_weight, None, None, None, None
 
 
 def give_labels_to_head(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -185,106 +167,38 @@ def _sum_of_losses_(
     *,
     arithmetic: Arithmetic,
     with_gradient: bool,
-    wide: torch.Tensor | None,
-    token_losses: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the fp32 cross-entropy summed over valid rows of logits [rows, V]; `wide`: see `_chunk_losses_`.
+    """Return the fp32 cross-entropy summed over valid rows of logits [rows, V].
 
-    Overwrites the logits: `with_gradient`, by the gradient of that sum divided by `num_items`. Writes each
-    row's loss to `token_losses`, if given.
+    Overwrites the logits: `with_gradient`, by the gradient of that sum divided by `num_items`.
     """
-    kernel = _chunk_kernel(arithmetic)
-    rows = tokens_of_probabilities(len(logits), vocab_size=logits.shape[1])
-    if arithmetic in ("triton", "nothing"):
-        rows = len(logits)  # one launch: no probabilities are kept, so nothing need be small
-    total = torch.zeros((), device=logits.device, dtype=torch.float32)
-    for start in range(0, len(logits), rows):
-        part = logits[start : start + rows]
-        losses = kernel(
-            part,
-            targets[start : start + rows],
-            num_items,
-            None if wide is None else wide[: len(part)],
-            with_gradient=with_gradient,
-        )
-        total += losses.sum()
-        if token_losses is not None:
-            token_losses[start : start + rows] = losses
-    return total
-
-
-def _fp32_buffer(logits: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor | None:
-    """Return a buffer for a chunk's fp32 probabilities; None for fp32 logits or kernels that need none."""
-    if logits.dtype == torch.float32 or arithmetic != "pytorch":
-        return None
-    rows = tokens_of_probabilities(len(logits), vocab_size=logits.shape[1])
-    return logits.new_empty(rows, logits.shape[1], dtype=torch.float32)
-
-
-def _chunk_losses_(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    num_items: torch.Tensor,
-    wide: torch.Tensor | None,
-    *,
-    with_gradient: bool,
-) -> torch.Tensor:
-    """Return each row's loss, 0 without a label. Writes probabilities into `wide`; if None, into `logits`."""
-    valid = (targets != IGNORE_INDEX).unsqueeze(1)
-    target = targets.clamp(min=0).unsqueeze(1)
-    top = logits.amax(dim=1, keepdim=True).float()
-    picked = logits.gather(1, target).float() - top
-    if wide is None:
-        unscaled = logits.sub_(top)
-    elif logits.is_cuda:
-        unscaled = torch.sub(logits, top, out=wide)
-    else:  # on a CPU, torch.sub would convert the logits into a temporary tensor of the same size
-        unscaled = wide.copy_(logits).sub_(top)
-    unscaled.exp_()  # probabilities, not yet divided by their sum
-    partition = unscaled.sum(dim=1, keepdim=True)
-    if with_gradient:
-        share = valid / num_items
-        if logits.is_cuda:
-            torch.mul(unscaled, share / partition, out=logits)
-        else:
-            logits.copy_(unscaled.mul_(share / partition))
-        # compute the target's p - 1 in fp32, then round: near p = 1, bf16 has no digits left for it
-        logits.scatter_(1, target, ((picked.exp() / partition - 1) * share).to(logits.dtype))
-    return ((partition.log() - picked) * valid).squeeze(1)
-
-
-def _compiled_chunk_losses_(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    num_items: torch.Tensor,
-    wide: torch.Tensor | None,
-    *,
-    with_gradient: bool,
-) -> torch.Tensor:
-    """Do what `_chunk_losses_` does, in operations that torch.compile fuses into two passes over logits."""
-    valid = (targets != IGNORE_INDEX).unsqueeze(1)
-    exact = logits.float()
-    top = exact.amax(dim=1, keepdim=True)
-    partition = (exact - top).exp().sum(dim=1, keepdim=True)
-    of_target = torch.arange(logits.shape[1], device=logits.device) == targets.unsqueeze(1)
-    # no gather: torch 2.11's compiler moves it after copy_, when logits already contain gradients
-    picked = (torch.where(of_target, exact, 0).sum(dim=1, keepdim=True) - top) * valid
-    if with_gradient:
-        share = valid / num_items
-        logits.copy_(((exact - top).exp() / partition - of_target.float()) * share)
-    return ((partition.log() - picked) * valid).squeeze(1)
-
-
-@functools.cache
-def _chunk_kernel(arithmetic: Arithmetic) -> Callable[..., torch.Tensor]:
+    if arithmetic == "nothing":
+        return logits.new_empty(len(logits), dtype=torch.float32).sum()
     if arithmetic == "triton":
         from slm_toolkit.run.kernels.loss_triton import triton_chunk_losses_  # needs Triton
 
-        return triton_chunk_losses_
-    if arithmetic == "compiled":
-        return torch.compile(_compiled_chunk_losses_, dynamic=False)
-    return _chunk_losses_ if arithmetic == "pytorch" else _no_losses
+        return triton_chunk_losses_(logits, targets, num_items, with_gradient=with_gradient).sum()
+    rows = tokens_of_probabilities(len(logits), vocab_size=logits.shape[1])
+    total = torch.zeros((), device=logits.device)
+    for part, target in zip(logits.split(rows), targets.split(rows), strict=True):
+        total += _chunk_losses_(part, target, num_items, with_gradient=with_gradient).sum()
+    return total
 
 
-def _no_losses(logits: torch.Tensor, *arguments: Any, with_gradient: bool) -> torch.Tensor:
-    return logits.new_empty(len(logits), dtype=torch.float32)
+def _chunk_losses_(
+    logits: torch.Tensor, targets: torch.Tensor, num_items: torch.Tensor, *, with_gradient: bool
+) -> torch.Tensor:
+    """Return each row's loss, 0 without a label. Computes in fp32: a copy, unless logits are fp32."""
+    valid = (targets != IGNORE_INDEX).unsqueeze(1)
+    target = targets.clamp(min=0).unsqueeze(1)
+    wide = logits.float()
+    top = wide.amax(dim=1, keepdim=True)
+    picked = wide.gather(1, target) - top
+    wide.sub_(top).exp_()  # probabilities, not yet divided by their sum
+    partition = wide.sum(dim=1, keepdim=True)
+    if with_gradient:
+        share = valid / num_items
+        wide.mul_(share / partition)
+        # near p = 1, bf16 has no digits left for the target's p - 1, so it is rounded last
+        logits.copy_(wide.scatter_(1, target, (picked.exp() / partition - 1) * share))
+    return ((partition.log() - picked) * valid).squeeze(1)

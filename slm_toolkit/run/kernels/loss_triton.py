@@ -20,7 +20,6 @@ def triton_chunk_losses_(
     logits: torch.Tensor,
     targets: torch.Tensor,
     num_items: torch.Tensor,
-    wide: None,
     *,
     with_gradient: bool,
 ) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial, wraps
 from pickle import UnpicklingError
 from typing import Any
@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from accelerate.utils import set_seed  # set_seed of transformers also imports peft and bitsandbytes
 from safetensors import SafetensorError
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import (
     AttentionInterface,
@@ -22,7 +21,6 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import set_zero3_state
 
 from slm_toolkit.config.run_config import RunConfig
@@ -217,72 +215,23 @@ def _whole_params(model: PreTrainedModel) -> list[torch.nn.Parameter]:
     return [param for param in model.parameters() if not hasattr(param, "ds_tensor")]
 
 
-# Attention functions for transformers: SDPA on the flag's backend, without a mask if none is needed.
+def transformers_name(kernel: str, config: PretrainedConfig, *, documents_apart: bool = False) -> str:
+    """Return the name by which transformers has the attention kernel; register our own form of `sdpa`.
 
-SDPA_BACKENDS = {
-    "sdpa_math": SDPBackend.MATH,
-    "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "sdpa_flash": SDPBackend.FLASH_ATTENTION,
-    "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
-}
-"backend by value of --attn_implementation; for `sdpa`, PyTorch chooses the fastest backend that fits"
-_ON_CPU = ("sdpa_math", "sdpa_flash")
-
-
-def transformers_name(
-    kernel: str,
-    config: PretrainedConfig,
-    *,
-    documents_apart: bool = False,
-) -> str:
-    """Register SDPA or its backend with transformers. Return the name of the attention there.
-
-    If every layer of `config` attends to all earlier tokens, no mask function is registered, because batches
-    have no padding. A mask function would read position ids from the device in every forward, and the host
-    would wait for the GPU. `documents_apart`: sequences have several documents that must not see each other,
-    so a mask function is registered.
-
-    Raises ValueError if this machine's PyTorch can't train with the backend.
+    Ours has no mask function: it would read position ids from the device in every forward, and the host
+    would wait for the GPU. It is used if every layer of `config` attends to all earlier tokens; batches
+    have no padding. `documents_apart`: sequences have several documents that must not see each other.
     """
-    if kernel != "sdpa" and kernel not in SDPA_BACKENDS:
+    if kernel != "sdpa" or documents_apart or _has_windows(config):
         return kernel
-    if kernel in SDPA_BACKENDS and kernel not in _ON_CPU and not torch.cuda.is_available():
-        raise ValueError(
-            f"--attn_implementation {kernel} needs a GPU\nhint: on a CPU, use {' or '.join(_ON_CPU)}"
-        )
-    if kernel == "sdpa_flash" and documents_apart and torch.cuda.is_available():
-        raise ValueError(
-            "--attn_implementation sdpa_flash can't separate packed documents on a GPU: it takes no mask\n"
-            "hint: use sdpa or flash_attention_2"
-        )
-    backend = SDPA_BACKENDS.get(kernel)
-    # a name with "flash" in it would make transformers look for the flash-attn package
-    name = f"causal_{'sdpa' if backend is None else f'backend_{backend.value}'}"
-    if documents_apart or _has_windows(config):
-        name = f"masked_{name}"
-        AttentionMaskInterface.register(name, sdpa_mask)
-    AttentionInterface.register(name, partial(_attention, backend))
-    return name
+    AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
+    return "causal_sdpa"
 
 
 def _has_windows(config: PretrainedConfig) -> bool:
     """Return True if some layers attend only to a part of the sequence."""
     kinds = set(getattr(config, "layer_types", None) or ())
     return bool(kinds - {"full_attention"}) or getattr(config, "sliding_window", None) is not None
-
-
-def _attention(
-    backend: SDPBackend | None,
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    backend_context: AbstractContextManager = nullcontext() if backend is None else sdpa_kernel(backend)
-    with backend_context:
-        return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
 
 
 # Activation checkpointing: backward recomputes some decoder layers, or some of their operators.
@@ -334,14 +283,14 @@ def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Calla
     return checkpointed
 
 
-def _contexts() -> tuple["_Save", "_Replay"]:
+def _contexts() -> tuple["_Selective", "_Selective"]:
     """Return two contexts, for a layer's forward and for its recomputation.
 
     PyTorch's pair of contexts requires the same operators in both passes. Under ZeRO-3, the two passes gather
     different numbers of parameters, so PyTorch's pair fails.
     """
     results: deque[Any] = deque()
-    return _Save(results), _Replay(results)
+    return _Selective(results, replays=False), _Selective(results, replays=True)
 
 
 def _contexts_for_compiler() -> tuple[Any, Any]:
@@ -371,35 +320,32 @@ def _policy() -> Callable[[Any], bool]:
     return is_saved
 
 
-class _Save(TorchDispatchMode):
-    def __init__(self, results: deque[Any]) -> None:
+class _Selective(TorchDispatchMode):
+    """Saves the results that the policy chooses; when it replays, returns them instead of computing them."""
+
+    def __init__(self, results: deque[Any], *, replays: bool) -> None:
         super().__init__()
-        self.results, self.is_saved = results, _policy()
+        self.results, self.replays, self.is_saved = results, replays, _policy()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_in_place = op.name().partition(".")[0].endswith("_") and isinstance(args[0], torch.Tensor)
-        if is_in_place:  # DeepSpeed's linear layer adds its bias in place, for example
-            self._copy_saved(args[0])
+        is_saved = self.is_saved(op)
+        if is_saved and self.replays:
+            result, versions = self.results.popleft()
+            if versions == _versions(result):  # DeepSpeed's linear layer, for example, adds its bias in place
+                return result
         result = op(*args, **(kwargs or {}))
-        if self.is_saved(op):  # detach, because autograd is about to track the tensor itself
-            self.results.append(tree_map_only(torch.Tensor, torch.Tensor.detach, result))
+        if is_saved and not self.replays:
+            kept = tree_map_only(torch.Tensor, _detached, result)
+            self.results.append((kept, _versions(kept)))
         return result
 
-    def _copy_saved(self, changing: torch.Tensor) -> None:
-        """Copy saved results that share memory with `changing`, which is about to be overwritten."""
-        memory = changing.untyped_storage()._cdata
 
-        def copied(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.clone() if tensor.untyped_storage()._cdata == memory else tensor
-
-        for number, result in enumerate(self.results):
-            self.results[number] = tree_map_only(torch.Tensor, copied, result)
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    """Detach a tensor that autograd is about to track, but let both count changes in place."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # private
+        return tensor.detach()
 
 
-class _Replay(TorchDispatchMode):
-    def __init__(self, results: deque[Any]) -> None:
-        super().__init__()
-        self.results, self.is_saved = results, _policy()
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.results.popleft() if self.is_saved(op) else op(*args, **(kwargs or {}))
+def _versions(result: Any) -> list[int]:
+    """Return how often each tensor of a result has been changed in place."""
+    return [part._version for part in tree_leaves(result) if isinstance(part, torch.Tensor)]

@@ -55,27 +55,12 @@ def _pad_vocabulary(model: PreTrainedModel, width: int) -> None:
     head.register_forward_hook(_hide_padding)
 
 
-def _hide_padding(head: torch.nn.Module, args: tuple[Any, ...], logits: torch.Tensor) -> torch.Tensor:
-    """A forward hook on the head."""
-    is_loss = logits.dim() == 0  # of a LossHead with labels, which has hidden the padding by itself
-    return logits if is_loss else _HiddenPadding.apply(logits, head.vocab_size)
-
-
-class _HiddenPadding(torch.autograd.Function):
-    """Sets the logits of padded tokens to -inf, in place.
-
-    The loss's gradient with respect to these logits is zero already, so backward has nothing to do.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        ctx.mark_dirty(logits)
-        logits[..., vocab_size:] = -torch.inf
-        return logits
-
-    @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return upstream, None
+def _hide_padding(head: torch.nn.Module, args: tuple[Any, ...], logits: torch.Tensor) -> None:
+    """Set the logits of padded tokens to -inf, in place; a forward hook on the head."""
+    if (
+        logits.dim() > 0
+    ):  # otherwise the loss of a LossHead with labels, which has hidden the padding by itself
+        logits[..., head.vocab_size :] = -torch.inf
 
 
 def _pad_ffn(layer: torch.nn.Module, more: int) -> None:

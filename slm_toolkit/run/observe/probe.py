@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from accelerate import Accelerator
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile
 
-from slm_toolkit.record.numerics import ROUNDED, Numerics, merged
+from slm_toolkit.record.numerics import ROUNDED, Numerics, Settings, merged
 from slm_toolkit.run.engine.muon import MUON
 from slm_toolkit.run.engine.optimizer import ADAMW_KERNEL, AdamWWithMasterWeights, local_part
 from slm_toolkit.run.observe.measure import (
@@ -308,16 +309,23 @@ def _attention(calls: Calls) -> tuple[str | None, bool | None]:
     return kernel, len(calls[forward]) > len(calls[backward[0]])
 
 
-def _attention_call(calls: Calls) -> str | None:
-    """Describe how SDPA was called. Its arguments: query, key, value, mask, dropout, is_causal, scale."""
-    descriptions = []
+def _attention_call(calls: Calls) -> list[Settings] | None:
+    """Return how SDPA was called. Its arguments: query, key, value, mask, dropout, is_causal, scale."""
+    found = []
     for call in calls["aten::scaled_dot_product_attention"]:
         query, _, _, mask_shape, *_ = call.shapes()
         _, _, _, _, dropout, is_causal, scale, *_ = call.concrete_inputs()
-        mask = "with a mask" if mask_shape else "causal" if is_causal else "without a mask"
-        scale = query[-1] ** -0.5 if scale is None else scale  # None: SDPA's default
-        descriptions.append(f"{mask}, dropout {dropout:g}, scale {scale:.6g}")
-    return _several(descriptions)
+        mask = "given" if mask_shape else "causal" if is_causal else "none"
+        scale = rounded(scale or query[-1] ** -0.5)  # None: SDPA's default
+        found.append({"mask": mask, "dropout": dropout, "scale": scale})
+    return _distinct(found)
+
+
+def _distinct(settings: Iterable[Settings]) -> list[Settings] | None:
+    found: list[Settings] = []
+    for one in settings:
+        found += [] if one in found else [one]
+    return found or None
 
 
 def _argument_dtype(calls: list[Any]) -> str | None:
@@ -366,7 +374,7 @@ def dropouts_of(module: torch.nn.Module) -> list[float]:
     return of_modules + [getattr(part, "attention_dropout", 0.0) for part in parts]
 
 
-def model_settings(module: torch.nn.Module) -> dict[str, str | None]:
+def model_settings(module: torch.nn.Module) -> dict[str, Any]:
     """Return fields of `numerics.Numerics`: dropout, rope, norm_eps, tied and frozen, the same on every rank.
 
     `module`: the model, without the engine's wrappers.
@@ -376,9 +384,14 @@ def model_settings(module: torch.nn.Module) -> dict[str, str | None]:
     embedding = None if head is None else module.get_input_embeddings()
     return {
         "dropout": _several(f"{p:g}" for p in dropouts_of(module) if p) or "none",
-        "rope": _several(
-            _frequencies(buffer)
-            for path, buffer in module.named_buffers()
+        "rope": _distinct(
+            {
+                "dtype": _name(part.dtype),
+                "first": rounded(part[0]),
+                "last": rounded(part[-1]),
+                "sum": rounded(part.double().sum()),
+            }
+            for path, part in module.named_buffers()
             if path.rpartition(".")[2] == "inv_freq"
         ),
         "norm_eps": _several(f"{eps:g}" for part in module.modules() if (eps := _eps_of(part)) is not None),
@@ -387,33 +400,34 @@ def model_settings(module: torch.nn.Module) -> dict[str, str | None]:
     }
 
 
-def optimizer_settings(optimizer: Any, engine: Any) -> str:
-    """Describe each group's elements, learning rate, betas, eps and weight decay as the next step reads them.
+def optimizer_settings(optimizer: Any, engine: Any) -> list[Settings]:
+    """Return each group's elements, lr, betas, eps and weight decay as the next step reads them.
 
     engine: DeepSpeed's; None under any other.
     """
     groups = optimizer.param_groups if engine is None else engine.optimizer.param_groups
     sizes = _group_sizes(optimizer, engine)
-    lines = []
+    settings: list[Settings] = []
     for index, group in enumerate(groups):
-        size = f"{sizes[index]} elements, " if index < len(sizes) and sizes[index] else ""
-        settings = [f"lr {_digits(group['lr'], 6)}"]
-        names = {"betas": "betas", "momentum": "momentum", "eps": "eps", "weight_decay": "decay"}
-        if "momentum" in group and "betas" in group:  # Muon's group has AdamW's defaults, and ignores them
-            del names["betas"], names["eps"]
-        settings += [f"{name} {_digits(group[key])}" for key, name in names.items() if key in group]
-        lines.append(size + ", ".join(settings))
-    return "; ".join(lines)
+        betas = zip(("beta1", "beta2"), group.get("betas", ()), strict=False)
+        own = {"lr": group["lr"], **dict(betas), **{name: group[name] for name in _OF_GROUP if name in group}}
+        if "momentum" in own and "beta1" in own:  # Muon's group has AdamW's defaults, and ignores them
+            del own["beta1"], own["beta2"], own["eps"]
+        size = {"elements": sizes[index]} if index < len(sizes) and sizes[index] else {}
+        settings.append(size | {name: rounded(value) for name, value in own.items()})
+    return settings
 
 
-def _digits(value: Any, number: int | None = None) -> str:
-    """Return a setting of an optimizer as text: a number, a tensor of one, several, or something else."""
+_OF_GROUP = ("momentum", "eps", "weight_decay")
+
+
+def rounded(value: Any) -> Any:
+    """Return a setting with six digits, so that rounding is no difference; None if it is no number."""
     if isinstance(value, tuple | list):
-        return " ".join(map(_digits, value))
-    try:
-        return f"{float(value):{'' if number is None else f'.{number}'}g}"
-    except (TypeError, ValueError):
-        return str(value)
+        return [*map(rounded, value)]
+    with suppress(TypeError, ValueError):
+        return float(f"{float(value):.6g}")
+    return None
 
 
 def without_gradient(norms: dict[str, float | None]) -> str:
@@ -443,13 +457,6 @@ def _group_sizes(optimizer: Any, engine: Any) -> list[int]:
         group_id = zero.sub_group_to_group_id[index]
         sizes[group_id] = sizes.get(group_id, 0) + sum(param.ds_numel for param in group)
     return [sizes[index] for index in sorted(sizes)]
-
-
-def _frequencies(buffer: torch.Tensor) -> str:
-    dtype = str(buffer.dtype).removeprefix("torch.")
-    return (
-        f"{dtype} {buffer[0].item():.6g} to {buffer[-1].item():.6g}, sum {buffer.double().sum().item():.6g}"
-    )
 
 
 def _eps_of(part: torch.nn.Module) -> float | None:

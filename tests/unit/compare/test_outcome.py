@@ -58,12 +58,6 @@ def ended(
             "ValueError: sizes differ: width: 64 and 128; heads: 2 and 4",
         ),
         (
-            f'  File "/a/train.py", line 2\n    x = = 3\n        ^\nSyntaxError: wrong\n{LAUNCHERS_ERROR}',
-            ended(1),
-            "failed",
-            "SyntaxError: wrong (/a/train.py, line 2: x = = 3)",
-        ),
-        (
             f"  rank   : 0\n  exitcode  : -9 (pid: 7)\nValueError: mine\n{LAUNCHERS_ERROR}",
             ended(1),
             "failed",

@@ -1,13 +1,10 @@
 """Runs of a user's own script: the grid of its arguments, and what excludes it."""
 
-import io
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from slm_toolkit.compare.display import Display
-from slm_toolkit.compare.scripts import Script, plan_scripts
+from slm_toolkit.compare.grid import Script, plan_scripts
 from slm_toolkit.hardware.gpus import Machine
 from slm_toolkit.record.run_record import settings_of
 from slm_toolkit.strategy.strategy import find_strategy
@@ -49,25 +46,8 @@ def test_each_strategy_gets_each_combination(tmp_path: Path) -> None:
     ]
     assert [run.run_name for run in runs[4:]] == [f"{run.run_name}-r2" for run in runs[:4]]
     assert len({run.identity for run in runs}) == 4
+    with pytest.raises(ValueError, match="no such script: nowhere.py\nhint: "):
+        Script.of("nowhere.py", [])
     (tmp_path / "train.py").write_text("# another script")
     changed = plan_scripts(script, strategies, machine=Machine(0, None), **options)
     assert not {run.identity for run in changed} & {run.identity for run in runs}
-
-
-def test_the_display_shows_steps_whose_number_is_unknown(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("")
-    script = Script.of(str(tmp_path / "train.py"), [])
-    options = {"num_processes": 1, "machine": Machine(0, None), "output_dir": str(tmp_path / "runs")}
-    (run,) = plan_scripts(script, [find_strategy("single")], **options)
-    display = Display([run], Console(file=io.StringIO(), force_terminal=True, width=120))
-    display.begin(run)
-    for step in (1, 3):
-        state = {"step": step, "num_steps": None, "loss": None, "tokens_per_second": None}
-        display.progress(run, state)
-    task = display.bars.tasks[1]
-    assert (task.completed, task.total) == (3, None)
-
-
-def test_a_script_that_is_not_there_is_named() -> None:
-    with pytest.raises(ValueError, match="no such script: nowhere.py\nhint: "):
-        Script.of("nowhere.py", [])

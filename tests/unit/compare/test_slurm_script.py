@@ -11,7 +11,7 @@ from slm_toolkit.compare.slurm import SLURM_TEMPLATE
 
 
 def written(folder: Path, *words: str) -> Finished:
-    asked = ("compare", "--launcher", "slurm", "--slurm_only_write", "--model", "slm-1m")
+    asked = ("compare", "--launcher", "slurm", "--dry_run", "--model", "slm-1m")
     return slm_here(*asked, "--output_dir", str(folder / "my runs"), *words)
 
 

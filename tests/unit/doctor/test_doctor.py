@@ -1,123 +1,264 @@
-"""`slm doctor`: what it finds wrong, and that it is silent where nothing is."""
+"""`slm doctor` at the command line: findings, `--fix`, exit codes, and what it prints."""
 
 import json
+import textwrap
 from pathlib import Path
 
 import pytest
 from conftest import own_strategy, slm_here
+from doctor_cases import MEANT
 
-from slm_toolkit.model.model_spec import PRESETS
-from slm_toolkit.predict.bottleneck import misaligned_widths
+from slm_toolkit.doctor.fix import as_yaml
+from slm_toolkit.hardware.gpus import visible
+from slm_toolkit.strategy.strategy import shipped_strategies
 
 PLAIN = ("--kernels", "plain")
+BATCH = "--per_device_train_batch_size"
+MANY_FAULTS = """\
+# my own, from an old blog
+distributed_type: fsdp # lower case
+fsdp_config: # how it shards
+  fsdp_sharding_strategy: SHARD_GRAD_OP
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP # by layer
+  fsdp_ofload_params: false
+num_processes: 8 # all of the node
+gpu_ids: 0
+"""
+H100S = ("--model", "slm-1b-hw", "--gpu", "h100-80gb", "--num_gpus", "8")
 
 
-def doctored(*arguments: str, code: int) -> list[dict]:
-    done = slm_here("doctor", "--json", *arguments)
+def doctored(*arguments: str, code: int = 0, **options: object) -> dict[str, dict]:
+    """The findings by name; of several with one name, the first."""
+    done = slm_here("doctor", "--json", *arguments, **options)
     assert done.code == code, done.err
-    return json.loads(done.out)
+    return {finding["name"]: finding for finding in reversed(json.loads(done.out))}
 
 
-def test_it_names_the_gain_of_aligned_widths_for_each_gpu_type() -> None:
-    found = doctored("--model", "slm-500m", "--per_device_train_batch_size", "16", *PLAIN, code=1)
-    gains = {finding["gpu"]: finding for finding in found if finding["topic"] == "alignment"}
-    assert set(gains) == {"a100-40gb", "a100-80gb", "h100-80gb"}
-    assert all("with --pad_widths it should train" in finding["sentence"] for finding in gains.values())
-    assert all(finding["change"] == "--pad_widths" for finding in gains.values())
+def grave(found: dict[str, dict]) -> set[str]:
+    return {name for name, finding in found.items() if finding["severity"] != "could be faster"}
+
+
+@pytest.fixture
+def faulty(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.yaml"
+    path.write_text(MANY_FAULTS)
+    return path
+
+
+@pytest.mark.parametrize("strategy", shipped_strategies())
+def test_a_shipped_file_is_free_of_faults(strategy: str) -> None:
+    meant = MEANT[strategy]
+    words = ("--model", meant.model, "--gpu", meant.gpu, "--num_gpus", str(meant.num_gpus))
+    assert grave(doctored("--strict", "--strategy", strategy, *words, BATCH, str(meant.batch))) == set()
+
+
+def test_it_names_the_gain_of_aligned_widths_for_each_gpu_type(tmp_path: Path) -> None:
+    words = ("doctor", "--json", "--model", "slm-500m", BATCH, "16", *PLAIN)
+    found = [f for f in json.loads(slm_here(*words).out) if f["name"] == "widths-off-tensor-cores"]
+    gains = {f["gpu"]: f["speedup"] for f in found}
+    assert {(f["change"], f["severity"]) for f in found} == {("--pad_widths", "wrong")}
     # the facts behind it: a misaligned product takes 1 / 0.152 of the time on Hopper, 1 / 0.316 on Ampere
-    assert gains["h100-80gb"]["speedup"] > gains["a100-80gb"]["speedup"] > 1.25
-    assert all(finding["severity"] == "wrong" for finding in gains.values())
-
-
-@pytest.mark.parametrize("model", ["slm-500m-hw", "slm-1b", "llama-3.2-1b"])
-def test_aligned_models_hear_nothing_of_alignment(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert misaligned_widths(PRESETS[model]) == {}
-    monkeypatch.setattr("slm_toolkit.doctor.case.version", {"torch": "2.13.0"}.get)
-    found = doctored("--model", model, "--gpu", "h100-80gb", code=0)
-    assert "alignment" not in {finding["topic"] for finding in found}
+    assert gains["h100-80gb"] > gains["a100-80gb"] > 1.25
+    shape = {"num_hidden_layers": 12, "hidden_size": 780, "num_attention_heads": 13, "vocab_size": 32_000}
+    (tmp_path / "config.json").write_text(json.dumps({**shape, "intermediate_size": 2048}))
+    words = ("--model", str(tmp_path), "--gpu", "h100-80gb", "--strategy", "ddp", BATCH, "32")
+    finding = doctored(*words, code=1)["widths-off-tensor-cores"]
+    assert "hidden 768 for 780, heads of 64 for 60" in finding["sentence"]
 
 
 def test_what_does_not_fit_comes_with_the_batch_that_does() -> None:
-    asked = ("--model", "slm-2b-hw", "--gpu", "a100-40gb", "--strategy", "ds_zero3")
-    (finding,) = [
-        f for f in doctored(*asked, "--per_device_train_batch_size", "64", code=1) if f["topic"] == "memory"
-    ]
-    assert finding["severity"] == "wrong"
-    batch = finding["sentence"].split("--per_device_train_batch_size ")[1].split()[0]
-    again = doctored(*asked, "--per_device_train_batch_size", batch, code=0)
-    assert not any(f["severity"] == "wrong" for f in again)
+    asked = ("--model", "slm-2b-hw", "--gpu", "a100-40gb", "--strategy", "ds_zero3", BATCH)
+    sentence = doctored(*asked, "64", code=1)["does-not-fit"]["sentence"]
+    doctored(*asked, sentence.split(f"{BATCH} ")[1].split()[0])
 
 
 def test_a_network_too_slow_to_hide_communication_is_named() -> None:
     asked = ("--model", "slm-1b", "--gpu", "h100-80gb", "--num_gpus", "64", "--strategy", "fsdp_full_shard")
-    slow = doctored(*asked, "--network", "10", code=1)
-    assert [f["topic"] for f in slow][0] == "network"
-    fast = doctored(*asked, "--network", "100000", code=0)
-    assert "network" not in {f["topic"] for f in fast}
+    assert "network-too-slow" in doctored(*asked, "--network", "10", code=1)
+    assert "network-too-slow" not in doctored(*asked, "--network", "100000")
     unknown = slm_here("doctor", *asked[:2], "--gpu", "l40s", "--num_gpus", "16", "--strategy", "ddp")
-    assert "note: the network between nodes of l40s is not known: give it with --network" in unknown.err
+    assert "the network between nodes of l40s is not known" in unknown.err
 
 
 def test_kernels_that_would_be_faster_are_named_with_what_they_give() -> None:
     asked = ("--model", "slm-1b", "--gpu", "a100-80gb", "--attn_implementation", "eager", *PLAIN)
-    found = doctored(*asked, code=0)
-    (sdpa,) = [f for f in found if "--attn_implementation sdpa should give" in f["sentence"]]
-    assert sdpa["sentence"].startswith("bound by attention on a100-80gb")
-    assert sdpa["speedup"] > 1.2
+    finding = doctored(*asked)["faster-flag"]
+    assert "bound by attention on a100-80gb" in finding["sentence"]
+    assert finding["speedup"] > 1.2
 
 
-def test_it_says_so_where_there_is_nothing_to_say() -> None:
-    done = slm_here(
-        *("doctor", "--model", "slm-2b-hw", "--gpu", "h200", "--num_gpus", "1", "--strategy", "single"),
-        *("--kernels", "compiled", "--per_device_train_batch_size", "32"),
-    )
-    assert done.code == 0
-    assert done.out == "slm-2b-hw: no findings\n"
-
-
-def test_bad_flags_end_with_a_hint() -> None:
-    done = slm_here("doctor", "--model", "slm-500m", "--gpu", "h1000", "--seq_len", "0")
-    assert done.code == 2
-    assert "hint: " in done.err
-
-
-def test_hidden_and_head_widths_off_the_multiple_of_8_are_named(tmp_path: Path) -> None:
-    shape = {"num_hidden_layers": 12, "hidden_size": 780, "num_attention_heads": 13, "vocab_size": 32_000}
-    (tmp_path / "config.json").write_text(json.dumps({**shape, "intermediate_size": 2048}))
-    words = ("--gpu", "h100-80gb", "--strategy", "ddp", "--per_device_train_batch_size", "32")
-    found = doctored("--model", str(tmp_path), *words, code=1)
-    (alignment,) = [f for f in found if f["topic"] == "alignment"]
-    assert "hidden 780, heads 780" in alignment["sentence"]
-    assert "hidden 768 for 780, heads of 64 for 60" in alignment["sentence"]
-    assert alignment["speedup"] > 1.25
-
-
-def test_a_finding_that_several_files_share_is_printed_once_with_the_files(tmp_path: Path) -> None:
-    files = [tmp_path / "a.yaml", tmp_path / "b.yaml"]
+def test_a_finding_is_printed_once_for_several_files_or_gpus(tmp_path: Path) -> None:
+    files = [str(tmp_path / "a.yaml"), str(tmp_path / "b.yaml")]
     for file in files:
-        file.write_text("distributed_type: MULTI_GPU\nnum_processes: 8\n")
-    printed = slm_here("doctor", "--gpu", "l4", "--num_gpus", "1", "--strategy", *map(str, files)).out
+        Path(file).write_text("distributed_type: MULTI_GPU\nnum_processes: 8\n")
+    printed = slm_here("doctor", "--gpu", "l4", "--num_gpus", "1", "--strategy", *files).out
     assert printed.count("num_processes is 8 for 1 GPU") == 1
     assert all(f"{file}: num_processes" in printed for file in files)
-    assert "1 wrong" in printed
-
-
-def test_a_finding_on_several_gpus_is_printed_once_with_the_gpus() -> None:
     asked = ("doctor", "--model", "slm-500m", "--strategy", "ddp", *PLAIN)
     printed = slm_here(*asked, env={"COLUMNS": "200"}).out
-    assert printed.count("[widths-off-tensor-cores]") == printed.count("change: --pad_widths") == 1
+    assert printed.count("change: --pad_widths") == printed.count("change: --kernels compiled") == 1
     assert "    also: a100-80gb, a100-40gb\n" in printed  # after the largest speedup, on the h100-80gb
-    assert printed.count("change: --kernels compiled") == 1
-    assert "1 wrong," in printed
+    nothing = ("--model", "slm-2b-hw", "--gpu", "h200", "--num_gpus", "1", "--strategy", "single")
+    done = slm_here("doctor", *nothing, "--kernels", "compiled", BATCH, "32")
+    assert (done.code, done.out) == (0, "slm-2b-hw: no findings\n")
 
 
 @pytest.mark.parametrize("engine", ["MULTI_CPU\nnum_processes: 2", "'NO'\nuse_cpu: true\nnum_processes: 1"])
 def test_a_yaml_of_cpus_is_judged_as_one_of_cpus(engine: str, tmp_path: Path) -> None:
     own = own_strategy(tmp_path, f"distributed_type: {engine}\n", name="cpus")
     done = slm_here("doctor", "--json", "--strategy", own, "--model", "slm-500m")
-    assert {finding["topic"] for finding in json.loads(done.out)} <= {"environment"}
+    assert {finding["name"] for finding in json.loads(done.out)} <= {"one-thread-per-rank"}
     assert "cpus trains on CPUs: its memory and speed are not checked" in done.err
-    assert "the defaults" not in slm_here("doctor", "--strategy", own).err  # no finding depends on a GPU
     # the user's GPUs would be idle
-    on_gpus = slm_here("doctor", "--json", "--strategy", own, "--model", "slm-1b-hw", "--gpu", "h100-80gb")
-    assert ("use-cpu" in {finding["name"] for finding in json.loads(on_gpus.out)}) == ("use_cpu" in engine)
+    is_idle = "use_cpu" in engine
+    on_gpus = doctored("--strategy", own, "--model", "slm-1b-hw", "--gpu", "h100-80gb", code=int(is_idle))
+    assert ("use-cpu" in on_gpus) == is_idle
+
+
+def test_fix_writes_a_copy_that_keeps_comments_and_order(faulty: Path, tmp_path: Path) -> None:
+    found = doctored(*H100S, "--strategy", str(faulty), code=1)
+    # the section's own faults come up once the engine has a name that accelerate knows
+    assert grave(found) == {"unknown-key", "distributed-type", "gpu-ids", "fsdp-version-missing"}
+    folder = tmp_path / "fixed"
+    done = slm_here("doctor", *H100S, "--strategy", str(faulty), "--fix", str(folder))
+    assert done.code == 0  # all that was wrong is corrected
+    assert faulty.read_text() == MANY_FAULTS
+    assert (folder / "mine.yaml").read_text() == textwrap.dedent(
+        """\
+        # my own, from an old blog
+        distributed_type: FSDP # lower case
+        fsdp_config: # how it shards
+          fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP # by layer
+          fsdp_offload_params: false
+          fsdp_version: 2
+          fsdp_reshard_after_forward: false
+        num_processes: 8 # all of the node
+        gpu_ids: all
+        """
+    )
+    assert f"{folder / 'mine.yaml'}: corrected copy of {faulty}" in done.err
+    assert grave(doctored(*H100S, "--strict", "--strategy", str(folder / "mine.yaml"))) == set()
+    faulty.write_text(MANY_FAULTS + "num_machines: 2\nmain_process_ip: localhost\n")
+    done = slm_here("doctor", *H100S, "--strategy", str(faulty), "--fix", str(tmp_path / "out"))
+    assert done.code == 1
+    assert "by hand: main-process-ip-local: main_process_ip: the first machine's address" in done.err
+    done = slm_here("doctor", *H100S, "--strategy", "ddp", "--fix", cwd=folder)
+    assert (done.code, "ddp.yaml: nothing to correct" in done.err) == (0, True)
+    assert [path.name for path in folder.iterdir()] == ["mine.yaml"]
+
+
+def test_fix_corrects_a_json_and_the_yaml_points_to_it(tmp_path: Path) -> None:
+    deepspeed = {"zero_optimization": {"stage": 3, "stage3_max_reuse_distance": 5e9, "overlap_comm": True}}
+    own = own_strategy(tmp_path, "  zero3_init_flag: false\nnum_processes: 8\n", deepspeed)
+    words = (*H100S, "--strategy", own, "--fix", "fixed")
+    finding = doctored(*words, cwd=tmp_path)["zero3-never-releases"]
+    key = "zero_optimization.stage3_max_reuse_distance"
+    assert finding["edits"] == [{"file": "json", "key": key, "value": 0}]
+    assert finding["file"] == str(tmp_path / "mine.json")
+    fixed = tmp_path / "fixed"
+    assert json.loads((fixed / "mine.json").read_text())["zero_optimization"][key.split(".")[1]] == 0
+    assert "deepspeed_config_file: fixed/mine.json" in (fixed / "mine.yaml").read_text()
+    assert json.loads((tmp_path / "mine.json").read_text()) == deepspeed
+    alone = tmp_path / "zero.json"
+    alone.write_text('{"zero_optimization": {"stage": 2, "cpu_offlaod": true}, "fp16": {"enabled": true}}')
+    found = doctored(*H100S, "--strategy", str(alone), "--fix", str(tmp_path / "alone"))
+    assert {"unknown-key", "json-contradicts-flag"} <= found.keys()
+    assert json.loads((tmp_path / "alone" / "zero.json").read_text())["fp16"] == {"enabled": "auto"}
+
+
+def test_strict_fails_for_what_is_unwise(tmp_path: Path) -> None:
+    text = "  fsdp_version: 1\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\nnum_processes: 8\n"
+    words = (*H100S, "--strategy", own_strategy(tmp_path, f"distributed_type: FSDP\nfsdp_config:\n{text}"))
+    doctored(*words)
+    doctored(*words, "--strict", code=1)
+
+
+def test_the_shell_and_the_versions_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = doctored(*H100S, "--strategy", "ddp", env={"NCCL_P2P_DISABLE": "1"}, code=1)
+    assert grave(found) == {"nccl-p2p-disabled"}
+    asked = ("--model", "smollm2-1.7b", "--gpu", "h200", "--strategy", "fsdp_full_shard")
+    for torch, is_old in (("2.12.1", True), ("2.13.0", False)):
+        monkeypatch.setattr("slm_toolkit.doctor.case.version", {"torch": torch}.get)
+        assert ("tied-embeddings" in doctored(*asked, code=int(is_old))) == is_old
+    names = ("A", "B", "C")
+    assert visible(names, "2,0") == ("C", "A")
+    assert visible(names, "") == ()
+    assert visible(names, "1,7,0") == ("B",)  # CUDA stops at the first that is none
+
+
+def test_host_ram_is_looked_at_where_it_is_known() -> None:
+    # so many tokens that ZeRO-3's hooks cost nothing
+    words = (*H100S, "--strategy", "ds_zero3", BATCH, "16")
+    assert grave(doctored(*words)) == set()
+    finding = doctored(*words, "--host_ram_gib", "24", code=1)["host-ram"]
+    # a process 0.75 GiB, the model 4 bytes x 962,870,400 = 3.59 GiB: 8 x 4.34 = 34.7
+    assert finding["sentence"] == "35 GiB of host RAM for 8 ranks, there are 24"
+    assert finding["change"].startswith("zero3_init_flag: true")
+
+
+def test_what_estimates_do_not_know_is_no_reason_to_stop() -> None:
+    done = slm_here("doctor", *H100S, "--json", "--strategy", "ddp", "--attn_implementation", "sdpa_math")
+    assert done.code == 0
+    assert "note: --attn_implementation sdpa_math: no closed form for it" in done.err
+
+
+BAD = [  # flags, the file's text, the error
+    ((), "distributed_type: [", "is not YAML"),
+    ((), "just words\n", "contains no settings"),
+    ((), None, "no such file"),
+    (("--gpu", "h1000"), "distributed_type: MULTI_GPU\n", "h1000"),
+    (("--fix", "."), MANY_FAULTS, "mine.yaml exists: nothing was written"),
+    (
+        ("--num_gpus", "7", "--gpus_per_node", "4"),
+        MANY_FAULTS,
+        "7 GPUs can't be the same number on each node of up to 4",
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "text", "says"), BAD)
+def test_bad_input_ends_with_a_hint(
+    flags: tuple[str, ...], text: str | None, says: str, tmp_path: Path
+) -> None:
+    if text is not None:
+        (tmp_path / "mine.yaml").write_text(text)
+    done = slm_here("doctor", "--strategy", "mine.yaml", *flags, cwd=tmp_path)
+    assert done.code == 2
+    assert says in done.err
+    assert "hint: " in done.err
+    assert text is None or (tmp_path / "mine.yaml").read_text() == text
+
+
+def test_it_is_readable_at_80_columns_and_in_a_pipe(faulty: Path) -> None:
+    done = slm_here("doctor", *H100S, "--strategy", faulty.name, cwd=faulty.parent, env={"COLUMNS": "80"})
+    lines = done.out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[-1].startswith("4 wrong")
+
+
+def test_comments_stay_with_their_keys() -> None:
+    text = """\
+        # head
+        fsdp_config: # how it shards
+            # about the strategy
+            fsdp_sharding_strategy: FULL_SHARD # old
+            # about offload
+            fsdp_offload_params: False # off
+        # about ranks
+        num_processes: 8 # all of the node
+        num_processes: 4 # half of it
+        # end
+        """
+    content = {"fsdp_config": {"fsdp_offload_params": True, "fsdp_version": 2}, "num_processes": 4}
+    assert as_yaml(content, textwrap.dedent(text)) == (
+        "# head\nfsdp_config: # how it shards\n  # about offload\n  fsdp_offload_params: true # off\n"
+        "  fsdp_version: 2\n# about ranks\nnum_processes: 4 # half of it\n# end\n"
+    )
+    assert as_yaml({"a": 1}, "{a: 2} # in one line\n") == "a: 1\n"
+
+
+def test_gpus_are_counted_in_the_file(tmp_path: Path) -> None:
+    text = "  fsdp_version: 2\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\nnum_processes: 6\n"
+    own = own_strategy(tmp_path, f"distributed_type: FSDP\nfsdp_config:\n{text}")
+    words = ("doctor", "--model", "slm-100m-hw", BATCH, "4", "--strategy", own)
+    assert "fits on each of 6 x" in slm_here(*words, env={"COLUMNS": "300"}).out

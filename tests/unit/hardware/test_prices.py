@@ -61,19 +61,6 @@ def test_a_users_file_gives_prices_by_canonical_name(tmp_path: Path) -> None:
     assert price_of("a100-40gb", own) == price_of("a100-40gb")
 
 
-def test_the_problems_of_all_entries_are_named_at_once(tmp_path: Path) -> None:
-    path = written(tmp_path, "h100: 2.49\nl4: -1\nl40s: many\na40: {kind: spot}\nb200: $6\nh200: [1, 2]\n")
-    with pytest.raises(ValueError, match="unknown GPU") as caught:
-        own_prices(str(path))
-    lines = str(caught.value).splitlines()
-    hints = [line for line in lines if line.startswith("hint: ")]
-    assert [line.removeprefix(f"{path}: ").split(":")[0] for line in lines if line not in hints] == [
-        *("h100", "l4", "l40s", "a40", "b200", "h200")
-    ]
-    assert hints[0].startswith("hint: --prices takes dollars per GPU-hour, or a YAML with entries such as")
-    assert lines[-2:] == hints
-
-
 @pytest.mark.parametrize("usd", ["0", "nan", "inf", "1e999", "true", "", "free"])
 def test_a_price_is_a_finite_number_above_zero(usd: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="l4: .*\nhint: --prices takes"):

@@ -8,7 +8,6 @@ from test_estimate import estimated
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import gpu_of_name
 from slm_toolkit.model.model_spec import PRESETS, ModelSpec
-from slm_toolkit.predict import bottleneck as bound
 from slm_toolkit.predict.bottleneck import WORTH_SAYING, Lever, levers
 from slm_toolkit.predict.estimate import largest_batch
 from slm_toolkit.predict.setup.setup import Setup, with_flags
@@ -50,12 +49,6 @@ def test_eager_attention_is_the_first_thing_to_change() -> None:
     assert min(speedups) >= WORTH_SAYING
 
 
-def test_the_other_kernels_are_a_lever_where_only_the_loss_is_fused() -> None:
-    flags = {"kernels": "loss", "per_device_train_batch_size": 8}
-    found = {lever.change: lever.speedup for lever in levers_of("slm-500m-hw", **flags)}
-    assert found["--kernels fused"] > 1.02
-
-
 def test_a_lever_that_no_longer_fits_is_left_out() -> None:
     on_l4 = setup_of(PRESETS["slm-500m-hw"], gpu="l4", gradient_checkpointing="full")
     largest = largest_batch(on_l4).per_device_train_batch_size
@@ -63,28 +56,6 @@ def test_a_lever_that_no_longer_fits_is_left_out() -> None:
     small, full = ([lever.change.split()[0] for lever in levers(setup)] for setup in setups)
     assert {LARGER_BATCH, "--gradient_checkpointing"} <= set(small)
     assert not {LARGER_BATCH, "--gradient_checkpointing"} & set(full)
-
-
-def test_an_unknown_network_has_no_levers() -> None:
-    assert levers_of("slm-100m", gpu="l4", nodes=2) == []
-
-
-def test_misaligned_widths_are_named_and_rounded() -> None:
-    assert bound.misaligned_widths(PRESETS["slm-500m"]) == {"FFN": 4147}
-    assert bound.misaligned_widths(PRESETS["slm-1b"]) == {}  # 5184 = 8 x 648
-    for spec in PRESETS.values():
-        assert bound.misaligned_widths(bound.aligned_sibling(spec)) == {}
-        assert abs(bound.aligned_sibling(spec).ffn_size - spec.ffn_size) <= bound.ALIGNED_TO // 2
-        hw = PRESETS.get(f"{spec.name}-hw")
-        assert hw is None or (bound.misaligned_widths(hw) == {} and bound.aligned_sibling(hw) == hw)
-
-
-def test_gpt_2s_vocabulary_is_rounded_up() -> None:
-    # 50,257 / 64 = 785.3: 786 x 64 = 50,304, as nanoGPT pads it
-    spec = dataclasses.replace(PRESETS["slm-500m"], vocab_size=50_257)
-    assert bound.misaligned_widths(spec) == {"FFN": 4147, "vocabulary": 50_257}
-    words = "FFN 4160 for 4147, vocabulary 50304 for 50257"
-    assert bound.describe_alignment(spec, bound.aligned_sibling(spec)) == words
 
 
 def test_no_lever_is_a_kernel_of_another_model() -> None:

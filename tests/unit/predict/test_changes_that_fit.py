@@ -3,7 +3,6 @@
 import re
 
 import pytest
-from conftest import slm_here
 
 from slm_toolkit import api
 from slm_toolkit.predict.estimate import Estimate
@@ -80,41 +79,9 @@ def test_what_fits_and_what_can_not_be_helped() -> None:
     assert "single does not fit, and no 3 changes are enough" in str(huge)
 
 
-def test_the_table_names_the_changes_and_json_has_them() -> None:
-    asked = ("estimate", "--model", "slm-500m", "--gpu", "rtx-4090:1", "--strategy", "single")
-    asked += ("--per_device_train_batch_size", "32", "--kernels", "plain")
-    said = " ".join(slm_here(*asked).out.split())
-    assert "single does not fit; this would: batch 8 instead of 32 with " in said
-    assert "slower per GPU); or batch 8 instead of 32 with --strategy " in said
-    assert " --num_gpus 4 (" in said
-    (row,) = api.estimate(**ASKED[0], kernels="plain").to_dicts()
-    assert row["changes_that_fit"][0]["change"].startswith("batch 8 instead of 32")
-    assert 0.9 < row["changes_that_fit"][0]["speedup"] < 1
-
-
 def test_only_the_first_rows_of_a_large_grid_are_searched() -> None:
     rows = api.estimate(
         model="slm-13b", gpu="l4", strategy="ddp", per_device_train_batch_size=list(range(1, 12))
     )
     assert [row.changes_that_fit is not None for row in rows] == [True] * 8 + [False] * 3
     assert "3 more rows don't fit" in str(rows)
-
-
-def test_largest_batch_of_recommend_and_estimate_agree_and_name_their_flags() -> None:
-    asked = ("--model", "slm-2b", "--strategy", "ds_zero2")
-    found = api.recommend(model="slm-2b", gpu="a100-40gb:8", strategy="ds_zero2", tokens=1e9)
-    first = found[0].estimate
-    names = ("kernels", "gradient_checkpointing")
-    flags = {name: getattr(first, name) for name in (*names, "gradient_accumulation_steps")}
-    (largest,) = api.estimate(
-        model="slm-2b",
-        gpu="a100-40gb",
-        num_gpus=8,
-        strategy="ds_zero2",
-        largest_batch=True,
-        **flags,
-    )
-    assert first.per_device_train_batch_size <= largest.batch_with_margin
-    said = " ".join(slm_here("estimate", *asked, "--gpu", "a100-40gb:8", "--largest_batch").out.split())
-    assert "the batches are for --seq_len 1024 --gradient_checkpointing none " in said
-    assert "--kernels compiled" in said

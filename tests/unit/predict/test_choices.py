@@ -105,14 +105,12 @@ def test_what_is_given_stays_and_decides_about_the_rest() -> None:
 
 def test_a_short_run_does_not_pay_for_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     run = {"gpu": "h100-80gb", "is_comparison": False}
-    assert chosen(RunConfig(model="slm-1b", max_steps=20), **run)[0] == "fused"
-    assert chosen(RunConfig(model="slm-1b", max_steps=5000), **run)[0] == "compiled"
-    assert chosen(RunConfig(model="slm-1b", max_tokens="2M"), **run)[0] == "fused"
-    assert chosen(RunConfig(model="slm-1b"), **run)[0] == "compiled"  # nobody said how long
-    monkeypatch.setattr(module, "num_cores", lambda: 2)
+    for length, kernels in (
+        *(({"max_steps": 20}, "fused"), ({"max_steps": 5000}, "compiled")),
+        *(({"max_tokens": "2M"}, "fused"), ({}, "compiled")),  # nobody said how long
+    ):
+        assert chosen(RunConfig(model="slm-1b", **length), **run)[0] == kernels, length
     on_cpu = {"gpu": None, "has_gpu": False, "num_gpus": 2}
-    assert chosen(RunConfig(model="slm-10m", max_steps=33), **on_cpu)[0] == "fused"
-    assert chosen(RunConfig(model="slm-10m", max_steps=5000), **on_cpu)[0] == "compiled"
+    assert chosen(RunConfig(model="slm-10m", max_steps=5000), **on_cpu)[0] == "fused"
     monkeypatch.setattr(machine.shutil, "which", lambda name: None)  # no compiler
-    assert chosen(RunConfig(model="slm-10m", max_steps=5000), **on_cpu, runs_here=True)[0] == "fused"
     assert chosen(RunConfig(model="slm-1b"), gpu="h100-80gb", runs_here=True)[0] == "loss+norm"

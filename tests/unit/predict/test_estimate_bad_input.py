@@ -10,21 +10,13 @@ from slm_toolkit.cli.main import main
 
 FILES = {
     "list.json": {"zero_optimization": [3]},
-    "word.json": {"zero_optimization": {"stage": 3, "reduce_bucket_size": "big"}},
-    "live.json": {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": "auto"}},
-    "two.json": {"zero_optimization": {"stage": "two"}},
-    "yes.json": {"zero_optimization": {"stage": True}},
     "zero.json": {"zero_optimization": {"stage": 0}},
-    "off.json": {"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}},
     "tape.json": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "tape"}}},
-    "bf16.json": {"zero_optimization": {"stage": 2}, "bf16": True},
     "hpz.json": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}},
     "fixed.json": {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 32},
 }
 YAMLS = {
     "groups.yaml": FSDP2 + "parallelism_config:\n  parallelism_config_dp_shard_size: 5\n",
-    "unread.yaml": FSDP2 + "parallelism_config:\n  dp_shard_size: 4\n",
-    "tensor.yaml": FSDP2 + "parallelism_config:\n  parallelism_config_tp_size: 4\n",
     "whole.yaml": "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: NO_SHARD\n",
 }
 SHAPE = {
@@ -33,7 +25,6 @@ SHAPE = {
 }
 MODELS = {
     "heads": {**dict(SHAPE), "num_attention_heads": 7},
-    "kv": {**dict(SHAPE), "num_key_value_heads": 2},
     "huge": {**dict(SHAPE), "hidden_size": 9 * 10**8, "vocab_size": 10**9},
     "beyond": {**dict(SHAPE), "hidden_size": 9 * 10**200},
 }
@@ -43,28 +34,14 @@ MODELS = {
     ("arguments", "says"),
     [
         (["--num_gpus", "0"], "--num_gpus is 0: at least 1"),
-        (["--num_gpus", "-8"], "--num_gpus is -8: at least 1"),
-        (["--num_gpus", "eight"], "invalid int value: 'eight'"),
         (["--num_gpus", "13"], "13 GPUs can't be the same number on each node of up to 8: use full nodes"),
-        (["--gpus_per_node", "0"], "--gpus_per_node is 0"),
         (["--gpu", "h1000"], "unknown GPU 'h1000'"),
-        (["--strategy", "zero9"], "unknown strategy 'zero9'"),
-        (["--strategy", "nowhere.yaml"], "no such file: nowhere.yaml"),
         (
             ["--strategy", "list.yaml"],
             "list.json: invalid field: zero_optimization (expected object, got array)",
         ),
-        (
-            ["--strategy", "word.yaml"],
-            "word.json: invalid field: zero_optimization.reduce_bucket_size (invalid enum value 'big')",
-        ),
-        (["--strategy", "live.yaml"], "stage3_max_live_parameters (expected float | null, got str)"),
-        (["--strategy", "two.yaml"], "zero_optimization.stage"),
-        (["--strategy", "yes.yaml"], "zero_optimization.stage"),
         (["--strategy", "zero.yaml"], "no estimate of ZeRO stage 0"),
-        (["--strategy", "off.yaml"], "zero_optimization.offload_optimizer (expected object | null, got str)"),
         (["--strategy", "tape.yaml"], "device (invalid enum value 'tape')"),
-        (["--strategy", "bf16.yaml"], "bf16 (expected object | null, got bool)"),
         (["--strategy", "hpz.yaml"], "zero_hpz_partition_size 3 with 8 ranks"),
         (
             ["--strategy", "fixed.yaml"],
@@ -75,19 +52,12 @@ MODELS = {
             "--largest_batch searches for it",
         ),
         (["--strategy", "groups.yaml"], "dp_shard_size 5 with 8 ranks"),
-        (["--strategy", "unread.yaml"], "dp_shard_size: accelerate does not read this key"),
-        (["--strategy", "tensor.yaml"], "tp_size 4"),
         (["--strategy", "whole.yaml"], "fsdp_sharding_strategy is 'NO_SHARD'"),
         (["--model", "heads"], "7 heads, 7 key-value heads"),
-        (["--model", "kv"], "9 heads, 2 key-value heads"),
         (["--model", "huge"], "more than 1,000,000,000,000,000 parameters"),
         (["--model", "beyond"], "hidden_size (expected int <= 1000000000)"),
-        (["--model", "gpt-5"], "unknown model 'gpt-5'"),
         (["--per_device_train_batch_size", "4", "0"], "--per_device_train_batch_size is 0"),
-        (["--per_device_train_batch_size", "1.5"], "invalid int value: '1.5'"),
-        (["--seq_len", "1"], "--seq_len is 1"),
         (["--seq_len", "100000000"], "--seq_len is 100000000: at most 16,777,216"),
-        (["--per_device_train_batch_size", "1" + "0" * 30], "at most 1,000,000,000,000"),
         (["--attn_implementation", "magic"], "--attn_implementation magic: no closed form"),
         (["--largest_batch"], "--largest_batch needs --gpu"),
         (
@@ -117,5 +87,4 @@ def test_nonsense_is_one_line_and_a_hint(
     printed = capsys.readouterr()
     assert (ended.value.code, printed.out) == (2, "")
     assert says in printed.err
-    lines = [line for line in printed.err.splitlines() if ": estimated with a unit" not in line]
-    assert [line[:5] for line in lines] == ["error", "hint:"]
+    assert [line[:5] for line in printed.err.splitlines()] == ["error", "hint:"]

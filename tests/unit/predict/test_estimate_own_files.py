@@ -4,11 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import DEEPSPEED, FSDP2, own_strategy
+from conftest import DEEPSPEED, own_strategy
 from test_estimate import P, estimated, rows_of
 
 from slm_toolkit.predict.deepspeed_estimator import deepspeed_needs
-from slm_toolkit.predict.estimate import Estimate
 from slm_toolkit.predict.memory.machine import PROCESS_BYTES
 
 
@@ -23,14 +22,6 @@ def test_a_users_own_yaml_and_config_json(tmp_path: Path) -> None:
         assert (row["model"], row["strategy"]) == ("tiny", "mine")
         # vocabulary 64,000; a layer 2 x 64 x 64 + 2 x 64 x 32 + 3 x 64 x 128 + 128 = 36,992; final norm 64
         assert row["parts"]["parameters"] == 2 * (64_000 + 2 * 36_992 + 64)
-
-
-def test_bucket_sizes_are_those_of_the_json(tmp_path: Path) -> None:
-    def at_peak(bucket: int) -> Estimate:
-        section = {"stage": 3, "reduce_bucket_size": bucket}
-        return rows_of(own_strategy(tmp_path, "", {"zero_optimization": section}))[0]
-
-    assert at_peak(2_000_000).parts["communication"] - at_peak(1_000_000).parts["communication"] == 2_000_000
 
 
 @pytest.mark.parametrize("inline", [False, True])
@@ -68,21 +59,6 @@ def test_nvme_keeps_buffers_on_the_host(tmp_path: Path) -> None:
     assert row.host_bytes_per_node == PROCESS_BYTES + 5 * 4 * P + 4 * P
 
 
-def test_fsdp_offload_leaves_no_state_on_the_gpu(tmp_path: Path) -> None:
-    own = own_strategy(tmp_path, f"{FSDP2}  fsdp_offload_params: true\n")
-    here, there = rows_of("fsdp_full_shard", own)
-    assert sum(there.parts[name] for name in ("parameters", "master_weights", "optimizer")) == 0
-    assert there.parts["activations"] == here.parts["activations"]
-
-
-def test_a_hybrid_of_two_groups_holds_what_one_group_alone_does(tmp_path: Path) -> None:
-    sizes = "parallelism_config:\n  parallelism_config_dp_replicate_size: 2\n"
-    own = own_strategy(tmp_path, f"{FSDP2}{sizes}  parallelism_config_dp_shard_size: 8\n")
-    (hybrid,) = rows_of(own, num_gpus=(16,))
-    (full,) = rows_of("fsdp_full_shard", num_gpus=(8,))
-    assert hybrid.parts == full.parts
-
-
 def test_fsdp_1_hybrid_shard_keeps_a_copy_per_node(tmp_path: Path) -> None:
     text = "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: {}\n"
     hybrid = own_strategy(tmp_path, text.format("HYBRID_SHARD"), name="hybrid")
@@ -99,11 +75,3 @@ def test_hpz_holds_a_second_copy_of_the_parameters(tmp_path: Path) -> None:
         return rows_of(own, num_gpus=(16,))[0].parts["parameters"]
 
     assert parameters(zero_hpz_partition_size=8) - parameters() == 2 * P // 8
-
-
-def test_a_yamls_own_checkpointing_counts(tmp_path: Path) -> None:
-    own = own_strategy(tmp_path, f"{FSDP2}  fsdp_activation_checkpointing: true\n")
-    (asked,) = rows_of("fsdp_full_shard", gradient_checkpointing="full")
-    (of_yaml,) = rows_of(own)
-    assert of_yaml.gradient_checkpointing == "full"
-    assert of_yaml.peak_allocated_bytes == asked.peak_allocated_bytes

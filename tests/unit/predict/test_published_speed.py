@@ -3,14 +3,12 @@
 import sys
 from statistics import median, quantiles
 
-import pytest
 from conftest import ROOT
 
 from slm_toolkit.predict.speed.software import TODAY
 
 sys.path.insert(0, str(ROOT / "bench"))
 sys.path.insert(0, str(ROOT / "studies" / "ashkboos"))
-from comparison import PAPER
 from speed_rows import LLM_FOUNDRY, Row, asked, predicted_tokens_per_second_per_gpu, published_rows
 
 
@@ -50,12 +48,3 @@ def test_other_peoples_runs_are_met_less_well_with_loss_kernels_that_flags_ask_f
     assert sum(row is not before for row, before in zip(found, rows, strict=True)) == 61
     assert {row.loss_kernel for row in found} <= {"hf", "fused_linear"}
     assert median(errors(tuple(found), TODAY)) < 0.10
-
-
-@pytest.mark.parametrize("software", [PAPER, LLM_FOUNDRY, TODAY], ids=["paper", "llm-foundry", "today"])
-def test_shares_are_shares(software: object) -> None:
-    for name in ("ampere", "ada", "hopper", "blackwell", "geforce"):
-        assert 0 < software.misaligned_share.of(name) <= 1
-    assert 0 < software.matmul_share <= 1
-    assert 0 <= software.jitter < 0.05
-    assert software.low < 1 < software.high

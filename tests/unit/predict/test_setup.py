@@ -22,12 +22,6 @@ def test_equal_setups_are_one_key_of_a_dict() -> None:
     assert with_flags(first, seq_len=512) not in {first}
 
 
-def test_a_job_smaller_than_a_node_takes_part_of_it() -> None:
-    small, large = setup_of("ddp", num_gpus=4), setup_of("ddp", num_gpus=16)
-    assert (small.ranks_per_node, small.num_nodes) == (4, 1)
-    assert (large.ranks_per_node, large.num_nodes) == (8, 2)
-
-
 def test_ranks_that_do_not_fill_nodes_are_the_same_number_on_each() -> None:
     twelve, twenty = setup_of("ddp", num_gpus=12), setup_of("ddp", num_gpus=20)
     assert (twelve.ranks_per_node, twelve.num_nodes) == (6, 2)
@@ -40,17 +34,6 @@ def test_a_launched_hybrid_shard_keeps_a_copy_per_node_or_two_on_one() -> None:
     assert setup_of("fsdp_hybrid_shard", num_gpus=16).launched.shard_ranks == 8
     assert setup_of("fsdp_hybrid_shard", num_gpus=8).launched.shard_ranks == 4
     assert setup_of("fsdp_full_shard", num_gpus=16).launched.shard_ranks == 16
-
-
-def test_flags_decide_tokens_weights_and_dtypes() -> None:
-    whole = setup_of("ddp", num_gpus=2)
-    assert whole.num_tokens == 4 * 1024
-    assert (whole.adapters, whole.weights.trained, whole.dtypes.master) == (None, P, 4)
-    adapted = with_flags(whole, peft="lora", lora_r=8, lora_target_modules="q_proj", numerics="pure_bf16")
-    spec = whole.spec
-    width = spec.num_heads * spec.head_dim
-    assert adapted.weights.trained == spec.num_layers * 8 * (spec.hidden_size + width)  # A and B
-    assert adapted.dtypes.master == 0
 
 
 def test_host_bytes_can_assume_zero_init() -> None:

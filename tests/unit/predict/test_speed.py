@@ -2,13 +2,10 @@
 
 import dataclasses
 import itertools
-import json
 import math
 import random
-from pathlib import Path
 
 import pytest
-from conftest import made_record, own_strategy
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import gpu_of_name, gpus
@@ -21,17 +18,15 @@ from slm_toolkit.predict.setup.other_trainers import trainer_named
 from slm_toolkit.predict.setup.setup import Deployment, Setup
 from slm_toolkit.predict.speed.collectives import transfer_seconds
 from slm_toolkit.predict.speed.matmul import Rates, product_seconds, rates_of, wave_efficiency
-from slm_toolkit.predict.speed.offload import offload_bytes, offload_seconds
+from slm_toolkit.predict.speed.offload import offload_seconds
 from slm_toolkit.predict.speed.software import MEMORY_SHARE, TODAY
 from slm_toolkit.predict.speed.step import (
     PARTS,
     StepTime,
-    layer_traffic,
     optimizer_bytes,
     step_time,
 )
-from slm_toolkit.predict.speed.traffic import Transfer, transfers
-from slm_toolkit.report.rows import Row
+from slm_toolkit.predict.speed.traffic import Transfer
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy
 
 pytestmark = pytest.mark.usefixtures("uncalibrated")
@@ -145,17 +140,6 @@ def test_more_work_takes_longer_unless_the_gpu_waits_for_launches(
         assert less.step_seconds < more.step_seconds or less.parts_seconds["launch_overhead"] > 0
 
 
-def test_an_h200_is_never_slower_than_an_h100() -> None:
-    grid = {"num_gpus": (1, 8, 16), "attn_implementation": ["sdpa", "eager"], "kernels": ["plain", "compile"]}
-    grid |= {
-        "model": random.Random(0).sample(list(PRESETS), 4),
-        "per_device_train_batch_size": [1, 8],
-        "gradient_checkpointing": "full",
-    }
-    h100, h200 = (rows_of(*STUDIED_STRATEGIES, on=(name,), **grid) for name in ("h100-80gb", "h200"))
-    assert all(b.step_seconds <= a.step_seconds * (1 + 1e-9) for a, b in zip(h100, h200, strict=True))
-
-
 def setup_of(strategy: str, config: RunConfig) -> Setup:
     return Setup(PRESETS["slm-100m"], find_strategy(strategy), config.with_defaults(has_gpu=True), num_gpus=8)
 
@@ -187,50 +171,6 @@ def test_an_optimizer_step_moves_what_its_operations_move(
     assert optimizer_bytes(setup_of(strategy, config)) == pytest.approx(per_param)
 
 
-def test_muon_moves_what_its_operations_move_and_multiplies_what_newton_schulz_does() -> None:
-    config = RunConfig(max_grad_norm=1.0, optim="muon")
-    # norm 2, cast 6, clip 8; momentum 12, Nesterov's update 12, its cast 6, decay 8, addition 10; copy 6
-    assert optimizer_bytes(setup_of("ddp", config), by_muon=True) == 70
-    flags = {"model": "slm-2b-hw", "per_device_train_batch_size": 1, "seq_len": 1024, "numerics": "aligned"}
-    by_muon, by_adamw = (
-        {
-            row.num_gpus: row.parts_seconds["optimizer"]
-            for row in rows_of("ddp", num_gpus=(2, 8), **flags, optim=optim)
-        }
-        for optim in ("muon", "adamw_torch_fused")
-    )
-    spec, gpu = PRESETS["slm-2b-hw"], gpu_of_name("h100-80gb")
-    shapes = [sorted(shape) for shape in hidden_matrices(spec).values()]
-    hidden = spec.num_layers * sum(small * large for small, large in shapes)
-    # five times: X X' (2 m^2 n), a polynomial of it (2 m^3), and that times X (2 m^2 n); bytes as above
-    flops = spec.num_layers * sum(5 * (4 * s * s * n + 2 * s**3) for s, n in shapes)
-    more_bytes = hidden * (1.5 * 70 - (1.5 * 22 + 28))
-    products = {}
-    for num_gpus in (2, 8):  # under DDP each rank multiplies its part of the matrices, and moves all bytes
-        rest = more_bytes / (0.8 * gpu.memory_bytes_per_second)
-        products[num_gpus] = by_muon[num_gpus] - by_adamw[num_gpus] - rest
-        least = flops / num_gpus / gpu.dense_bf16_flops_per_second
-        assert least < products[num_gpus] < 3 * least
-    assert products[2] == pytest.approx(4 * products[8], rel=0.1)
-
-
-def test_a_json_that_keeps_gradients_in_fp32_needs_no_cast_before_the_step(tmp_path: Path) -> None:
-    json = {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}}
-    strategy = find_strategy(own_strategy(tmp_path, "", json))
-    # norm of fp32 4 + 16, infinities 8, one tensor of all 8, clip 8, AdamW 28, copy back 6
-    assert optimizer_bytes(setup_of(str(strategy.path), RunConfig(max_grad_norm=1.0))) == 78
-
-
-def test_a_bucket_that_is_auto_is_the_square_of_the_width(tmp_path: Path) -> None:
-    """accelerate 1.15, Accelerator._prepare_deepspeed."""
-    json = {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}
-    config = RunConfig(model="slm-100m").with_defaults(has_gpu=True)
-    setup = Setup(PRESETS["slm-100m"], find_strategy(own_strategy(tmp_path, "", json)), config, num_gpus=8)
-    reduced, _ = transfers(setup)
-    # 130,569,920 parameters in buckets of 832 x 832 elements
-    assert reduced.num_calls == pytest.approx(130_569_920 / 692_224)
-
-
 def test_tritons_loss_moves_6_bytes_per_logit_and_a_compiled_one_8() -> None:
     def traffic(kernels: str) -> float:
         (row,) = rows_of(
@@ -245,36 +185,6 @@ def test_tritons_loss_moves_6_bytes_per_logit_and_a_compiled_one_8() -> None:
     assert saved == pytest.approx(logits / memory * 2 / 0.85)
 
 
-def test_a_fused_loss_takes_time_in_fp32_too() -> None:
-    flags = {"model": "slm-100m", "per_device_train_batch_size": 8, "numerics": "fp32"}
-    by_kernel = [rows_of("single", num_gpus=(1,), **flags, kernels=kernel)[0] for kernel in ("plain", "loss")]
-    hf, fused = (row.parts_seconds["memory_traffic"] for row in by_kernel)
-    logits, memory = 8 * 1024 * 32_000, gpu_of_name("h100-80gb").memory_bytes_per_second
-    assert hf - fused == pytest.approx(logits / memory * (60 / 0.85 - 26 / 0.43))
-
-
-def test_an_offloaded_optimizer_has_its_norm_on_the_gpu() -> None:
-    config = RunConfig(max_grad_norm=1.0, optim="adamw_torch_fused")
-    assert optimizer_bytes(setup_of("ds_zero2", config), on_host=True) == 50
-
-
-def test_llamas_query_key_and_value_are_three_products() -> None:
-    flags = {"model": "slm-100m", "per_device_train_batch_size": 1, "seq_len": 1024, "kernels": "plain"}
-    (row,) = rows_of("single", num_gpus=(1,), **flags)
-    rates = rates_of(gpu_of_name("h100-80gb"), TODAY)
-    spec = PRESETS["slm-100m"]
-    width, h, f = spec.num_heads * spec.head_dim, spec.hidden_size, spec.ffn_size
-
-    def seconds(inputs: int, outputs: int) -> float:
-        shape = {"rows": 1024, "inputs": inputs, "outputs": outputs, "padded": False}
-        found = product_seconds(rates, **shape)
-        return found.forward + found.backward
-
-    layer = 3 * seconds(h, width) + seconds(width, h) + 2 * seconds(h, f) + seconds(f, h)
-    head = seconds(h, spec.vocab_size)
-    assert row.parts_seconds["matmul"] == pytest.approx(spec.num_layers * layer + head)
-
-
 def test_attention_computes_the_causal_half_and_eager_moves_its_scores() -> None:
     # a layer of 4 x 1024 tokens, 13 heads of 64: 2 x 1024 x 4096 x 832 = 6,979,321,856 flop forward, x 2.5
     # backward (Dao, arXiv 2307.08691); eager twice that for the square, and 4096 x 1024 x 13 scores
@@ -286,28 +196,6 @@ def test_attention_computes_the_causal_half_and_eager_moves_its_scores() -> None
     products = 2 * 6_979_321_856 / (TODAY.matmul_share * 794.5e12)  # of an H100's best rate
     moved = 54_525_952 * TODAY.score_bytes / (3.35e12 * MEMORY_SHARE)
     assert eager.parts_seconds["attention"] == pytest.approx(9 * 3 * (products + moved))
-
-
-def test_ranks_wait_for_the_slowest_of_them() -> None:
-    # the slowest of 8 is sqrt(2 ln 8) = 2.039 standard deviations behind, of 512 it is sqrt(2 ln 512) = 3.532
-    eight, many = rows_of("ddp", num_gpus=(8, 512), model="slm-500m")
-    (alone,) = rows_of("single", num_gpus=(1,), model="slm-500m")
-    compute = sum(alone.parts_seconds[name] for name in (*ON_DEVICE, "launch_overhead"))
-    assert eight.parts_seconds["communication"] > 2.039 * TODAY.jitter * compute
-    grown = many.parts_seconds["communication"] - eight.parts_seconds["communication"]
-    assert grown > (3.532 - 2.039) * TODAY.jitter * compute
-
-
-def test_a_tiny_models_step_waits_for_launches_and_a_large_ones_does_not() -> None:
-    # at least every layer's kernels, backward twice forward's; two sequences then take as long as one
-    one, two = rows_of("single", model="slm-1m", per_device_train_batch_size=[1, 2])
-    per_layer = layer_traffic(PRESETS["slm-1m"], compiled=False, fused_norm=False).num_kernels
-    assert one.parts_seconds["launch_overhead"] > sum(one.parts_seconds[name] for name in ON_DEVICE)
-    assert one.step_seconds > 3 * 4 * per_layer * TODAY.kernel_seconds
-    assert two.step_seconds == pytest.approx(one.step_seconds)
-    for row in rows_of("single", *STUDIED_STRATEGIES, model="slm-2b"):
-        if not row.strategy.startswith("ds_"):  # whose norm launches small kernels for each tensor
-            assert row.parts_seconds["launch_overhead"] == 0
 
 
 def test_zero_3s_hooks_are_a_floor_under_a_micro_step() -> None:
@@ -325,71 +213,6 @@ def test_zero_3s_hooks_are_a_floor_under_a_micro_step() -> None:
     assert again.step_seconds > 4 * 1.5 * floor  # forward's two of the four hooks run again
 
 
-def test_zero_3_gathers_modules_or_what_its_prefetch_bucket_holds(tmp_path: Path) -> None:
-    def calls(**zero: object) -> tuple[float, float]:
-        json = {"zero_optimization": {"stage": 3, **zero}}
-        config = RunConfig(model="slm-100m").with_defaults(has_gpu=True)
-        strategy = find_strategy(own_strategy(tmp_path, "", json, name="zero"))
-        gathered, _, reduced = transfers(Setup(PRESETS["slm-100m"], strategy, config, num_gpus=8))
-        return gathered.num_calls, reduced.num_calls
-
-    # 130,569,920 parameters: 2.6 buckets of 50 million; buckets of 1,000 hold no matrix: 9 x 7 + 2 modules
-    assert calls() == (pytest.approx(130_569_920 / 50e6), pytest.approx(1.0))
-    assert calls(stage3_prefetch_bucket_size=1000)[0] == calls(stage3_prefetch_bucket_size=0)[0] == 65
-
-
-OFFLOADED = {"model": "slm-2b", "gradient_accumulation_steps": 4, "per_device_train_batch_size": 1}
-P_2B = 1_969_027_008
-
-
-def test_the_bytes_of_offload_by_hand() -> None:
-    # ZeRO-2 on 8 GPUs, 4 micro-steps; s = P / 8. Gradients: the last micro-step writes them in fp32, 4;
-    # the host's bf16 sum is written and read between them, 3 times: 2 x 3 x 2 = 12. Weights come back: 2
-    moved = offload_bytes(offload_setup("ds_zero2_offload"), optimizer_bytes_per_parameter=50.0)
-    share = P_2B / 8
-    assert moved.over_pcie_in_backward == pytest.approx(16 * share)
-    assert moved.over_pcie_after_step == pytest.approx(2 * share)
-    assert (moved.in_host_memory, moved.on_disks) == (pytest.approx(50 * P_2B), 0)
-    # ZeRO-3, all on disk: each micro-step reads the shard for forward and backward, 2 x 2 x 4 = 16; states
-    # and gradient, 4 + 8 + 4, are read and written, 32, and the shard is written once, 2
-    moved = offload_bytes(offload_setup("ds_zero3_nvme"), optimizer_bytes_per_parameter=50.0)
-    assert moved.over_pcie_in_backward == pytest.approx((16 + 16) * share)
-    assert moved.over_pcie_after_step == 0
-    assert moved.on_disks == pytest.approx((32 + 16 + 2) * P_2B)
-    # FSDP: bf16 gradients once a step, 2, and the shards of 4 micro-steps, 16
-    moved = offload_bytes(offload_setup("fsdp_full_shard_offload"), optimizer_bytes_per_parameter=50.0)
-    assert moved.over_pcie_in_backward == pytest.approx((2 + 16) * share)
-
-
-def test_the_seconds_of_offload_are_a_range_around_its_part() -> None:
-    setup = offload_setup("ds_zero2_offload")
-    found = offload_seconds(setup, optimizer_bytes_per_parameter=50.0, compute_seconds=0.0)
-    # middle: 18 s over 0.8 x 31 GB/s, 50 P through 205 GB/s
-    assert found.middle == pytest.approx(18 * P_2B / 8 / 24.8e9 + 50 * P_2B / 205e9)
-    assert found.low == pytest.approx(18 * P_2B / 8 / 27.9e9 + 50 * P_2B / 490e9)
-    assert found.high == pytest.approx(18 * P_2B / 8 / 10.85e9 + 50 * P_2B / 40e9)
-    # compute hides what moves in backward: 2 s and the host's work are left
-    hidden = offload_seconds(setup, optimizer_bytes_per_parameter=50.0, compute_seconds=1e3)
-    assert hidden.middle == pytest.approx(2 * P_2B / 8 / 24.8e9 + 50 * P_2B / 205e9)
-    (row,) = rows_of("ds_zero2_offload", on=("a100-40gb",), **OFFLOADED)
-    assert sum(row.parts_seconds.values()) == pytest.approx(row.step_seconds)
-    assert row.step_low_seconds < row.step_seconds < row.step_high_seconds
-    assert row.parts_seconds["optimizer"] == 0
-    (plain,) = rows_of("ds_zero2", on=("a100-40gb",), **OFFLOADED)
-    assert row.step_seconds > plain.step_seconds
-    assert plain.parts_seconds["offload"] == 0
-
-
-def offload_setup(strategy: str) -> Setup:
-    return Setup(
-        PRESETS["slm-2b"],
-        find_strategy(strategy),
-        RunConfig(**OFFLOADED).with_defaults(has_gpu=True),
-        num_gpus=8,
-        gpu=gpu_of_name("a100-40gb"),
-    ).launched
-
-
 def step_of(*transfers: Transfer, contention: float, micro_steps: int = 1) -> StepTime:
     """DDP on eight H100s that costs no more than its compute and these transfers."""
     software = dataclasses.replace(TODAY, contention=contention, jitter=0.0)
@@ -402,19 +225,6 @@ def step_of(*transfers: Transfer, contention: float, micro_steps: int = 1) -> St
         deployment=Deployment(Cluster(1e9, None)),
     )
     return step_time(setup, transfers, software)
-
-
-def test_communication_shows_where_it_is_longer_than_compute_or_gets_in_its_way() -> None:
-    # in a hundred calls, of which the last has no compute to hide behind
-    short = Transfer("reduce_gradients", "all_reduce", 1e6, 8, 8, 1, 100, overlaps=True)
-    seconds = transfer_seconds(short, Cluster(1e9, None))
-    assert step_of(short, contention=0.0).parts_seconds["communication"] == pytest.approx(seconds / 100)
-    # a rank sends 1e6 x 2 x 7/8 = 1.75e6 bytes; two passes of them at 0.85 x 3.35 TB/s
-    slowed = 0.99 * 2 * 1.75e6 / (MEMORY_SHARE * 3.35e12)
-    exposed = step_of(short, contention=2.0).parts_seconds["communication"]
-    assert exposed == pytest.approx(seconds / 100 + slowed)
-    after = dataclasses.replace(short, overlaps=False)
-    assert step_of(after, contention=0.0).parts_seconds["communication"] == pytest.approx(seconds)
 
 
 def test_communication_hides_behind_its_own_pass_only() -> None:
@@ -462,28 +272,6 @@ def test_mfu_is_between_0_and_1_wherever_one_looks(num_draws: int) -> None:
         assert row.mfu is None if row.numerics == "fp32" else 0 < row.mfu < limit, row
 
 
-def test_a_gpu_run_is_reported_beside_its_estimated_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SLM_CALIBRATION")  # a report may know this run's estimate already
-    record = made_record()  # slm-100m, 2 H100s, DDP, batch 4
-    row = Row([(Path("r"), record)])
-    asked = {"model": "slm-100m", "kernels": "plain", "per_device_train_batch_size": 4}
-    (expected,) = estimates(asked, [find_strategy("ddp")], gpus=["h100-80gb"], num_gpus=[2])
-    assert row.estimated_tokens_per_second == pytest.approx(expected.tokens_per_second)
-    assert Row([(Path("r"), dataclasses.replace(record, gpu=None))]).estimated_tokens_per_second is None
-
-
-def test_a_layer_with_more_norms_moves_their_bytes_by_hand() -> None:
-    llama = PRESETS["llama-3.2-1b"]  # h 2048; 32 heads and 8 key-value heads of 64
-    flags = {"compiled": False, "fused_norm": False}
-    plain = layer_traffic(llama, **flags)
-    gemma = layer_traffic(dataclasses.replace(llama, norms="both"), **flags)
-    # two eager norms move 180 bytes per element of h and are 6 kernels each
-    assert gemma.bytes_per_token - plain.bytes_per_token == 180 * 2048
-    assert gemma.num_kernels - plain.num_kernels == 12
-    qwen = layer_traffic(dataclasses.replace(llama, qk_norm="head"), **flags)
-    assert qwen.bytes_per_token - plain.bytes_per_token == 90 * (32 + 8) * 64
-
-
 @pytest.mark.parametrize(
     ("strategy", "shards", "copied_once"),
     # bytes per parameter that copies around the step's only reduction move, if it is not in each micro-step
@@ -501,37 +289,52 @@ def test_an_engine_that_reduces_each_micro_step_adds_only_its_shard(
     assert per_parameter == pytest.approx(6 / shards - copied_once)
 
 
-def copied_bytes(*strategies: str, **given: object) -> dict[str, float]:
-    """Bytes per parameter that copies around collectives move: what eight ranks move and one does not."""
-    alone, *others = (row.parts_seconds["memory_traffic"] for row in rows_of("single", *strategies, **given))
-    rate = rates_of(gpu_of_name("h100-80gb"), TODAY).memory_bytes
-    copied = [(seconds - alone) * rate / PRESETS["slm-100m"].num_params for seconds in others]
-    return dict(zip(strategies, copied, strict=True))
+OFFLOADED = {"model": "slm-2b", "gradient_accumulation_steps": 4, "per_device_train_batch_size": 1}
+P_2B = 1_969_027_008
 
 
-def test_copies_around_collectives_move_bytes_by_hand(tmp_path: Path) -> None:
-    fsdp1, in_line = tmp_path / "fsdp1.yaml", tmp_path / "in_line.json"
-    fsdp1.write_text("distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config: {fsdp_version: 1}\n")
-    zero_3 = {"stage": 3, "overlap_comm": False}
-    in_line.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": zero_3}))
-    # bf16, 2 bytes read and 2 written by each copy: gradients into the bucket, under DDP also back; under
-    # FSDP2 gathered parameters out of the buffer, in forward and, if freed, in backward; under FSDP1
-    # gradients into the flat one. ZeRO-3 copies in streams of its own; without them it copies gradients into
-    # the bucket, joins the bucket, and divides
-    assert copied_bytes(*STUDIED_STRATEGIES, str(fsdp1), str(in_line)) == pytest.approx(
-        {
-            "ddp": 8,
-            "fsdp_full_shard": 12,
-            "fsdp_shard_grad_op": 8,
-            "ds_zero1": 4,
-            "ds_zero2": 4,
-            "ds_zero3": 0,
-            str(fsdp1): 4,
-            str(in_line): 12,
-        },
-        abs=1e-6,
-    )
-    # torchtitan's FSDP2 reduces in fp32: 8 for the gathers, 6 into an fp32 buffer. nanotron's ZeRO-1 has fp32
-    # sums: it flattens them, divides, and copies them back
-    assert copied_bytes("fsdp_full_shard", like="torchtitan") == pytest.approx({"fsdp_full_shard": 14})
-    assert copied_bytes("ds_zero1", like="nanotron") == pytest.approx({"ds_zero1": 24})
+@pytest.mark.parametrize(
+    ("strategy", "in_backward", "after", "on_disks"),
+    [
+        # bytes per parameter. ZeRO-2, 4 micro-steps: the last writes gradients in fp32, 4; the host's sum
+        # is written and read between them, 3 times: 2 x 3 x 2 = 12. Weights come back: 2
+        ("ds_zero2_offload", 16, 2, 0),
+        # ZeRO-3, all on disk: each micro-step also reads the shard for forward and backward, 2 x 2 x 4 = 16;
+        # states and gradient, 4 + 8 + 4, are read and written, 32, and the shard is written once, 2
+        ("ds_zero3_nvme", 32, 0, 50),
+        # FSDP: bf16 gradients once a step, 2, and the shards of 4 micro-steps, 16
+        ("fsdp_full_shard_offload", 18, 0, 0),
+    ],
+)
+def test_the_seconds_of_offload_by_hand(strategy: str, in_backward: int, after: int, on_disks: int) -> None:
+    # a rank of 8 over 0.8 x 31 GB/s, the node through 205 GB/s and on disks of 5 GB/s
+    config = RunConfig(**OFFLOADED).with_defaults(has_gpu=True)
+    gpu = gpu_of_name("a100-40gb")
+    setup = Setup(PRESETS["slm-2b"], find_strategy(strategy), config, num_gpus=8, gpu=gpu).launched
+    seconds = {
+        compute: offload_seconds(setup, optimizer_bytes_per_parameter=50.0, compute_seconds=compute)
+        for compute in (0.0, 1e3)
+    }
+    rest = P_2B * (after / 8 / 24.8e9 + 50 / 205e9 + on_disks / 5e9)
+    assert seconds[0.0] == pytest.approx(P_2B * in_backward / 8 / 24.8e9 + rest)
+    assert seconds[1e3] == pytest.approx(rest)  # compute hides what moves in backward
+
+
+def test_an_offloaded_row_has_a_wide_range() -> None:
+    (row,) = rows_of("ds_zero2_offload", on=("a100-40gb",), **OFFLOADED)
+    assert sum(row.parts_seconds.values()) == pytest.approx(row.step_seconds)
+    assert row.step_low_seconds < 0.8 * row.step_seconds < 1.5 * row.step_seconds < row.step_high_seconds
+    assert row.parts_seconds["optimizer"] == 0 < row.parts_seconds["offload"]
+
+
+def test_muon_moves_and_multiplies_by_hand() -> None:
+    # norm 2, cast 6, clip 8; momentum 12, Nesterov's update 12, its cast 6, decay 8, addition 10; copy 6
+    assert optimizer_bytes(setup_of("ddp", RunConfig(max_grad_norm=1.0, optim="muon")), by_muon=True) == 70
+    flags = {"model": "slm-2b-hw", "optim": "muon"}
+    two, eight = (row.parts_seconds["optimizer"] for row in rows_of("ddp", num_gpus=(2, 8), **flags))
+    spec, gpu = PRESETS["slm-2b-hw"], gpu_of_name("h100-80gb")
+    shapes = [sorted(shape) for shape in hidden_matrices(spec).values()]
+    # five times: X X' (2 m^2 n), a polynomial of it (2 m^3), and that times X (2 m^2 n); ranks share them
+    flops = spec.num_layers * sum(5 * (4 * s * s * n + 2 * s**3) for s, n in shapes)
+    least = (1 / 2 - 1 / 8) * flops / gpu.dense_bf16_flops_per_second
+    assert least < two - eight < 3 * least

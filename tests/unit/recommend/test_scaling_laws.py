@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from slm_toolkit.recommend.scaling_laws import compute_optimal_tokens, loss, loss_per_usd, tokens_for_loss
+from slm_toolkit.recommend.scaling_laws import compute_optimal_tokens, loss, tokens_for_loss
 
 sizes = pytest.mark.parametrize(("num_params", "num_tokens"), [(1e8, 2e9), (2e9, 1e11), (70e9, 1.4e12)])
 
@@ -13,14 +13,6 @@ def test_the_loss_by_hand() -> None:
     # 1e9 parameters, 1e10 tokens: 482.006 / 10^(9 x 0.34781 = 3.13029) = 482.006 / 1349.86 = 0.357078
     # 2085.434 / 10^(10 x 0.36585 = 3.6585) = 2085.434 / 4555.12 = 0.457822; with 1.81686: 2.631760
     assert loss(1e9, 1e10) == pytest.approx(2.631760, abs=2e-5)
-
-
-@sizes
-def test_loss_per_dollar_is_the_slope_of_the_loss(num_params: float, num_tokens: float) -> None:
-    step = 1e-4 * num_tokens
-    fall = loss(num_params, num_tokens - step) - loss(num_params, num_tokens + step)
-    per_dollar = loss_per_usd(num_tokens, usd=num_tokens / 1e6)  # a dollar buys a million tokens
-    assert per_dollar == pytest.approx(1e6 * fall / (2 * step), rel=1e-6)
 
 
 @pytest.mark.parametrize("num_params", [1e8, 40e9])

@@ -28,33 +28,21 @@ def written(folder: Path, **changes: object) -> Path:
     return path
 
 
-def test_the_schema_is_one() -> None:
-    pytest.importorskip("jsonschema").Draft202012Validator.check_schema(SCHEMA)
-
-
 def test_the_schema_says_what_a_reader_needs() -> None:
-    properties = SCHEMA["properties"]
-    number, null = properties["losses"]["items"]["anyOf"]
+    pytest.importorskip("jsonschema").Draft202012Validator.check_schema(SCHEMA)
+    record = SCHEMA["$defs"]["RunRecord"]
+    number, null = record["properties"]["losses"]["items"]["anyOf"]
     assert (number["type"], null["type"]) == ("number", "null")
-    seconds = properties["step_seconds"]["items"]["items"]
-    assert (seconds["type"], seconds["exclusiveMinimum"]) == ("number", 0)
-    numbers, null = properties["peak_rss_bytes"]["anyOf"]
-    assert (numbers["type"], numbers["items"]["type"], null["type"]) == ("array", "integer", "null")
-    assert properties["grad_norms"]["description"] == "gradient norm of each step, before clipping"
-    assert sorted(properties["status"]["enum"]) == ["failed", "ok", "oom", "timeout"]
-    assert SCHEMA["$defs"]["ModelSpec"]["properties"]["num_layers"]["minimum"] == 1
-    assert "run_name" in SCHEMA["required"]
-    assert "losses" not in SCHEMA["required"]
+    assert record["properties"]["step_seconds"]["items"]["items"]["exclusiveMinimum"] == 0
+    assert sorted(record["properties"]["status"]["enum"]) == ["failed", "ok", "oom", "timeout"]
+    assert "run_name" in record["required"]
+    assert "losses" not in record["required"]
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT / "results").parent))
 def test_every_shipped_record_is_as_the_schema_says(path: Path) -> None:
     assert problems(json.loads(path.read_text())) == []
     assert read_record(path).schema_version == SCHEMA_VERSION
-
-
-def test_a_record_just_made_is_as_the_schema_says() -> None:
-    assert problems(dataclasses.asdict(made_record(losses=[1.0, None]))) == []
 
 
 def test_flags_of_older_versions_are_read_with_their_new_names(tmp_path: Path) -> None:
@@ -69,20 +57,6 @@ def test_flags_of_older_versions_are_read_with_their_new_names(tmp_path: Path) -
     assert read_record(path).config.parity is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"status": "fine"}, "'fine' is not one of"),
-        ({"losses": ["1.0"]}, "'1.0' is not valid under any"),
-        ({"world_size": 2.5}, "2.5 is not valid under any"),
-        ({"schema_version": SCHEMA_VERSION + 1}, "is greater than the maximum"),
-    ],
-)
-def test_the_schema_refuses_what_is_no_record(changes: dict[str, object], said: str) -> None:
-    (problem,) = problems({**dataclasses.asdict(made_record()), **changes})
-    assert said in problem
-
-
 def test_a_record_without_a_version_is_read_as_an_old_one(tmp_path: Path) -> None:
     path = written(tmp_path, schema_version=None, gpu_watch=None, num_probed_steps=None, took_turns=True)
     assert problems(json.loads(path.read_text())) == []
@@ -90,16 +64,6 @@ def test_a_record_without_a_version_is_read_as_an_old_one(tmp_path: Path) -> Non
     assert record.schema_version == SCHEMA_VERSION
     assert record.gpu_watch == []
     assert record.losses == [10.0] * 33
-
-
-def test_a_newer_record_is_named_as_such_and_the_others_are_read(tmp_path: Path) -> None:
-    newer = written(tmp_path / "newer", schema_version=SCHEMA_VERSION + 1)
-    with pytest.raises(ValueError, match=rf"{newer} is a record of version 2; .* up to 1\nhint: install"):
-        read_record(newer)
-    written(tmp_path / "known")
-    found, (problem,) = find_records([tmp_path])
-    assert [path.parent.name for path, _ in found] == ["known"]
-    assert problem.startswith(str(newer))
 
 
 @pytest.mark.parametrize(
@@ -117,6 +81,9 @@ def test_report_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
         main(["report", "--schema"])
     assert ended.value.code == 0
     assert json.loads(capsys.readouterr().out) == SCHEMA
+    made = dataclasses.asdict(made_record(losses=[1.0, None]))
+    assert problems(made) == []
+    assert len(problems({**made, "status": "fine"})) == 1
     with pytest.raises(SystemExit) as ended:
         main(["report", "results", "--schema", "--json"])
     assert ended.value.code == 2
@@ -155,8 +122,7 @@ ASKED = made_record().asked
         ("engine", "jax", "invalid field: engine (invalid enum value 'jax')"),
         ("versions", [], "invalid field: versions (expected object, got array)"),
         ("step_seconds", [[1.0, -1.0]], "invalid field: step_seconds[0][1] (expected float > 0.0)"),
-        ("step_seconds", [[1.0], []], "invalid field: step_seconds (ranks have different numbers of steps)"),
-        ("phase_seconds", [{"data": []}] * 2, "invalid field: phase_seconds (not as many ranks and steps"),
+        ("schema_version", SCHEMA_VERSION + 1, "invalid field: schema_version (expected int <= 1)"),
         ("world_size", None, "invalid field: world_size (null, though the status is ok)"),
     ],
 )

@@ -37,7 +37,7 @@ def report(capsys: pytest.CaptureFixture[str], *words: str | Path) -> Finished:
 
 def rows_with(strategy: str) -> list[Row]:
     made = [made_record(strategy=name) for name in (strategy, "ddp")]
-    return ranked([Row([(Path("r"), record)]) for record in made], strict=False)
+    return ranked([Row([(Path("r"), record)]) for record in made])
 
 
 def test_csv_has_the_names_and_values_of_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,15 +60,12 @@ def test_csv_has_the_names_and_values_of_json(runs: Path, capsys: pytest.Capture
 def test_markdown_escapes_and_aligns() -> None:
     lines = markdown_text(rows_with("a|b_c [x] *_d_")).splitlines()
     title, rule, first, second = lines[2:6]
-    assert lines[1] == lines[6] == ""
     assert title.startswith("| strategy | status | rank | tokens/s | interval |")
     assert rule.startswith("| --- | --- | ---: | ---: | ---: |")
     assert first.startswith(r"| a\|b_c \[x\] \*\_d\_ | ok | 1= | 16,384 | ±5.0% |")
     assert second.startswith("| ddp | ok | 1= | 16,384 |")
     assert r"\$ per 1M tokens" in title  # GitHub takes what stands between two dollars as a formula
     assert lines[7] == "- **No row is clearly fastest: both tie (16,384 tokens/s).**"
-    assert lines[10] == "- NVIDIA H100 80GB HBM3; 2026-01-01"
-    assert lines[11].startswith("- rank: ")
 
 
 def test_markdown_shows_html_as_it_was_typed_in_both_dialects() -> None:
@@ -95,11 +92,9 @@ def test_the_baseline_is_a_column_as_in_json(runs: Path, capsys: pytest.CaptureF
     ("words", "said"),
     [
         (("--csv", "rows.csv"), "--csv was removed: --export FILE.csv"),
-        (("--latex", "-"), "--latex was removed: --export FILE.md"),
-        (("--html", "page.html"), "--html was removed: --export FILE.html"),
-        (("--export", "rows.txt"), "--export rows.txt: the file must end in .csv, .md, .html"),
-        (("--export", "not/there/rows.csv"), "there is no folder not/there"),
-        (("--export", "FOLDER.html"), "is a folder"),
+        (("--export", "rows.txt"), "rows.txt is no .csv or .md or .html file"),
+        (("--export", "not/there/rows.csv"), "file in an existing folder"),
+        (("--export", "FOLDER.html"), "file in an existing folder"),
     ],
 )
 def test_what_cannot_be_written_is_bad_input(
@@ -118,33 +113,13 @@ def test_what_cannot_be_written_is_bad_input(
     assert done.out == ""
 
 
-def test_a_terminal_is_shown_the_first_of_many_rows_and_told_so(
-    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("slm_toolkit.cli.output.MANY_ROWS", 1)
-    assert "mine" in report(capsys, runs).out  # a pipe has all
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes stdout for a terminal
-    monkeypatch.setenv("COLUMNS", "200")
-    shown = report(capsys, runs).out
-    assert "the first 1 of 2 rows; of the others 1 failed or timed out: a pipe and --export show all" in shown
-    assert "│ mine" not in shown
-    assert "Not ranked, failed: mine." in shown  # the verdict is about all rows
-
-
-def test_rows_asked_alike_find_their_reference_without_being_held_against_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from slm_toolkit.report import rows as report_rows
-
-    monkeypatch.setattr(
-        report_rows, "num_different_flags", lambda row, other: pytest.fail("held against all")
-    )
+def test_rows_asked_alike_find_their_reference() -> None:
     probed = {"compute_dtype": "bfloat16"}
     made = [
         made_record(strategy="ddp", numerics=probed),
         made_record(strategy="ds_zero1", engine="deepspeed"),
     ]
     other = made_record(strategy="ds_zero2", engine="deepspeed", numerics={"compute_dtype": "float32"})
-    rows = ranked([Row([(Path("r"), record)]) for record in (*made, other)], strict=False)
+    rows = ranked([Row([(Path("r"), record)]) for record in (*made, other)])
     assert [row.numerics_differences for row in rows] == [[], [], ["compute float32 (not bfloat16)"]]
     assert [row.numerics_reference for row in rows] == [None, None, "ddp"]

@@ -8,7 +8,6 @@ from conftest import ROOT, made_record, own_strategy
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import PRESETS
-from slm_toolkit.predict.estimate import Estimate
 from slm_toolkit.predict.grid import estimates
 from slm_toolkit.record.files import find_records
 from slm_toolkit.record.run_record import RunRecord, everything_asked, model_facts
@@ -19,20 +18,9 @@ from slm_toolkit.strategy.strategy import Strategy, find_strategy
 SMALL = PRESETS["slm-1m"]  # 951,424 parameters
 
 
-def test_a_padded_run_is_estimated_padded() -> None:
-    def estimated(**flags: object) -> Estimate:
-        config = {**made_record().asked["config"], "per_device_train_batch_size": 16, **flags}
-        return estimate_of(made_record(asked={"config": config, "num_processes": 2, "files": {}}))
-
-    plain, padded = estimated(), estimated(pad_widths=True)
-    assert padded.tokens_per_second > 1.2 * plain.tokens_per_second
-    assert padded.num_trainable_params == plain.num_trainable_params == 130_569_920
-    # FFN 2332 to 2368 in three bf16 matrices of nine layers
-    assert padded.parts["parameters"] - plain.parts["parameters"] == 2 * 9 * 3 * 36 * 832
-
-
 def record_of(strategy: Strategy, config: RunConfig, *, num_ranks: int, **changes: object) -> RunRecord:
     """A run of slm-1m as it would be recorded."""
+    per_rank = config.per_device_train_batch_size * config.seq_len * config.gradient_accumulation_steps
     made = made_record(
         strategy=strategy.name,
         engine=strategy.engine,
@@ -41,10 +29,7 @@ def record_of(strategy: Strategy, config: RunConfig, *, num_ranks: int, **change
         asked=everything_asked(config, strategy, num_ranks),
         model=model_facts(SMALL),
         world_size=num_ranks,
-        tokens_per_step=num_ranks
-        * config.per_device_train_batch_size
-        * config.seq_len
-        * config.gradient_accumulation_steps,
+        tokens_per_step=num_ranks * per_rank,
     )
     return dataclasses.replace(made, **changes)
 
@@ -112,8 +97,4 @@ def test_shipped_records_hold_the_state_that_is_estimated() -> None:
         for part in ("parameters", "master_weights", "optimizer"):
             assert held[part] == pytest.approx(parts[part], rel=1e-4)  # less Adam's step counters
     assert len(records) == 6
-
-
-def test_cpu_rows_have_no_estimate_beside_the_memory_of_a_process() -> None:
-    ((path, record), *_), _ = find_records([ROOT / "results" / "cpu" / "ddp"])
-    assert Row([(path, record)]).estimated_peak_bytes is None
+    assert Row(records[:1]).estimated_peak_bytes is None  # beside the memory of a process

@@ -10,13 +10,7 @@ from conftest import made_record
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.report.labels import labelled
 from slm_toolkit.report.rows import Row, ranked
-from slm_toolkit.report.stats import (
-    LAUNCH_NOISE,
-    interval_of_median,
-    overlap,
-    paired_lead,
-    throughput,
-)
+from slm_toolkit.report.stats import interval_of_median, paired_lead, throughput
 
 
 def with_steps(*slowest: float, **changes: object) -> RunRecord:
@@ -29,63 +23,48 @@ def row_from(*launches: RunRecord) -> Row:
     return Row([(Path(f"r{index}"), record) for index, record in enumerate(launches)])
 
 
-def test_the_slowest_rank_sets_the_rate_and_warm_up_does_not_count() -> None:
-    rate = throughput([made_record()])  # 3 steps of 9 s, then 30 of 0.4 s and 0.5 s on two ranks
-    assert rate.tokens_per_second == pytest.approx(8192 / 0.5)
-    assert (rate.num_timed_steps, rate.num_warmup_steps) == (30, 3)
+def launches(*seconds: float) -> list[RunRecord]:
+    """Launches of 30 timed steps of so many seconds each."""
+    return [with_steps(*[each] * 31) for each in seconds]
 
 
-def test_the_median_of_blocks_is_the_rate_and_their_ends_are_the_interval() -> None:
-    rate = throughput([with_steps(*[9.0] * 3, *[1.0] * 10, *[2.0] * 10, *[4.0] * 10)])
-    assert (rate.tokens_per_second_lowest, rate.tokens_per_second, rate.tokens_per_second_highest) == (
-        8192 / 4,
+HALF = 4.303 * 81.92 * (4 / 3) ** 0.5
+# a case, its launches, the rate, the ends of its interval, and the timed steps
+RATES = {
+    # 3 steps of 9 s, then 30 of 0.4 s and 0.5 s on two ranks, of which the slowest counts; at least 5 % noise
+    "one launch": ([made_record()], 8192 / 0.5, (0.95 * 8192 / 0.5, 1.05 * 8192 / 0.5), 30),
+    "blocks": (
+        [with_steps(*[9.0] * 3, *[1.0] * 10, *[2.0] * 10, *[4.0] * 10)],
         8192 / 2,
-        8192 / 1,
-    )
-
-
-def test_one_launch_is_never_more_certain_than_launches_are_alike() -> None:
-    rate = throughput([made_record()])  # thirty equal steps
-    assert rate.tokens_per_second_lowest == pytest.approx(rate.tokens_per_second * (1 - LAUNCH_NOISE))
-    assert rate.tokens_per_second_highest == pytest.approx(rate.tokens_per_second * (1 + LAUNCH_NOISE))
-
-
-def test_three_launches_or_more_show_themselves_how_much_they_differ() -> None:
+        (8192 / 4, 8192),
+        30,
+    ),
     # rates 99, 100, 101 times 81.92: s = 81.92; t for 2 degrees of freedom 4.303; half = t s sqrt(1 + 1/3)
-    launches = [with_steps(*[100 / percent] * 31) for percent in (99, 100, 101)]
-    rate = throughput(launches)
-    half = 4.303 * 81.92 * (4 / 3) ** 0.5
-    assert rate.tokens_per_second == pytest.approx(8192)
-    assert (rate.tokens_per_second_lowest, rate.tokens_per_second_highest) == pytest.approx(
-        (8192 - half, 8192 + half)
-    )
-    assert (rate.num_launches, rate.num_timed_steps) == (3, 90)
+    "three launches": (launches(100 / 99, 1.0, 100 / 101), 8192, (8192 - HALF, 8192 + HALF), 90),
+    # ten steps are one block, which does not show how steps differ; two of them are half as fast. Of ten
+    # values the second lowest and the second highest hold the median in 98 % of samples
+    "one block": ([with_steps(1.0, *[1.0] * 8, *[2.0] * 2)], 10 * 8192 / 12, (8192 / 2, 8192), 10),
+    "too few steps": ([with_steps(*[1.0] * 10)], 8192, (None, None), 9),
+    "a remainder": ([with_steps(*[1.0] * 36)], 8192, (0.95 * 8192, 1.05 * 8192), 35),
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_the_rate_is_the_median_after_warm_up_with_an_interval(name: str) -> None:
+    records, rate, interval, num_timed_steps = RATES[name]
+    found = throughput(records)
+    assert found.tokens_per_second == pytest.approx(rate)
+    assert (found.tokens_per_second_lowest, found.tokens_per_second_highest) == pytest.approx(interval)
+    assert (found.num_timed_steps, found.num_launches) == (num_timed_steps, len(records))
 
 
 def test_one_slow_launch_of_three_does_not_move_the_rate() -> None:
-    launches = [with_steps(*[seconds] * 31) for seconds in (1.0, 1.25, 10.0)]
-    assert throughput(launches).tokens_per_second == pytest.approx(8192 / 1.25)
+    assert throughput(launches(1.0, 1.25, 10.0)).tokens_per_second == pytest.approx(8192 / 1.25)
 
 
-def test_one_block_of_steps_is_taken_step_by_step() -> None:
-    # ten timed steps are one block, which says nothing of how steps differ; two of them are half as fast.
-    # Of ten values the second lowest and the second highest hold the median in 98 % of samples
-    rate = throughput([with_steps(1.0, *[1.0] * 8, *[2.0] * 2)])
-    assert rate.tokens_per_second == pytest.approx(10 * 8192 / 12)
-    assert (rate.tokens_per_second_lowest, rate.tokens_per_second_highest) == pytest.approx((8192 / 2, 8192))
-
-
-def test_fewer_than_ten_timed_steps_have_no_interval_and_no_rank() -> None:
-    nine, ten = (with_steps(*[1.0] * (1 + count)) for count in (9, 10))
-    assert (throughput([nine]).tokens_per_second_lowest, throughput([nine]).tokens_per_second_highest) == (
-        None,
-        None,
-    )
-    assert throughput([ten]).tokens_per_second_lowest == pytest.approx(8192 * (1 - LAUNCH_NOISE))
-    rows = [
-        row_from(dataclasses.replace(record, strategy=name)) for record, name in ((nine, "a"), (ten, "b"))
-    ]
-    assert [row.rank for row in ranked([*rows, rows[1]], strict=False)] == [None, 1, 1]
+def test_fewer_than_ten_timed_steps_have_no_rank() -> None:
+    few, a, b = (row_from(with_steps(*[1.0] * count, strategy=f"{count}")) for count in (10, 11, 11))
+    assert [row.rank for row in ranked([few, a, b])] == [None, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -101,12 +80,6 @@ def test_fewer_than_ten_timed_steps_have_no_interval_and_no_rank() -> None:
 def test_what_others_took_widens_the_interval(changes: dict, factor: float) -> None:
     rate = throughput([made_record(**changes)])
     assert rate.tokens_per_second_highest == pytest.approx(rate.tokens_per_second * factor)
-
-
-@pytest.mark.parametrize("num_timed", [1, 9, 19, 20, 35])
-def test_a_remainder_makes_blocks_longer_and_no_step_is_lost(num_timed: int) -> None:
-    rate = throughput([with_steps(*[1.0] * (3 + num_timed), num_probed_steps=3)])
-    assert (rate.num_timed_steps, rate.tokens_per_second) == (num_timed, 8192)
 
 
 def test_a_run_shorter_than_its_warm_up_has_no_rate() -> None:
@@ -143,14 +116,6 @@ def test_the_interval_of_a_median_by_the_binomial_distribution(count: int, skipp
     assert interval_of_median(sample[::-1]) == (skipped, count - 1 - skipped)
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "tied"),
-    [((1, 2), (2, 3), True), ((1, 2), (2.1, 3), False), ((2.1, 3), (1, 2), False), ((1, 9), (2, 3), True)],
-)
-def test_intervals_that_overlap_are_a_tie(first: tuple, second: tuple, tied: bool) -> None:
-    assert overlap(first, second) is tied
-
-
 def test_ranks_count_the_rows_that_are_clearly_faster() -> None:
     # +-5 % each: 1.00 and 0.97 overlap, 0.80 does not, and is not clearly faster than 0.75
     seconds = {"ddp": 1.0, "ds_zero1": 1 / 0.97, "ds_zero2": 1 / 0.8, "ds_zero3": 1 / 0.75}
@@ -158,23 +123,18 @@ def test_ranks_count_the_rows_that_are_clearly_faster() -> None:
         row_from(with_steps(*[each] * 11, strategy=name, identity=name, losses=[10.0] * 11))
         for name, each in seconds.items()
     ]
-    found = ranked(rows, strict=False)
+    found = ranked(rows)
     assert [row.rank for row in found] == [1, 1, 3, 3]
     assert [row.shares_rank for row in found] == [True] * 4
     failed = rows[1].with_values(status="failed")
     broken = rows[2].with_values(parity_holds=False)
-    assert [row.rank for row in ranked([rows[0], failed, broken, rows[3]], strict=False)] == [
-        1,
-        None,
-        None,
-        2,
-    ]
+    assert [row.rank for row in ranked([rows[0], failed, broken, rows[3]])] == [1, None, None, 2]
 
 
 NUMERICS = {"residual_dtype": "bfloat16", "accumulation": 1, "tokens_per_step": 8192}
 
 
-def test_rows_are_marked_against_ddp_and_strict_leaves_them_out() -> None:
+def test_rows_are_marked_against_ddp() -> None:
     other = {**NUMERICS, "residual_dtype": "float32"}
     made = [
         row_from(with_steps(*[1.0] * 13, strategy=name, identity=name, engine=engine, numerics=numerics))
@@ -184,11 +144,12 @@ def test_rows_are_marked_against_ddp_and_strict_leaves_them_out() -> None:
             ("fsdp_full_shard", "fsdp2", other),
         )
     ]
-    rows = ranked(made, strict=False)
+    rows = ranked(made)
     assert [row.numerics_differences for row in rows] == [[], [], ["residual float32 (not bfloat16)"]]
     assert [row.numerics_reference for row in rows] == ["ddp", None, "ddp"]
     assert [row.rank for row in rows] == [1, 1, 1]
-    assert [row.rank for row in ranked(made, strict=True)] == [1, 1, None]
+    wide = row_from(with_steps(*[1.0] * 13, numerics={**NUMERICS, "compute_dtype": "float32"}))
+    assert ranked([made[1], wide])[1].unlike == "compute float32 (not unknown), unlike ddp"
 
 
 def test_tokens_are_counted_three_ways_and_must_agree() -> None:
@@ -227,80 +188,56 @@ def test_joules_per_token_are_of_all_gpus_and_timed_steps_only() -> None:
     assert row_from(with_steps(*[1.0] * 9, gpu_watch=unknown)).joules_per_token is None
 
 
-def test_what_may_have_disturbed_a_run_is_said() -> None:
-    quiet = {"energy_joules": None, "throttle_reasons": {}, "allocator": {"num_alloc_retries": 0}}
-    record = with_steps(
-        *[1.0] * 9,
-        phase_seconds=[{"data": [0.1] * 9}, {"data": [0.0] * 9}],  # 10 % of the steps, on the worse rank
-        num_graphs_compiled=[1, 0, 0, 0, 0, 0, 1, 0, 0],
-        gpu_watch=[
-            {**quiet, "num_processes_before": 0, "used_bytes_before": 2**20},
-            {
-                "num_processes_before": 2,
-                "used_bytes_before": 3 * 2**30,
-                "throttle_reasons": {"sw_power_cap": 4},
-                "allocator": {"num_alloc_retries": 6},
-            },
-        ],
-    )
-    assert row_from(record).warnings == [
-        "waited for data 10% of the time: --dataloader_num_workers 1 or more reads ahead",
-        "compiled again in timed step 7",
-        "rank 1: the GPU was in use before the run (3.0 GiB)",
-        "rank 1: clocks throttled: sw_power_cap in 4 steps",
-        "rank 1: the GPU was nearly full: the allocator waited, freed unused blocks and retried 6 times, "
-        "which makes steps slower",
-    ]
-    nan = row_from(with_steps(*[1.0] * 4, losses=[5.0, 5.0, None, None]))
-    assert nan.warnings == ["the loss is not finite from step 3 on"]
-    assert row_from(with_steps(*[1.0] * 9)).warnings == []
+QUIET = {"energy_joules": None, "throttle_reasons": {}, "allocator": {"num_alloc_retries": 0}}
+WARNINGS = {
+    # 10 % of the steps, on the worse rank
+    "waited for data 10% of the time": {"phase_seconds": [{"data": [0.1] * 9}, {"data": [0.0] * 9}]},
+    "compiled again in timed step 7": {"num_graphs_compiled": [1, 0, 0, 0, 0, 0, 1, 0, 0]},
+    "rank 1: the GPU was in use before the run (3.0 GiB)": {
+        "gpu_watch": [QUIET, {"num_processes_before": 2, "used_bytes_before": 3 * 2**30}]
+    },
+    "rank 0: clocks throttled: sw_power_cap in 4 steps": {
+        "gpu_watch": [{"throttle_reasons": {"sw_power_cap": 4}}]
+    },
+    "rank 0: the GPU was nearly full": {"gpu_watch": [{"allocator": {"num_alloc_retries": 6}}]},
+    "the loss is not finite from step 3 on": {"losses": [5.0, 5.0, None] + [5.0] * 6},
+    "25% of the tokens were padding: --packing multipack": {
+        "tokens_counted": {"drawn": 1000},
+        "num_padding_tokens": 250,
+        "tokens_per_step": None,
+    },
+    "the machine swapped 1.0 GiB out": {
+        "host_ram": {"total_bytes": 0, "least_available_bytes": 0, "swapped_out_bytes": 2**30}
+    },
+    "other programs kept 1.5 CPU cores busy": {"gpu": None, "other_busy_cores": 1.5},
+    "the fp32 steps failed: why": {"fp32_pass": {"status": "failed", "reason": "why"}},
+    "plain": {"plain_kernels": "plain"},
+}
 
 
-def test_what_bound_a_run_is_said_with_what_helps() -> None:
-    idle = {"utilization": [99, 60, 62, 58, 61, 59, 60, 60, 60], "throttle_reasons": {}}
-    record = with_steps(
-        *[1.0] * 9,
-        phase_seconds=[{"data": [0.0] * 9}],
-        tokens_counted={"drawn": 1000, "in_loss": 1000},
-        num_padding_tokens=250,
-        gpu_watch=[idle],
-        host_ram={  # 3 of 100 GiB
-            "total_bytes": 100 * 2**30,
-            "least_available_bytes": 3 * 2**30,
-            "swapped_out_bytes": 2**30,
-        },
-    )
-    row = row_from(record)
-    assert row.warnings == [
-        "25% of the tokens were padding; --packing multipack packs documents together",
-        "host RAM was short: only 3.0 of 100 GiB were free; use --streaming true, fewer "
-        "--dataloader_num_workers or less offload",
-        "the machine swapped 1.0 GiB out while the steps ran",
-        "rank 0: the GPU was busy only 60% of the time; larger batches or --kernels compiled use it better",
-    ]
-    whole = row_from(dataclasses.replace(record, num_padding_tokens=0))
-    assert row.tokens_per_second == pytest.approx(0.75 * whole.tokens_per_second)  # of tokens that are some
+@pytest.mark.parametrize("warning", WARNINGS)
+def test_what_disturbed_or_slowed_a_run_is_a_warning(warning: str) -> None:
+    warnings = row_from(with_steps(*[1.0] * 9, **WARNINGS[warning])).warnings
+    assert warnings[-1].startswith(warning)
+    assert row_from(with_steps(*[1.0] * 9, gpu_watch=[QUIET])).warnings == []
+
+
+def test_padding_counts_for_mfu_alone() -> None:
+    record = with_steps(*[1.0] * 9, tokens_counted={"drawn": 73_728, "in_loss": 73_728})
+    whole, row = row_from(record), row_from(dataclasses.replace(record, num_padding_tokens=18_432))
+    assert row.tokens_per_second == pytest.approx(0.75 * whole.tokens_per_second)
     assert row.mfu == pytest.approx(whole.mfu)  # padding was computed, too
 
 
 def test_a_failed_launch_among_repeats_is_not_hidden() -> None:
     unknown = {"world_size": None, "engine": None, "tokens_per_step": None, "losses": [], "state_bytes": []}
-    failed = made_record(
-        status="failed", reason="the sky", step_seconds=[], **unknown
-    )  # as compare writes it
+    failed = made_record(status="failed", reason="the sky", step_seconds=[], **unknown)
     for launches in ([with_steps(*[1.0] * 9), failed], [failed, with_steps(*[1.0] * 9)]):
         row = row_from(*launches)
         assert (row.status, row.reason) == ("failed", "the sky")
         assert row.tokens_per_second == 8192  # what is known of the other stays
         assert row.usd_per_million_tokens > 0
         assert row.rank is None
-
-
-def test_a_row_that_was_not_probed_has_no_rank_where_numerics_count() -> None:
-    names = ("ddp", "ds_zero1")
-    rows = [row_from(with_steps(*[1.0] * 13, strategy=name, identity=name)) for name in names]
-    assert [row.rank for row in ranked(rows, strict=False)] == [1, 1]
-    assert [row.rank for row in ranked(rows, strict=True)] == [None, None]
 
 
 def test_labels_tell_rows_apart_by_what_differs() -> None:
@@ -328,7 +265,7 @@ def test_rounds_are_paired_so_that_a_drift_of_the_machine_hides_no_difference() 
     lead = paired_lead(a.tokens_per_second_by_round, b.tokens_per_second_by_round)
     assert lead == pytest.approx((1.05, 1.05))
     assert a.is_uncertain  # one more launch may be over twice as slow: alone, this rate has no rank
-    assert [row.rank for row in ranked([a, b, c], strict=False)] == [1, 3, 1]
+    assert [row.rank for row in ranked([a, b, c])] == [1, 3, 1]
 
 
 def test_the_interval_of_paired_rounds_is_students() -> None:

@@ -40,17 +40,14 @@ def out(tmp_path: Path) -> Path:
     ("flags", "says"),
     [
         ((), "/r contains checkpoints of this run, and a new start would replace them\n"),
-        (("--resume_from_checkpoint", "runs/none"), "no such checkpoint: runs/none\n"),
+        (("--resume_from_checkpoint", "runs/none"), "runs/none contains no checkpoint of slm_toolkit\n"),
         (("--resume_from_checkpoint", "{out}/r"), "/checkpoints/step_4 has all 4 steps done\n"),
         (
             ("--resume_from_checkpoint", "latest", "--num_processes", "3"),
-            "step_4: a step had 8 sequences, but now has 12\nhint: --per_device_train_batch_size x "
-            "--gradient_accumulation_steps x processes must be 8, so the number of processes divides "
-            "8\n",
+            "belongs to another run: sequences_per_step 8 in the checkpoint, 12 now\n",
         ),
         (("--resume_from_checkpoint", "latest", "--seed", "1"), "belongs to another run: seed 0 in the "),
         (("--run_name", "new", "--dataset", "org/none"), "no cached copy of the dataset 'org/none'\n"),
-        (("--run_name", "new", "--dataset", "none"), "no cached copy of the dataset 'none'\n"),
         (
             ("--run_name", "new", "--dataset", "README.md", "--tokenizer_name", "none"),
             "no cached copy of the tokenizer 'none'\n",
@@ -66,3 +63,13 @@ def test_what_the_ranks_would_refuse_is_refused_before_they_start(
     assert says in ended.err
     assert ended.err.startswith("error: ")
     assert "accelerate launch" not in ended.err
+
+
+def test_what_is_no_whole_model_is_not_written_as_one(out: Path) -> None:
+    for source, says in (
+        ("r", "step_4 is not of the model that slm-1m is now"),
+        (".", "contains no checkpoint of slm_toolkit"),
+    ):
+        done = slm_here("convert", str(out / source), "--to", "hf_model", "--output", str(out / "model"))
+        assert (done.code, says in done.err) == (2, True), done.err
+    assert not (out / "model").exists()

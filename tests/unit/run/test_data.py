@@ -1,20 +1,15 @@
 """Token sequences: the generated chain, and documents packed from files."""
 
 import json
-import math
-from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import PRESETS
-from slm_toolkit.run.data import sources
 from slm_toolkit.run.data.data import MarkovTokens, load_data
 from slm_toolkit.run.data.documents import load_tokenizer
-from slm_toolkit.run.data.sources import fault_in
 
 SPEC = PRESETS["slm-1m"]
 
@@ -47,13 +42,6 @@ def test_half_of_the_chains_tokens_follow_their_predecessor() -> None:
     followed = sum(successor[a] == b for a, b in pairs) / len(pairs)
     # 0.5 by rule, plus draws that happen to be the successor: under 0.08, the likeliest token's share is 0.15
     assert 0.49 < followed < 0.58
-
-
-def test_the_chain_can_be_learned_well_below_chance() -> None:
-    chain = MarkovTokens(vocab_size=384, seq_len=4096, num_sequences=8, seed=0)
-    counts = Counter(int(token) for i in range(8) for token in chain[i]["input_ids"])
-    shares = np.array(list(counts.values())) / sum(counts.values())
-    assert -(shares * np.log(shares)).sum() < math.log(384) - 0.3  # knowing frequencies alone already helps
 
 
 def test_held_out_sequences_are_none_of_the_training_ones() -> None:
@@ -112,54 +100,26 @@ def test_the_held_out_share_is_what_was_asked(texts: Path) -> None:
     ("files", "options", "says"),
     [
         ({}, {}, "has no .txt"),
-        ({"a.txt": ""}, {}, "contains no text"),
         ({"a.txt": " \n\t\n"}, {}, "contains no text"),
         ({"a.txt": "short"}, {}, "contains no text that fills a sequence of 16 tokens"),
         ({"a.jsonl": '{"body": "no such column"}\n'}, {}, "no column 'text'"),
-        ({"a.jsonl": '{"text": 7}\n{"text": 8}\n'}, {}, "row 1: column 'text' contains 7, which is not text"),
-        ({"a.jsonl": "{broken"}, {}, "a.jsonl, line 1: Expecting property name"),
-        ({"a.parquet": "not parquet"}, {}, "can't read dataset"),
+        ({"a.jsonl": '{"text": ["x"]}\n'}, {}, "row 1: column 'text' contains .'x'., which is not text"),
+        ({"a.jsonl": "{broken"}, {}, "can't read dataset .*JSON parse error: Missing a name"),
+        ({"a.jsonl": "{broken"}, {"streaming": True}, "after 0 rows: .*JSON parse error: Missing a name"),
+        ({"a.parquet": "not parquet"}, {}, "can't read dataset .*magic bytes not found"),
+        ({"a.txt": b"fine\n\xff\xfe"}, {}, "can't read dataset .*codec can't decode byte 0xff"),
         ({"a.txt": "x" * 99, "b.jsonl": '{"text": "y"}\n'}, {}, "mixes"),
         ({"a.txt": "x" * 20}, {"eval_steps": 1}, "can't be split"),
-        ({"a.txt": " \n\t\n"}, {"streaming": True}, "contains no text that fills"),
         ({"a.txt": "short"}, {"streaming": True}, "contains no text that fills"),
         ({"a.txt": "x" * 99}, {"streaming": True, "eval_steps": 1}, "after 80 held out"),
     ],
 )
 def test_data_that_cannot_serve_is_an_error_with_a_hint(
-    tmp_path: Path, files: dict[str, str], options: dict, says: str
+    tmp_path: Path, files: dict[str, str | bytes], options: dict, says: str
 ) -> None:
     for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=says) as error:
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=rf"(?s)({says}).*\nhint: "):
         load(tmp_path, **options)
-    assert "hint:" in str(error.value)
-
-
-def test_a_file_that_is_not_there_is_an_error_that_says_where_it_looked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such file"):
         load(tmp_path / "nowhere.txt")
-
-
-def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
-    from transformers import ByT5Tokenizer
-
-    ByT5Tokenizer(extra_ids=200).save_pretrained(tmp_path)  # 259 + 200 tokens for a vocabulary of 384
-    with pytest.raises(
-        ValueError, match="has the id 458 for .*, but model slm-1m only ids below 384"
-    ) as error:
-        load_tokenizer(RunConfig(tokenizer_name=str(tmp_path)), SPEC)
-    assert "hint:" in str(error.value)
-
-
-def test_a_file_that_cant_be_opened_is_the_fault(tmp_path: Path) -> None:
-    gone = str(tmp_path / "gone.txt")
-    said = f"{gone}, can't be read: [Errno 2] No such file or directory: '{gone}'"
-    assert fault_in([gone]) == said
-
-
-def test_a_search_that_takes_too_long_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.txt").write_bytes(b"fine\n\xff")
-    assert "line 2: 'utf-8' codec can't decode byte 0xff" in fault_in([str(tmp_path / "a.txt")])
-    monkeypatch.setattr(sources, "_SEARCH_SECONDS", -1)
-    assert fault_in([str(tmp_path / "a.txt")]) is None

@@ -1,79 +1,199 @@
-"""AdamW over fp32 master weights."""
+"""AdamW and Muon over master weights, and the loss scale of --numerics fp16."""
+
+import math
+from random import Random
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from slm_toolkit.run.engine.optimizer import CPU_CHUNK_ELEMENTS, AdamWWithMasterWeights
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.run.engine import optimizer
+from slm_toolkit.run.engine.engine import build_optimizer
+from slm_toolkit.run.engine.muon import MOMENTUM, MUON_MOMENTUM, is_muon, orthogonalize
+from slm_toolkit.run.engine.optimizer import MOMENTS, AdamWWithMasterWeights, LossScale
+from slm_toolkit.strategy.strategy import find_strategy
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": False, "foreach": True}
+OF_MUON = {"lr": 1e-2, "weight_decay": 0.1}
+TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
 
 
 def train(param: torch.nn.Parameter, optimizer: torch.optim.Optimizer, gradients: list[torch.Tensor]) -> None:
     for gradient in gradients:
-        param.grad = gradient.to(param.dtype)
+        param.grad = gradient.to(param.dtype).clone()
         optimizer.step()
 
 
-def some(count: int) -> list[torch.Tensor]:
+def some(*shape: int, count: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(4, 3, generator=generator).bfloat16().float() for _ in range(count)]
+    return [torch.randn(*shape, generator=generator).bfloat16().float() for _ in range(count)]
 
 
-def test_the_first_step_by_hand() -> None:
+def muon(param: torch.nn.Parameter, *, max_grad_norm: float = 0.0) -> AdamWWithMasterWeights:
+    groups, dtype = [{"params": [param], "momentum": MUON_MOMENTUM}], torch.bfloat16
+    return AdamWWithMasterWeights(
+        groups, max_grad_norm=max_grad_norm, muon_dtype=dtype, fused=False, **OF_MUON
+    )
+
+
+def test_the_first_step_of_adamw_by_hand() -> None:
     # Adam's first step moves a weight by lr against its sign: 1 - 0.1 * 0.5 * 1 (decay) - 0.1 * sign
     param = torch.nn.Parameter(torch.tensor([1.0, 1.0], dtype=torch.bfloat16))
-    optimizer = AdamWWithMasterWeights([param], max_grad_norm=0, lr=0.1, weight_decay=0.5, eps=1e-12)
-    param.grad = torch.tensor([3.0, -4.0], dtype=torch.bfloat16)
-    optimizer.step()
-    assert torch.allclose(optimizer.state[param]["master"], torch.tensor([0.85, 1.05]))
-    assert optimizer.grad_norm.item() == 5.0  # 3-4-5
+    adamw = AdamWWithMasterWeights([param], max_grad_norm=0, lr=0.1, weight_decay=0.5, eps=1e-12)
+    train(param, adamw, [torch.tensor([3.0, -4.0])])
+    assert torch.allclose(adamw.state[param]["master"], torch.tensor([0.85, 1.05]))
+    assert adamw.grad_norm.item() == 5.0  # 3-4-5
     assert param.dtype == torch.bfloat16
-    assert torch.equal(param, optimizer.state[param]["master"].bfloat16())
+    assert torch.equal(param, adamw.state[param]["master"].bfloat16())
 
 
-def test_masters_move_as_torchs_fp32_adamw_does() -> None:
-    start = torch.ones(4, 3)
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (16, 16)])
+@pytest.mark.parametrize("by_muon", [False, True])
+def test_masters_move_as_torchs_optimizers_in_fp32_do(shape: tuple[int, int], by_muon: bool) -> None:
+    start, *gradients = some(*shape, count=11)
     low, full = torch.nn.Parameter(start.bfloat16()), torch.nn.Parameter(start.clone())
-    ours = AdamWWithMasterWeights([low], max_grad_norm=0, **OPTIONS)
-    train(low, ours, some(20))
-    train(full, torch.optim.AdamW([full], **OPTIONS), some(20))
-    assert torch.equal(ours.state[low]["master"], full.detach())
+    if by_muon:
+        ours, theirs = muon(low), torch.optim.Muon([full], adjust_lr_fn="match_rms_adamw", **OF_MUON)
+    else:
+        ours = AdamWWithMasterWeights([low], max_grad_norm=0, **OPTIONS)
+        theirs = torch.optim.AdamW([full], **OPTIONS)
+    train(low, ours, gradients)
+    train(full, theirs, gradients)
+    state = ours.state[low]
+    assert torch.equal(state["master"], full.detach())
+    assert torch.equal(low, full.bfloat16())
+    # Muon: 8 bytes per parameter, not AdamW's 12
+    assert sorted(state) == (["master", MOMENTUM] if by_muon else ["exp_avg", "exp_avg_sq", "master", "step"])
+    assert {value.dtype for value in state.values()} == {torch.float32}
 
 
 def test_many_steps_too_small_for_bf16_still_add_up() -> None:
     low = torch.nn.Parameter(torch.ones(4, 3, dtype=torch.bfloat16))
     # 100 steps of 1e-4 make 0.01, bf16's step at 1 is 0.0039: rounding each step away would leave 1
-    optimizer = AdamWWithMasterWeights([low], max_grad_norm=0, lr=1e-4, weight_decay=0.0)
-    train(low, optimizer, [torch.ones(4, 3)] * 100)
+    adamw = AdamWWithMasterWeights([low], max_grad_norm=0, lr=1e-4, weight_decay=0.0)
+    train(low, adamw, [torch.ones(4, 3)] * 100)
     assert low.float().mean().item() == pytest.approx(0.99, abs=0.003)
 
 
-def test_clipping_scales_all_gradients_to_the_norm_asked_for() -> None:
-    clipped, scaled = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
-    ours = AdamWWithMasterWeights(
-        [clipped], max_grad_norm=1.0, eps=1.0, lr=0.1
-    )  # eps 1: scale matters to Adam
-    theirs = torch.optim.AdamW([scaled], eps=1.0, lr=0.1)
-    train(clipped, ours, [torch.tensor([3.0, 4.0])])
-    train(scaled, theirs, [torch.tensor([0.6, 0.8])])
-    assert torch.allclose(clipped, scaled, atol=1e-6)
+@pytest.mark.parametrize("by_muon", [False, True])
+def test_gradients_are_clipped_to_the_norm_before_they_enter_the_moments(by_muon: bool) -> None:
+    kind, large = MOMENTUM if by_muon else "exp_avg", torch.tensor([[3.0, 0.0], [0.0, 4.0]])  # norm 5
+    found = []
+    for max_grad_norm, gradient in ((1.0, large), (0.0, large / 5)):
+        param = torch.nn.Parameter(torch.ones(2, 2))
+        made = AdamWWithMasterWeights([param], max_grad_norm=max_grad_norm, **OPTIONS)
+        ours = muon(param, max_grad_norm=max_grad_norm) if by_muon else made
+        train(param, ours, [gradient])
+        found.append(ours.state[param][kind])
+    torch.testing.assert_close(*found, rtol=0, atol=1e-6)
 
 
-def test_parameters_that_are_updated_in_chunks_are_those_updated_together() -> None:
-    start = torch.randn(3, CPU_CHUNK_ELEMENTS - 7, generator=torch.Generator().manual_seed(0)).bfloat16()
-    params = [[torch.nn.Parameter(start.clone()), torch.nn.Parameter(start[0, :5].clone())] for _ in range(2)]
-    optimizers = [
-        AdamWWithMasterWeights(group, max_grad_norm=0.5, in_pieces=in_pieces, **OPTIONS)
-        for group, in_pieces in zip(params, (False, True), strict=True)
-    ]
-    for step in range(3):
-        for group, optimizer in zip(params, optimizers, strict=True):
-            for param in group:
-                generator = torch.Generator().manual_seed(step)
+def test_parameters_that_are_updated_in_chunks_are_those_updated_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes, found = (90, 5, 20), []
+    for chunk in (2**25, 30):  # the second: 90; 5 and 20
+        monkeypatch.setattr(optimizer, "CHUNK_ELEMENTS", chunk)
+        params = [torch.nn.Parameter(torch.ones(size, dtype=torch.bfloat16)) for size in sizes]
+        adamw = AdamWWithMasterWeights(params, max_grad_norm=0.5, **OPTIONS)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(3):
+            for param in params:
                 param.grad = torch.randn(param.shape, generator=generator).bfloat16()
-            optimizer.step()
-    for whole, pieces in zip(*params, strict=True):
-        assert optimizers[1].state[pieces]["step"] == 3
-        for name in ("master", "exp_avg", "exp_avg_sq"):
-            torch.testing.assert_close(optimizers[1].state[pieces][name], optimizers[0].state[whole][name])
-        assert torch.equal(pieces, optimizers[1].state[pieces]["master"].bfloat16())
+            adamw.step()
+        assert {int(state["step"]) for state in adamw.state.values()} == {3}
+        found.append([state[kind] for state in adamw.state.values() for kind in ("master", *MOMENTS)])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
+def test_all_singular_values_become_about_one(shape: tuple[int, int]) -> None:
+    values = torch.linalg.svdvals(orthogonalize(some(*shape, count=1)[0]))
+    # the quintic's fixed interval, by its coefficients: 0.68 to 1.13
+    assert values.min() > 0.65
+    assert values.max() < 1.16
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_muon_gets_the_layers_matrices_and_adamw_the_rest(tied: bool) -> None:
+    model = LlamaForCausalLM(LlamaConfig(**TINY, intermediate_size=48, tie_word_embeddings=tied))
+    groups = build_optimizer(model, RunConfig(optim="muon", max_grad_norm=1.0), find_strategy("ddp"))
+    names = {param: name for name, param in model.named_parameters()}
+    by_muon, matrices, vectors = (
+        [names[param] for param in group["params"]] for group in groups.param_groups
+    )
+    assert [is_muon(group) for group in groups.param_groups] == [True, False, False]
+    assert len(by_muon) == 2 * 7
+    assert all(name.startswith("model.layers.") and "proj" in name for name in by_muon)
+    assert matrices == ["model.embed_tokens.weight"] + ["lm_head.weight"] * (not tied)
+    assert len(vectors) == 2 * 2 + 1
+    assert [group["weight_decay"] for group in groups.param_groups] == [0.1, 0.1, 0.0]
+
+
+def test_a_group_without_parameters_is_left_out() -> None:
+    """As under LoRA. DeepSpeed alone would leave it out, and its rows would be marked."""
+    model = LlamaForCausalLM(LlamaConfig(**TINY, intermediate_size=48))
+    for param in model.parameters():
+        param.requires_grad = param.dim() == 2
+    groups = build_optimizer(model, RunConfig(), find_strategy("ddp")).param_groups
+    assert [group["weight_decay"] for group in groups] == [0.1]
+
+
+def test_the_loss_scale_follows_the_rule_of_torchs_scaler_down_to_one() -> None:
+    told: list[float] = []
+    scale, random = LossScale("cpu", tells=told.append), Random(0)
+    weight = torch.nn.Parameter(torch.ones(1))
+    sgd, scaler = torch.optim.SGD([weight]), torch.amp.GradScaler("cpu", growth_interval=3)
+    scale.set_growth_interval(3)
+    for _ in range(200):
+        is_bad = random.random() < 0.2
+        scale.count_step(torch.tensor(is_bad))
+        scaler.scale(weight * (math.inf if is_bad else 1e-3)).sum().backward()
+        scaler.step(sgd)
+        scaler.update()
+        sgd.zero_grad()
+        assert scale.state_dict() == scaler.state_dict()
+    assert told[0] == 2.0**16
+    assert told[-1] == scale.get_scale()
+    for _ in range(80):
+        scale.count_step(torch.tensor(True))
+    assert scale.get_scale() == 1.0
+    scale.load_state_dict({**scaler.state_dict(), "scale": 8.0})
+    assert told[-1] == 8.0
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
+def test_the_optimizer_divides_by_the_loss_scale(fused: bool, max_grad_norm: float) -> None:
+    """eps is 1, so that the update depends on the gradient's size; the norm of (3, 4) / 4 is 5 / 4."""
+    clip = 0.4 if max_grad_norm else 1.0
+    gradient = 0.75 * clip  # AdamW's first update: lr g / (|g| + eps), and lr times 0.01 of decay
+    wanted = 0.5 * (1 - 0.1 * 0.01) - 0.1 * gradient / (gradient + 1)
+    for scale in (1.0, 4.0):
+        weight = torch.nn.Parameter(torch.tensor([0.5, -0.25], dtype=torch.float16))
+        options = {"lr": 0.1, "fused": fused, "foreach": None if fused else True, "eps": 1.0}
+        adamw = AdamWWithMasterWeights([weight], max_grad_norm=max_grad_norm, **options)
+        if scale != 1:
+            adamw.loss_scale = LossScale("cpu")
+            adamw.loss_scale.value.fill_(scale)
+        train(weight, adamw, [torch.tensor([0.75, 1.0]) * scale])
+        assert adamw.grad_norm.item() == 1.25
+        assert adamw.state[weight]["master"][0].item() == pytest.approx(wanted, rel=1e-5)
+        assert torch.equal(weight, adamw.state[weight]["master"].half())
+
+
+@pytest.mark.parametrize("kind", ["fused", "foreach", "muon"])
+def test_a_gradient_that_is_not_finite_changes_only_the_loss_scale(kind: str) -> None:
+    weight = torch.nn.Parameter(torch.tensor([[0.5, -0.25]], dtype=torch.float16))
+    options = {"fused": kind == "fused", "foreach": None if kind == "fused" else True}
+    adamw = AdamWWithMasterWeights([weight], max_grad_norm=1.0, lr=0.1, **options)
+    adamw = muon(weight, max_grad_norm=1.0) if kind == "muon" else adamw
+    adamw.loss_scale = LossScale("cpu")
+    train(weight, adamw, [torch.tensor([[1.0, math.inf]])])
+    assert weight.tolist() == [[0.5, -0.25]]
+    assert adamw.loss_scale.get_scale() == 2.0**15
+    assert not math.isfinite(adamw.grad_norm.item())
+    train(weight, adamw, [torch.tensor([[1.0, 1.0]])])
+    assert weight[0, 0] < 0.5
+    assert adamw.state[weight].get("step", 1) == 1

@@ -50,7 +50,7 @@ def trained(model: torch.nn.Module) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "kernel"),
     [
-        *((name, "plain") for name in ("qwen3-2m", "gemma3-2m", "smollm3-2m", "granite-2m", "falcon3-2m")),
+        *((name, "plain") for name in ("gemma3-2m", "smollm3-2m", "granite-2m", "falcon3-2m")),
         *((name, "loss") for name in ("olmo2-3m", "qwen3-2m")),
     ],
 )
@@ -93,22 +93,14 @@ def test_it_is_saved_as_the_model_that_was_asked_for(tmp_path: Path) -> None:
 
 def test_what_padding_would_change_is_refused(tmp_path: Path) -> None:
     config = RunConfig(pad_widths=True, attn_implementation="eager")
-    assert kernel_problems(odd_model("gemma2-2m", tmp_path), config) == [
-        f"--pad_widths: {tmp_path.name} caps its logits, so a padded token would have a probability; "
-        "leave it out"
-    ]
-    assert kernel_problems(odd_model("phi3-2m", tmp_path), config) == [
-        f"--pad_widths: {tmp_path.name} has gate and up in one matrix, which is not padded; leave it out"
-    ]
+    for name, reason in (("gemma2-2m", "caps its logits"), ("phi3-2m", "gate and up in one matrix")):
+        (problem,) = kernel_problems(odd_model(name, tmp_path), config)
+        assert reason in problem
     with pytest.raises(ValueError, match="Phi3DecoderLayer has no FFN of gate_proj, up_proj, down_proj"):
         built(odd_model("phi3-2m", tmp_path), pad_widths=True)
-    assert RunConfig(pad_widths=True, peft="lora").problems() == [
-        "--pad_widths with --peft lora: an adapter fits the unpadded model"
-    ]
+    assert "an adapter fits the unpadded model" in RunConfig(pad_widths=True, peft="lora").problems()[0]
+    yaml = Path(find_strategy("ds_zero3").path).read_text().replace("init_flag: false", "init_flag: true")
     in_shards = tmp_path / "z.yaml"
-    in_shards.write_text(
-        Path(find_strategy("ds_zero3").path).read_text().replace("init_flag: false", "init_flag: true")
-    )
-    assert contradictions(find_strategy(str(in_shards)), RunConfig(pad_widths=True)) == [
-        f"{in_shards}: --pad_widths: the model is built in shards: set zero3_init_flag: false"
-    ]
+    in_shards.write_text(yaml)
+    (problem,) = contradictions(find_strategy(str(in_shards)), RunConfig(pad_widths=True))
+    assert "the model is built in shards" in problem

@@ -6,7 +6,7 @@ import torch
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.run.data.data import CopiedPhrases
-from slm_toolkit.run.model.model import build_model, check_attention
+from slm_toolkit.run.model.model import build_model
 
 TOKENS = CopiedPhrases(vocab_size=250, seq_len=64, num_sequences=10, seed=3)
 
@@ -18,18 +18,14 @@ def documents(index: int) -> list[list[int]]:
     return [row["input_ids"][a:b].tolist() for a, b in zip(starts, [*starts[1:], 64], strict=True)]
 
 
-def test_sequences_hold_several_documents_whose_second_halves_copy_the_first() -> None:
+def test_sequences_hold_documents_whose_second_halves_copy_the_first_and_whose_starts_have_no_label() -> None:
     for index in range(10):
         found = documents(index)
         assert len(found) >= 2  # at most 32 tokens each
         for tokens in found:
             half = -(-len(tokens) // 2)
             assert set(tokens[half:]) <= set(tokens[:half])
-
-
-def test_all_but_the_first_token_of_a_document_has_a_label() -> None:
     row = TOKENS[0]
-    assert row["labels"].dtype == row["position_ids"].dtype == torch.int64
     is_first = row["position_ids"] == 0
     assert (row["labels"][is_first] == -100).all()
     assert torch.equal(row["labels"][~is_first], row["input_ids"][~is_first])
@@ -66,9 +62,3 @@ def test_each_part_of_the_model_moves_the_loss_where_small_random_weights_hardly
         setattr(thing, field, kept)
         assert moved > 0.01 if in_task else moved < 0.002, field
     assert loss() == before
-
-
-def test_flex_attention_is_refused_for_training_on_a_cpu() -> None:
-    config = RunConfig(model="slm-1m", seq_len=64, attn_implementation="flex_attention")
-    with pytest.raises(ValueError, match="flex_attention needs a GPU.*\nhint: sdpa"):
-        check_attention(PRESETS["slm-1m"], config)

@@ -38,11 +38,7 @@ def test_each_schedule_by_hand(kind: str, by_hand: list[float]) -> None:
 def test_each_step_has_the_rate_of_transformers(kind: str, num_steps: int, warmup_steps: int) -> None:
     if kind == "constant":
         warmup_steps = 0
-    config = RunConfig(
-        learning_rate=3e-4,
-        lr_scheduler_type=kind,
-        warmup_steps=warmup_steps,
-    )
+    config = RunConfig(learning_rate=3e-4, lr_scheduler_type=kind, warmup_steps=warmup_steps)
     special = {"num_decay_steps": max(1, num_steps // 10)} if "decay" in kind else None
     optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=config.learning_rate)
     scheduler = get_scheduler(kind, optimizer, warmup_steps, num_steps, scheduler_specific_kwargs=special)
@@ -53,11 +49,6 @@ def test_each_step_has_the_rate_of_transformers(kind: str, num_steps: int, warmu
         scheduler.step()
 
 
-def test_the_decay_takes_a_tenth_of_the_steps() -> None:
-    assert rates(20, lr_scheduler_type="warmup_stable_decay") == pytest.approx([1.0] * 19 + [0.5])
-
-
 def test_a_constant_rate_has_no_warm_up() -> None:
-    assert RunConfig(lr_scheduler_type="constant", warmup_steps=2).problems() == [
-        "--lr_scheduler_type constant with --warmup_steps 2: constant_with_warmup has a warm-up"
-    ]
+    (problem,) = RunConfig(lr_scheduler_type="constant", warmup_steps=2).problems()
+    assert "constant_with_warmup has a warm-up" in problem

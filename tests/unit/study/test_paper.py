@@ -1,22 +1,20 @@
 """studies/ashkboos: the figures beside ours, the four questions, the best configurations."""
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, made_record, slm_here
+from conftest import ROOT, made_record
 from rich.console import Console, RenderableType
 
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.record.files import write_record
-from slm_toolkit.record.run_record import RunRecord, model_facts
+from slm_toolkit.record.run_record import RunRecord
 
 sys.path.insert(0, str(ROOT / "studies" / "ashkboos"))
 import compare
-from answers import FigurePanel, answers, disagreements, paragraphs, places, thousands
+from answers import answers, disagreements, paragraphs
 from comparison import (
     MODELS,
     Cell,
@@ -26,13 +24,11 @@ from comparison import (
     figure_errors,
     measured_cells,
 )
-from pictures import pictures
 from tables import (
     MOST_TOKENS_PER_STEP,
     NUM_NODES,
     Best,
     best_configurations,
-    best_table,
     figure_table,
 )
 
@@ -45,17 +41,8 @@ def compared() -> list[Comparison]:
 
 
 @pytest.fixture(scope="module")
-def questions(compared: list[Comparison]) -> dict[str, tuple[FigurePanel, ...]]:
-    return answers(compared).questions
-
-
-@pytest.fixture(scope="module")
 def best() -> list[Best]:
     return best_configurations("h100-80gb")
-
-
-def panel(panels: tuple[FigurePanel, ...], model: str, x: int) -> FigurePanel:
-    return next(item for item in panels if (item.model, item.x) == (model, x))
 
 
 def record_of(*, attention: str = "sdpa", seconds: float = 0.5, **flags: object) -> RunRecord:
@@ -96,50 +83,6 @@ def test_half_of_a_figures_values_are_met_within_a_few_percent(
     assert errors.median_error < 0.045  # with the presets' heads of 64; the constants are fitted to 32 heads
 
 
-def test_flash_attention_gave_the_smallest_model_four_times_the_tokens(
-    questions: dict[str, tuple[FigurePanel, ...]],
-) -> None:
-    found = panel(questions["q1"], "slm-100m", 128)
-    assert found.published_ratio == pytest.approx(62116.2 / 15160.5)  # 4.10
-    assert found.our_ratio == pytest.approx(4.10, rel=0.25)
-
-
-def test_vanilla_attention_ran_out_of_memory_where_flash_attention_did_not(
-    questions: dict[str, tuple[FigurePanel, ...]],
-) -> None:
-    found = panel(questions["q1"], "slm-1b", 1024)
-    assert found.published_out_of_memory == found.our_out_of_memory == ("eager",)
-    assert found.published_ratio is found.our_ratio is None
-    assert found.published_best == "sdpa"
-
-
-def test_an_h100_was_the_cheapest_nowhere(questions: dict[str, tuple[FigurePanel, ...]]) -> None:
-    assert "h100-80gb" not in {item.published_best for item in questions["q2"]}
-    # 15917.5 on one H100, 17124.7 on one A100-40GB, 12317.8 on one A100-80GB
-    found = panel(questions["q2"], "slm-1b", 1)
-    assert found.published_best == "a100-40gb"
-    assert found.published_ratio == pytest.approx(15917.5 / 17124.7, rel=1e-4)
-
-
-def test_fsdp_was_best_for_the_largest_model_on_eight_nodes(
-    questions: dict[str, tuple[FigurePanel, ...]],
-) -> None:
-    found = panel(questions["q3"], "slm-2b", 8)
-    assert found.published_best == "fsdp_full_shard"  # 3866 against 3854 grad-op and 3499 DDP
-    assert found.published_ratio == pytest.approx(3866 / 3499, rel=1e-3)
-    assert not found.is_separated  # 3866 - 94 is below 3854 + 100
-
-
-def test_ddp_is_best_for_a_small_model_at_a_large_batch(
-    questions: dict[str, tuple[FigurePanel, ...]],
-) -> None:
-    found = panel(questions["q4"], "slm-500m", 256)
-    assert found.published_best == "ddp"  # 16156 +- 61 against 15342 +- 907: touching bars
-    assert found.our_best == ("ddp",)
-    assert not found.is_separated
-    assert panel(questions["q4"], "slm-2b", 1024).published_out_of_memory == ("ddp",)
-
-
 def test_the_papers_sentences_are_held_against_its_own_figures() -> None:
     found = [item.figures_say for item in disagreements()]
     assert "slm-1b 10.5k against 10.4k, slm-2b 4.4k against 3.8k" in found[0]
@@ -173,18 +116,6 @@ def test_a_record_of_another_configuration_measures_nothing(flags: dict[str, obj
     assert measured_cells([(Path("r"), record_of(**flags))]) == {}
 
 
-def test_records_of_other_models_or_gpus_measure_nothing() -> None:
-    other = dataclasses.replace(record_of(), model=model_facts(PRESETS["slm-10m"]))
-    records = [other, dataclasses.replace(record_of(), gpu="NVIDIA H200")]
-    assert measured_cells([(Path("r"), record) for record in records]) == {}
-
-
-def test_of_several_records_the_one_with_the_papers_numerics_counts() -> None:
-    records = [(Path("fast"), record_of(numerics="aligned", seconds=0.1)), (Path("same"), record_of())]
-    assert measured_cells(records)[CELL].record == "same"
-    assert measured_cells(records[:1])[CELL].numerics == "aligned"
-
-
 def test_a_measured_cell_stands_for_its_prediction_and_is_marked(compared: list[Comparison]) -> None:
     seconds = 0.01  # 8192 / 0.01 / 2 = 409,600 a second and GPU: faster than all others at 2 GPUs
     measured = measured_cells([(Path("r"), record_of(seconds=seconds))])
@@ -199,42 +130,6 @@ def test_a_measured_cell_stands_for_its_prediction_and_is_marked(compared: list[
     assert "measured in your records with numerics pure_bf16" in text
 
 
-def test_a_cell_that_ran_out_of_memory_is_no_longer_predicted(compared: list[Comparison]) -> None:
-    best = next(item for item in compared if (item.figure, item.model, item.x) == (4, "slm-100m", 8))
-    assert best.cell is not None
-    record = dataclasses.replace(record_of(), status="oom", reason="CUDA out of memory")
-    cells = measured_cells([(Path("r"), record)])
-    assert cells[CELL].token_per_dollar == 0
-    with_it = {best.cell: cells[CELL]}
-    again = next(item for item in comparisons(with_it) if (item.figure, item.x) == (4, 8))
-    assert again.cell != best.cell
-    assert again.our_token_per_dollar < best.our_token_per_dollar
-
-
-@pytest.mark.parametrize("width", [80, 100, 200])
-@pytest.mark.parametrize("figure", [1, 2, 3, 4])
-def test_a_figure_is_whole_at_every_width(compared: list[Comparison], figure: int, width: int) -> None:
-    text = text_of(figure_table(compared, figure, width=width), width=width)
-    assert "…" not in text
-    assert max(len(line.rstrip()) for line in text.splitlines()) <= width
-    words = text.split()
-    for item in compared:
-        if item.figure == figure:
-            shown = thousands(item.published_token_per_dollar) + "?" * item.is_unexplained
-            assert shown in words
-            assert thousands(item.our_token_per_dollar) in words
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("width", [80, 200])
-def test_the_best_configurations_are_whole(best: list[Best], width: int) -> None:
-    text = text_of(best_table(best, width=width), width=width)
-    assert "…" not in text
-    assert max(len(line.rstrip()) for line in text.splitlines()) <= width
-    for item in best:
-        assert f"{item.tokens_per_second_per_gpu:,.0f}" in text
-
-
 @pytest.mark.full
 def test_the_best_configurations_keep_to_the_global_batch(best: list[Best]) -> None:
     assert [(item.model, item.num_nodes) for item in best] == [(m, n) for m in MODELS for n in NUM_NODES]
@@ -245,31 +140,12 @@ def test_the_best_configurations_keep_to_the_global_batch(best: list[Best]) -> N
         assert 0 < item.mfu < 1
 
 
-@pytest.mark.full
-def test_many_nodes_are_limited_by_the_global_batch(best: list[Best]) -> None:
-    # 512 GPUs x 2 sequences x 1024 tokens is all of 1,048,576
-    last = next(item for item in best if (item.model, item.num_nodes) == ("slm-100m", 64))
-    assert last.per_device_train_batch_size == 2
-    assert "global batch" in last.limited_by
-
-
-@pytest.mark.full
-def test_without_a_known_network_several_nodes_have_no_best_configuration() -> None:
-    found = [item for item in best_configurations("l40s") if item.num_nodes > 1]
-    assert {item.strategy for item in found} == {None}
-    assert "-" in text_of(best_table(found, width=80), width=80)
-
-
 def test_each_question_has_a_paragraph(compared: list[Comparison]) -> None:
     found = dict(paragraphs(answers(compared)))
     (attention,) = (text for heading, text in found.items() if heading.startswith("Q1"))
     assert "slm-100m 2.23 to 4.10 times" in attention  # 52238.7 / 23387.8 = 2.23 at 16, 4.10 at 128
     assert "vanilla for slm-1b at 1024, slm-2b at 1024 sequences" in attention
     assert [heading[:2] for heading in found][:4] == ["Q1", "Q2", "Q3", "Q4"]
-
-
-def test_places_name_each_model_once() -> None:
-    assert places([("a", 1), ("a", 2), ("b", 1)], "nodes") == "a at 1, 2, b at 1 nodes"
 
 
 @pytest.mark.full
@@ -285,47 +161,3 @@ def test_the_script_gives_points_answers_and_configurations_as_json(
     assert {"q1", "q2", "q3", "q4", "disagreements", "aligned"} == set(content["answers"])
     assert {row["gpu"] for row in content["best"]} == {"a40"}
     assert all(row["strategy"] for row in content["best"] if row["model"] == "slm-100m")
-
-
-@pytest.mark.full
-def test_the_script_prints_figures_and_answers(capsys: pytest.CaptureFixture[str]) -> None:
-    assert compare.main(["--gpu", "a40"]) == 0
-    shown = capsys.readouterr().out
-    assert "the price of a40 is unknown: give --prices" in shown
-    assert "the network between nodes of a40 is unknown: give --network" in shown
-    assert "figure 4" in shown
-    assert "Q4 Which communication scheme" in shown
-
-
-@pytest.mark.parametrize(
-    ("words", "said"), [(["--gpu", "h1000"], "unknown GPU"), (["nowhere"], "no such folder")]
-)
-def test_what_cannot_be_done_is_refused(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        compare.main(words)
-    assert ended.value.code == 2
-    assert said in (err := capsys.readouterr().err)
-    assert "hint:" in err
-
-
-def test_report_says_where_the_study_is() -> None:
-    done = slm_here("report", "--paper")
-    assert done.code == 2
-    assert "--paper was removed: in a checkout, python studies/ashkboos/compare.py" in done.err
-
-
-@pytest.mark.full
-def test_the_best_configurations_are_drawn_as_predicted(best: list[Best]) -> None:
-    scale, fit = pictures(best)
-    bubbles, bars = scale.figures
-    drawn = [one for one in best if one.strategy is not None]
-    (marks,) = bubbles.data
-    assert (marks["name"], marks["marker"]["symbol"]) == ("predicted", "circle-open")
-    assert len(marks["x"]) == len(drawn) == 28  # four models on 1, 2, 4, ... 64 nodes of eight GPUs
-    assert set(marks["x"]) == {"8", "16", "32", "64", "128", "256", "512"}
-    (bar,) = bars.data
-    assert bar["marker"]["pattern"]["shape"] == "/"
-    assert bar["x"] == pytest.approx([one.tokens_per_second_per_gpu for one in drawn], rel=1e-4)
-    assert [figure.name for figure in fit.figures] == ["fit-hidden-size", "fit-layers"]

@@ -86,11 +86,6 @@ themeButton.addEventListener("click", () => {
   show();
 });
 prefersDark.addEventListener("change", show);
-for (const select of document.querySelectorAll("select[data-of]"))
-  select.addEventListener("change", () => {
-    document.getElementById("chart-" + select.dataset.of).dataset.figure = select.value;
-    draw();
-  });
 
 let themeBeforePrint;
 addEventListener("beforeprint", () => {

@@ -1,11 +1,87 @@
-"""The charts of a page: tokens per second and losses."""
+"""Rows and charts as one HTML page. It contains plotly.js, data, style and script, and fetches nothing."""
 
 import html
+import json
 import math
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from slm_toolkit.report.labels import labelled
 from slm_toolkit.report.rows import Row
+from slm_toolkit.report.tables.comparison import columns_of, heading, notes, parity_notes, provenance
+from slm_toolkit.report.verdict import verdict
+
+_PAGE = Path(__file__).parent / "page"
+PLOTLY_FILE = _PAGE / "plotly-basic.min.js"
+"from https://cdn.plot.ly; its licence is in the same folder"
+
+
+def html_page(rows: list[Row], *, left_out: list[str]) -> str:
+    """Return the whole page; `left_out` has sentences about records that could not be read."""
+    by_label = labelled(rows)
+    drawn = [*filter(None, (speed_figure(by_label), loss_figure(by_label)))]
+    figures = {figure.name: vars(figure) for figure in drawn}
+    data = json.dumps(figures, allow_nan=False, separators=(",", ":"))
+    note_lines = [note.plain for note in (*parity_notes(by_label), *notes(rows, columns_of(rows)))]
+    commands = "\n".join(f"# {label}\n{row.command}" for label, row in by_label.items() if row.command)
+    parts = {
+        "commands": commands,
+        "heading": heading(rows).plain,
+        "provenance": provenance(rows),
+    }
+    links = (f'<a href="#{figure.name}">{figure.title}</a>' for figure in drawn)
+    sections = (
+        f'<section id="{figure.name}"><h2>{figure.title}</h2>'
+        f'<div class="chart" id="chart-{figure.name}" data-figure="{figure.name}"></div>'
+        f'<p class="rest" hidden></p><p class="notes">{figure.note}</p></section>'
+        for figure in drawn
+    )
+    filled = {name: html.escape(text) for name, text in parts.items()} | {
+        "style": _file("report.css"),
+        "links": "".join(links),
+        "verdict": _items(verdict(rows)),
+        "table": _table(by_label),
+        "notes": _items(note_lines + left_out),
+        "panels": "".join(sections),
+        "figures": data.replace("<", "\\u003c"),  # so that a record's text can't end the element
+        "plotly": _plotly_script(),
+        "script": _file("report.js"),
+    }
+    return re.sub(r"{{(\w+)}}", lambda match: filled[match[1]], _file("report.html"))
+
+
+def _plotly_script() -> str:
+    """Return plotly.js's basic bundle with its licence (MIT): 1.2 MB of the page."""
+    licence = _file("plotly-LICENSE").replace("*/", "")
+    return f"/*\n{licence}*/\n" + PLOTLY_FILE.read_text(encoding="utf-8").replace("</script", "<\\/script")
+
+
+def _file(name: str) -> str:
+    return (_PAGE / name).read_text(encoding="utf-8")
+
+
+def _table(rows: dict[str, Row]) -> str:
+    """Return the table's head and body; a row's label ties it to its marks in the charts."""
+    # the page has a heading for each model instead of its column
+    columns = [column for column in columns_of(list(rows.values())) if column.title != "model"]
+    titles = "".join(
+        f'<th scope="col" aria-sort="none"><button>{html.escape(column.title)}</button></th>'
+        for column in columns
+    )
+    lines = [f"<thead><tr>{titles}</tr></thead><tbody>"]
+    for (label, row), *texts in zip(rows.items(), *(column.cells for column in columns), strict=True):
+        state = "unequal" if row.parity_holds is False else "best" if row.rank == 1 else row.status
+        cells = "".join(f"<td>{html.escape(text)}</td>" for text in texts)
+        data = f'data-label="{html.escape(label)}" data-model="{html.escape(row.model)}"'
+        lines.append(f'<tr class="{html.escape(state)}" {data}>{cells}</tr>')
+    return "\n".join([*lines, "</tbody>"])
+
+
+def _items(lines: list[str]) -> str:
+    return "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+
 
 # A Figure is plain data for plotly.js, so that making it is fast and needs no plotly package.
 
@@ -17,8 +93,6 @@ _MOST_KEYS = 16
 "most entries of a legend; with more there is no legend, and hovering shows the names"
 MOST_POINTS = 300
 "points of a curve at most; of a longer curve, every second, third, ... step is drawn"
-_MOST_BANDS = 6
-_DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 _PLACE_PIXELS = 44
 "height of a bar with its title"
 
@@ -36,15 +110,6 @@ class Figure:
     title: str
     data: list[dict[str, Any]]
     layout: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Panel:
-    """Figures for one purpose, shown one at a time."""
-
-    name: str
-    title: str
-    figures: tuple[Figure, ...]
     note: str = ""
 
 
@@ -70,8 +135,6 @@ def curves_layout(*, x_title: str, y_title: str, num_keys: int) -> dict[str, Any
         "showlegend": 1 < num_keys <= _MOST_KEYS,
         "legend": {
             **{"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom"},
-            "traceorder": "normal",
-            "maxheight": 0.9,  # of the figure's height; by default, a legend scrolls beyond half of it
         },
         "hovermode": "closest",
         "xaxis": {"title": {"text": x_title}},
@@ -79,12 +142,11 @@ def curves_layout(*, x_title: str, y_title: str, num_keys: int) -> dict[str, Any
     }
 
 
-def speed_panel(rows: dict[str, Row]) -> Panel | None:
+def speed_figure(rows: dict[str, Row]) -> Figure | None:
     """Show the tokens per second of labelled rows with intervals; None if no row has a rate."""
     timed = {label: row for label, row in rows.items() if row.tokens_per_second and not row.is_rehearsed}
     if not timed:
         return None
-    title = "Tokens per second"
     rates = [row.tokens_per_second for row in timed.values()]
     ends = [row.interval or 2 * (row.tokens_per_second,) for row in timed.values()]
     bars = {
@@ -92,7 +154,7 @@ def speed_panel(rows: dict[str, Row]) -> Panel | None:
         "x": rates,
         "y": list(timed),
         "customdata": list(timed),
-        "marker": {"color": _colours(timed)},
+        "marker": {"color": [colour([*rows].index(label)) for label in timed]},
         "hovertext": [
             f"{escaped(label)}<br>{rate:,.0f} tokens/s" for label, rate in zip(timed, rates, strict=True)
         ],
@@ -104,7 +166,7 @@ def speed_panel(rows: dict[str, Row]) -> Panel | None:
     }
     layout = bars_layout(list(timed), x_title="tokens/s, all ranks")
     note = "whiskers: the interval in which another measurement is expected"
-    return Panel("speed", title, (Figure("speed", title, [bars], layout),), note)
+    return Figure("speed", "Tokens per second", [bars], layout, note)
 
 
 def bars_layout(labels: list[str], *, x_title: str) -> dict[str, Any]:
@@ -131,15 +193,14 @@ def bars_layout(labels: list[str], *, x_title: str) -> dict[str, Any]:
     }
 
 
-def loss_panel(rows: dict[str, Row]) -> Panel | None:
+def loss_figure(rows: dict[str, Row]) -> Figure | None:
     """Show the losses of labelled rows over time; None if no row has two."""
     trained = {label: row for label, row in rows.items() if len(row.losses) > 1}
     if not trained:
         return None
     layout = curves_layout(x_title="step", y_title="loss, mean over ranks", num_keys=len(trained))
-    strategies = [row.strategy for row in trained.values()]
     curves = []
-    for index, ((label, row), of_strategy) in enumerate(zip(trained.items(), _colours(trained), strict=True)):
+    for label, row in trained.items():
         every = math.ceil(len(row.losses) / MOST_POINTS)
         steps = list(range(len(row.losses)))[::-every][::-1]  # the last step is always drawn
         curves.append(
@@ -147,19 +208,8 @@ def loss_panel(rows: dict[str, Row]) -> Panel | None:
                 **{"type": "scatter", "mode": "lines", "name": escaped(label), "meta": label},
                 "x": [row.first_step + step + 1 for step in steps],
                 "y": [rounded(row.losses[step]) for step in steps],
-                "line": {
-                    "color": of_strategy,
-                    "dash": _DASHES[strategies[:index].count(row.strategy) % len(_DASHES)],
-                    # equal curves hide each other, so the first of a few curves are wide bands below the rest
-                    "width": 1.8 + (1.4 * (len(trained) - 1 - index) if len(trained) <= _MOST_BANDS else 0),
-                },
+                "line": {"color": colour([*rows].index(label))},
                 "hovertemplate": "%{fullData.name}<br>step %{x}: %{y}<extra></extra>",
             }
         )
-    return Panel("losses", "Loss", (Figure("losses", "Loss", curves, layout),))
-
-
-def _colours(rows: dict[str, Row]) -> list[str]:
-    """Return the colour of each row's strategy."""
-    strategies = list(dict.fromkeys(row.strategy for row in rows.values()))
-    return [colour(strategies.index(row.strategy)) for row in rows.values()]
+    return Figure("losses", "Loss", curves, layout)
