@@ -28,7 +28,7 @@ def evil_records(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = {**base.asked["config"], "dataset": EVIL, "attn_implementation": EVIL}
     changes = {
         **{"model": model, "asked": {**base.asked, "config": config}, "gpu": EVIL, "cpu": EVIL},
-        **{"losses_by_dataset": {EVIL: [1.0] * 33, "b": [1.0] * 33}, "versions": {"allocator": EVIL}},
+        "versions": {"allocator": EVIL},
         **{"eval_losses_by_set": {EVIL: [2.0]}, "run_name": EVIL, "attn_implementation": EVIL},
         "phase_seconds": [{EVIL: [0.1] * 33, "data": [0.1] * 33}] * 2,
         "gpu_watch": [{"throttle_reasons": {EVIL: 3}}] * 2,
