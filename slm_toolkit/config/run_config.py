@@ -694,11 +694,6 @@ class RunConfig:
         return self.numerics if self.numerics in ("fp16", "fp32") else "bf16"
 
     @property
-    def optimizer_rule(self) -> str:
-        """What `--optim` updates the weights by: adamw or muon."""
-        return rule_of(self.optim)
-
-    @property
     def kernel_parts(self) -> tuple[str, ...]:
         """The parts of --kernels: those of KERNEL_SETS."""
         return FLAGS["kernels"].parts_of(self.kernels)

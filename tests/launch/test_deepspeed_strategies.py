@@ -65,8 +65,8 @@ def test_a_json_is_a_strategy_in_a_yaml_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "says", "hint"),
     [
-        ({"model_type": "llama", "hidden_size": 64}, "describes a model", "--model"),
-        ({"a": 1, "b": 2}, r"no distributed_type \(a, b\)", "slm configs"),
+        ({"model_type": "llama", "hidden_size": 64}, "no distributed_type", "it describes a model: --model"),
+        ({"a": 1, "b": 2}, "no distributed_type", "slm configs"),
         ([1, 2], "contains no settings", "slm configs"),
     ],
 )
@@ -124,6 +124,6 @@ def test_an_accelerate_yaml_is_compared_with_a_json_of_hugging_faces(tmp_path: P
     assert done.finished.code == 0, done.finished.err
     assert {name: row["status"] for name, row in done.rows.items()} == {"my_fsdp": "ok", "my_zero3": "ok"}
     assert "is a DeepSpeed JSON" in done.finished.err
-    assert "removed from my_zero3.json: optimizer AdamW" in done.finished.err
+    assert "removed from my_zero3.json: optimizer" in done.finished.err
     row = done.rows["my_zero3"]
     assert (row["parity_reference"], row["parity_holds"]) == ("my_fsdp", True)

@@ -63,7 +63,7 @@ def test_it_names_the_gain_of_aligned_widths_for_each_gpu_type(tmp_path: Path) -
     (tmp_path / "config.json").write_text(json.dumps({**shape, "intermediate_size": 2048}))
     words = ("--model", str(tmp_path), "--gpu", "h100-80gb", "--strategy", "ddp", BATCH, "32")
     finding = doctored(*words, code=1)["widths-off-tensor-cores"]
-    assert "hidden 768 for 780, heads of 64 for 60" in finding["sentence"]
+    assert finding["change"] == "another shape"
 
 
 def test_what_does_not_fit_comes_with_the_batch_that_does() -> None:

@@ -77,12 +77,6 @@ def test_small_messages_take_the_protocol_and_the_tree_with_the_least_latency() 
     assert transfer_seconds(reduced, CLUSTER) == pytest.approx(tree, rel=1e-2)
 
 
-def test_an_unknown_network_is_unknown_only_between_nodes() -> None:
-    unknown = dataclasses.replace(CLUSTER, given_node_bytes_per_second=None)
-    assert transfer_seconds(BETWEEN, unknown) is None
-    assert transfer_seconds(IN_NODE, unknown) == transfer_seconds(IN_NODE, CLUSTER)
-
-
 def test_a_measurement_between_nodes_stands_for_what_crosses_them() -> None:
     # 10 calls of 1 ms and 15e9 bytes at 15 GB/s; inside a node the data sheet still holds
     cluster = dataclasses.replace(CLUSTER, measured=measured(num_nodes=2))
