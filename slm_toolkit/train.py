@@ -148,7 +148,7 @@ def after_training(
         anatomy = profile_steps(partial(train_step, run, batches, watch), run.run_dir, accelerator)
         observed["anatomy"] = anatomy and dataclasses.asdict(anatomy)
     if run.trace is not None:
-        observed["memory_at_peak"] = follow_memory(run, partial(train_step, run, batches)).summary
+        observed["memory_at_peak"] = follow_memory(run, partial(train_step, run, batches))
     return observed
 
 

@@ -13,10 +13,10 @@ except ImportError:  # Windows
     fcntl = None
 
 
-def open_new(path: Path, mode: str = "x", *, newline: str | None = None) -> IO:
+def open_new(path: Path, mode: str = "x") -> IO:
     """Open a new file at `path`. Deletes an old file or link there; the target of a link stays unchanged."""
     path.unlink(missing_ok=True)
-    return path.open(mode, newline=newline)
+    return path.open(mode)
 
 
 def write_new(path: Path, text: str) -> None:

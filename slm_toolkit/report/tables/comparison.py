@@ -27,8 +27,7 @@ from slm_toolkit.report.tables.fitted import (
     setting,
     table_of,
 )
-from slm_toolkit.report.tables.memory import peak_table
-from slm_toolkit.report.tables.step_breakdown import anatomy_table
+from slm_toolkit.report.tables.profiled import anatomy_table, peak_table
 from slm_toolkit.report.verdict import verdict
 
 _ALWAYS_ABOVE = ("numerics", "seq_len", "per_device_train_batch_size", "attn_implementation")

@@ -38,8 +38,7 @@ from slm_toolkit.record.run_record import RUN_DIR_VARIABLE, RunRecord
 from slm_toolkit.record.saved_files import CHECKPOINTS_DIR
 from slm_toolkit.run.checkpoint.start import by_order
 from slm_toolkit.run.data.documents import BadData
-from slm_toolkit.run.observe.observer import Observer
-from slm_toolkit.run.observe.progress import say
+from slm_toolkit.run.observe.progress import Observer, say
 from slm_toolkit.run.peers.failure import is_out_of_memory, write_failure
 from slm_toolkit.run.peers.machines import UNREACHED, Machines
 from slm_toolkit.run.peers.peer_store import PeerStore, open_peer_store

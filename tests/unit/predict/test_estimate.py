@@ -20,7 +20,7 @@ from slm_toolkit.predict.memory.machine import (
 )
 from slm_toolkit.predict.memory.peak import MemoryEstimate
 from slm_toolkit.predict.setup.setup import Setup
-from slm_toolkit.record.memory_timeline import PARTS
+from slm_toolkit.record.memory_parts import PARTS
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy
 
 P = 130_569_920  # parameters of slm-100m
