@@ -42,10 +42,9 @@ from transformers import Trainer
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.hardware.machine import use_huge_pages
-from slm_toolkit.launch.torch_extensions import CompilerNews, remove_stale_locks, use_extensions_folder
+from slm_toolkit.launch.torch_extensions import CompilerNews, use_extensions_folder
 from slm_toolkit.record.run_record import RUN_DIR_VARIABLE
 from slm_toolkit.recorder import Recorder, RecorderCallback, open_recorders
-from slm_toolkit.run.faults.watchdog import Standstill
 from slm_toolkit.run.peers.launch_info import absolute_deepspeed_config, find_launch
 
 _refused: list[str] = []
@@ -65,8 +64,7 @@ def main() -> None:
     # as `python script.py` has it; without -P the first entry is the working folder
     sys.path[: 0 if sys.flags.safe_path else 1] = [str(Path(script).resolve().parent)]
     use_extensions_folder()
-    remove_stale_locks()
-    threading.Thread(target=_report_waits, args=(sys.path[0],), daemon=True).start()
+    threading.Thread(target=_report_compiles, daemon=True).start()
     if not torch.cuda.is_available():
         _run_over_gloo()
     _watch_accelerators()
@@ -86,15 +84,12 @@ def main() -> None:
         sys.exit(2)
 
 
-def _report_waits(folder: str) -> None:
-    """Name long compiles before the first step, and the place of a rank that makes no step."""
-    compilers = CompilerNews() if os.environ.get("LOCAL_RANK", "0") == "0" else None
-    standstill = Standstill(folder)
-    while True:
+def _report_compiles() -> None:
+    """Name long compiles before the first step."""
+    compilers = CompilerNews()
+    while Recorder.num_steps_of_all == 0:
         time.sleep(1)
-        if compilers is not None and Recorder.num_steps_of_all == 0:
-            compilers.look()
-        standstill.look(Recorder.num_steps_of_all)
+        compilers.look()
 
 
 def _why_not() -> str:

@@ -6,12 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pynvml
 import pytest
 import torch
 from conftest import ROOT, run
 
-from slm_toolkit.run.faults.watchdog import one_line
 from slm_toolkit.run.observe.machine_load import GpuWatch, allocator_retries, driver_version, open_gpu
 
 ASK = """
@@ -183,12 +181,3 @@ def test_the_cores_of_others_are_counted_and_those_of_the_launch_are_not() -> No
     cores, elapsed, busy, rank, sibling, outsider_seconds = of_one
     assert cores == pytest.approx((busy - rank) / elapsed, abs=0.15)
     assert cores >= (outsider_seconds + sibling) / elapsed - 0.15
-
-
-@pytest.mark.quick
-def test_an_nvml_error_while_a_run_fails_does_not_hide_the_error() -> None:
-    """pynvml's errors raise where they are compared with others."""
-    failed = RuntimeError("the run's own error")
-    failed.__context__ = pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
-    failed.__context__.__context__ = AttributeError("nvmlDeviceGetHandleByIndex_v2")
-    assert one_line(failed, None) is None

@@ -117,7 +117,7 @@ def test_pcie_is_a_range_until_it_is_measured(tmp_path: Path) -> None:
     assert not probed["depends_on_pcie"]
     assert probed["step_high_seconds"] == pytest.approx(probed["step_seconds"] / TODAY.low)
     done = slm_here("estimate", *given, "l40s")
-    assert "slm_toolkit.run.network_probe measures yours" in done.out
+    assert "bench/network_probe.py measures yours" in done.out
 
 
 def test_a_network_json_is_used_instead_of_data_sheets(tmp_path: Path) -> None:
