@@ -170,7 +170,7 @@ def _meet(planned: PlannedLaunch) -> str:
         connection = host(listen(*place), place[0], entry.facts, wait)[1]
     else:
         connection = join(entry, place, wait)
-        wait_for_port(place, Wait(entry.rank, planned.num_machines, hint="read machine 0's output"))
+        wait_for_port(place)
     return connection.getsockname()[0].removeprefix("::ffff:")
 
 

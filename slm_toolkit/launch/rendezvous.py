@@ -27,6 +27,7 @@ _POLL_SECONDS = 0.25
 _ANSWER_SECONDS = 10.0
 "time limit for machine 0 to accept a connection and to answer; a stranger may keep it for _HELLO_SECONDS"
 _HELLO_SECONDS = 2.0
+_IMPORT_SECONDS = 120.0
 _MOST_BYTES = 2**20
 _WELCOME = b"slm launch\n"
 "machine 0's answer to an entry; a second line follows when all have come: a JSON string, empty or a problem"
@@ -163,12 +164,12 @@ def _come(entry: Entry, place: tuple[str, int], seconds: float) -> tuple[socket.
         return connection, json.loads(answer)
 
 
-def wait_for_port(place: tuple[str, int], wait: Wait) -> None:
-    """Wait until a program listens at `place`: torch prints pages about a closed port."""
-    while True:
-        left = wait.seconds_left("machine 0's launcher at {}:{}".format(*place))
+def wait_for_port(place: tuple[str, int]) -> None:
+    """Wait until machine 0's launcher has imported torch and listens: torch prints pages about a closed port."""
+    until = time.monotonic() + _IMPORT_SECONDS
+    while time.monotonic() < until:
         with suppress(OSError):
-            return socket.create_connection(place, left).close()
+            return socket.create_connection(place, _ANSWER_SECONDS).close()
         time.sleep(_POLL_SECONDS)
 
 
