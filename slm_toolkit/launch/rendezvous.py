@@ -165,11 +165,12 @@ def _come(entry: Entry, place: tuple[str, int], seconds: float) -> tuple[socket.
 
 
 def wait_for_port(place: tuple[str, int]) -> None:
-    """Wait until machine 0's launcher has imported torch and listens: torch prints pages about a closed port."""
-    until = time.monotonic() + _IMPORT_SECONDS
-    while time.monotonic() < until:
+    """Wait until machine 0's launcher, which imports torch, listens: torch prints pages about a closed port."""
+    until, is_open = time.monotonic() + _IMPORT_SECONDS, False
+    while not is_open and time.monotonic() < until:
         with suppress(OSError):
-            return socket.create_connection(place, _ANSWER_SECONDS).close()
+            socket.create_connection(place, _ANSWER_SECONDS).close()
+            is_open = True
         time.sleep(_POLL_SECONDS)
 
 
