@@ -165,7 +165,7 @@ def _come(entry: Entry, place: tuple[str, int], seconds: float) -> tuple[socket.
 
 
 def wait_for_port(place: tuple[str, int]) -> None:
-    """Wait until machine 0's launcher, which imports torch, listens: torch prints pages about a closed port."""
+    """Wait until machine 0's launcher, which imports torch, listens: torch is loud about a closed port."""
     until, is_open = time.monotonic() + _IMPORT_SECONDS, False
     while not is_open and time.monotonic() < until:
         with suppress(OSError):
