@@ -116,16 +116,10 @@ def add_slurm_flags(parser: argparse.ArgumentParser) -> None:
         help='options for sbatch, such as --slurm_options="--partition=gpu --account=me '
         '--time=2:00:00". Without --time, --timeout is the limit',
     )
-    group.add_argument(
-        "--slurm_template",
-        type=Path,
-        metavar="FILE",
-        help="template of the job's script, instead of slm_toolkit/compare/slurm.sh",
-    )
 
 
 _SLURM = "launcher slurm"
-_OF_SLURM = ("num_nodes", "gpus_per_node", "slurm_options", "slurm_template")
+_OF_SLURM = ("num_nodes", "gpus_per_node", "slurm_options")
 _SLURM_PAIRS = (
     *(Pair(name, _SLURM, is_needed=True) for name in _OF_SLURM),
     Pair("gpus_per_run", _SLURM, ": --gpus_per_node sets the GPUs of a run"),
@@ -138,7 +132,7 @@ def nodes_asked(args: argparse.Namespace) -> "SlurmNodes | None":
     check_pairs(flags_given(args), _SLURM_PAIRS)
     if args.launcher == "local":
         return None
-    from slm_toolkit.compare.slurm import SLURM_TEMPLATE, slurm_nodes
+    from slm_toolkit.compare.slurm import slurm_nodes
 
     num_nodes, gpus_per_node = args.num_nodes or 1, args.gpus_per_node or 0
     num_processes = args.num_processes or num_nodes * gpus_per_node or 2
@@ -148,7 +142,6 @@ def nodes_asked(args: argparse.Namespace) -> "SlurmNodes | None":
         num_nodes=num_nodes,
         gpus_per_node=gpus_per_node,
         options=args.slurm_options or "",
-        template=args.slurm_template or SLURM_TEMPLATE,
     )
 
 

@@ -23,8 +23,7 @@ from slm_toolkit.compare.grid import (
     plan_runs,
     plan_scripts,
 )
-from slm_toolkit.compare.local import Slot, run_in_slots, slots_of
-from slm_toolkit.compare.supervisor import locked
+from slm_toolkit.compare.local import Slot, locked, run_in_slots, slots_of
 from slm_toolkit.config.flag_pairs import check_pairs, flags_given
 from slm_toolkit.config.flags import every_config, given_flags
 from slm_toolkit.config.run_config import SYNTHETIC, RunConfig

@@ -15,10 +15,10 @@ from slm_toolkit.base.safe_files import write_new
 from slm_toolkit.record.measurement_warnings import rank_differences
 from slm_toolkit.record.run_record import finite
 from slm_toolkit.run.display import TrainingProgress
-from slm_toolkit.run.faults.restarts import note_checkpoint
 from slm_toolkit.run.observe.progress import Observer, say
 from slm_toolkit.run.observe.watch import RunWatch
 from slm_toolkit.run.peers.failure import seconds_since_start
+from slm_toolkit.run.peers.peer_store import note_checkpoint
 from slm_toolkit.run.peers.step_exchange import Seen, StepExchange, StopSignal, gather_to_all
 from slm_toolkit.run.run import Run
 

@@ -2,17 +2,14 @@
 
 import gc
 import json
-import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import ENV, ROOT, run
+from conftest import run
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.names import find_model
@@ -129,22 +126,3 @@ def test_events_of_steps_that_a_gpu_has_done_are_let_go() -> None:
     assert sum(isinstance(each, torch.cuda.Event) for each in gc.get_objects()) <= 6  # of the last steps
     assert len(clock.seconds) == 101
     assert len(clock.phase_seconds()["forward"]) == 101
-
-
-@pytest.mark.slow
-def test_the_resident_memory_of_a_run_does_not_grow(tmp_path: Path) -> None:
-    """From the second to the last tenth of half a minute; the first tenth has imports and first steps."""
-    words = ("--model", "slm-1m", "--seq_len", "32", "--per_device_train_batch_size", "1")
-    words += ("--kernels", "fused", "--max_steps", "10000000", "--save_steps", "50")
-    words += ("--eval_steps", "50", "--eval_batches", "1", "--output_dir", str(tmp_path))
-    command = (sys.executable, "-m", "slm_toolkit.train", *words, "--run_name", "run")
-    with subprocess.Popen(command, cwd=ROOT, env=ENV, stderr=subprocess.DEVNULL) as process:
-        while not (tmp_path / "run" / "progress.json").exists():
-            assert process.poll() is None
-            time.sleep(0.2)
-        samples = []
-        for _ in range(30):
-            time.sleep(1)
-            samples.append(psutil.Process(process.pid).memory_info().rss)
-        process.kill()
-    assert statistics.median(samples[-3:]) - statistics.median(samples[3:6]) < 2 * 2**20

@@ -86,6 +86,6 @@ def test_a_network_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_a_malformed_network_is_refused(change: dict[str, object], says: str, tmp_path: Path) -> None:
     path = tmp_path / "network.json"
     path.write_text(json.dumps({**dataclasses.asdict(on_a_line(1e-5, 1e-11)), **change}))
-    with pytest.raises(ValueError, match="hint: `slm launch -m slm_toolkit.run.network_probe`") as refused:
+    with pytest.raises(ValueError, match="hint: `slm launch bench/network_probe.py`") as refused:
         read_network(path)
     assert f"{path}: {says}" in str(refused.value)
