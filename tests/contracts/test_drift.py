@@ -16,7 +16,6 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -107,20 +106,6 @@ def test_the_launcher_names_the_rank_and_signal_that_died() -> None:
     assert "Root Cause (first observed failure)" in log
     assert crash(log) == "SIGKILL", f"torch's launcher now says:\n{log[-1500:]}"
     assert "ChildFailedError" in log
-
-
-def test_the_static_rendezvous_is_made_by_the_class_that_we_replace() -> None:
-    """launch/launcher.py: _Rendezvous."""
-    from torch.distributed.elastic.rendezvous import RendezvousParameters, static_tcp_rendezvous
-
-    from slm_toolkit.launch.launcher import _Rendezvous
-
-    asked = RendezvousParameters("static", "host:29500", "none", 2, 2, rank=1, timeout=9)
-    with patch.object(static_tcp_rendezvous, "StaticTCPRendezvous", _Rendezvous):
-        made = static_tcp_rendezvous.create_rdzv_handler(asked)
-    assert type(made) is _Rendezvous, f"torch's launcher now makes a {type(made)}"
-    assert (made.master_addr, made.master_port, made.rank, made.world_size) == ("host", 29500, 1, 2)
-    assert (made.timeout.total_seconds(), made._store) == (9, None)
 
 
 def test_the_launcher_logs_signals_in_the_words_that_we_leave_out() -> None:

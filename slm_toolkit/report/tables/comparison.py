@@ -225,6 +225,13 @@ _HEADINGS = (
         drop_order=4,
     ),
     Heading("state\nGiB/rank", "state_bytes", gib, 3),
+    Heading(
+        "DeepSpeed's\nestimate GiB",
+        "deepspeed_bytes",
+        gib,
+        2,
+        note="DeepSpeed's estimate: by its own function; model states only, no activations",
+    ),
     Heading("$ per 1M\ntokens", "usd_per_million_tokens", dollars, 9),
     Heading("final\nloss", "final_loss", loss, 6),
 )
