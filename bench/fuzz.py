@@ -156,7 +156,6 @@ COMMANDS = {
     "model": "estimate --model FILE --gpu l4 --json; compare --dry_run --model FILE --output_dir out",
     "prices": "estimate --gpu l4 --prices FILE",
     "network": "estimate --gpu l4 --num_gpus 2 --network FILE",
-    "slurm": "compare --launcher slurm --dry_run --output_dir out --slurm_template FILE",
     "config": "compare --launcher slurm --dry_run --output_dir out --config FILE; "
     "compare --dry_run --output_dir out --config FILE",
 }

@@ -4,8 +4,8 @@
 
 The development half was looked at while the formulas were made, the held-out half only when ZeRO's were
 made simpler (2026-11-28). Tracer (`run/observe/allocations.py`) and estimator (`predict/`) share no code.
-Peaks are of allocated bytes on rank 0. Where a half was traced again since replays exist, reserved bytes are
-compared, too, with what `predict/memory/allocator.py` reserves for the traced allocations.
+Peaks are of allocated bytes on rank 0. Where a half was traced while rehearsals replayed their allocations
+(until 2026-11-28), reserved bytes are compared, too, with what a model of PyTorch's allocator reserved.
 """
 
 import argparse

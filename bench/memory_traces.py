@@ -1,7 +1,6 @@
 """Rehearse the configurations of a table on fake tensors again; `bench/memory_accuracy.py` reads the traces.
 
     python bench/memory_traces.py --half development    # some 10 minutes on two cores
-    python bench/memory_traces.py --half adapters --again peft=qlora    # these rows only
 
 A new table is a CSV in results/memory: the columns of one that is there, up to the flags. Seeds drew the
 shipped ones (`git show 99ffb6c:bench/memory_traces.py`). Each configuration is a real run of
@@ -41,14 +40,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--half", required=True, help="file of results/memory, without .csv")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--again", metavar="FLAG=VALUE", help="only rows with this value; keep the others")
     args = parser.parse_args()
     path = FOLDER / f"{args.half}.csv"
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    flag, _, value = (args.again or "").partition("=")
-    kept = [row for row in rows if flag and row[flag] != value]
-    asked = [{key: row[key] for key in row if key not in FOUND} for row in rows if row not in kept]
+    asked = [{key: row[key] for key in row if key not in FOUND} for row in rows]
     for module in _TAKE_SECONDS_TO_IMPORT:
         importlib.import_module(module)
     started = time.time()
@@ -56,7 +52,6 @@ def main() -> None:
     with path.open("w", newline="") as file, context.Pool(args.processes, maxtasksperchild=1) as pool:
         writer = csv.DictWriter(file, dict.fromkeys((*rows[0], *FOUND)))
         writer.writeheader()
-        writer.writerows(kept)
         for done, row in enumerate(pool.imap_unordered(trace, asked), start=1):
             writer.writerow(row)
             file.flush()
@@ -67,10 +62,7 @@ def main() -> None:
         "seconds": round(time.time() - started),
         "versions": installed_versions(),
     }
-    told = path.with_suffix(".json")
-    if kept:
-        about = {**json.loads(told.read_text()), "traced_again": about}
-    told.write_text(json.dumps(about, indent=2) + "\n")
+    path.with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n")
 
 
 def trace(configuration: dict[str, Any]) -> dict[str, Any]:

@@ -3,11 +3,10 @@
     python bench/throughput.py                                  # two cores will do: one is used
     python bench/throughput.py --numerics fp32 --allocator tcmalloc --rounds 7
     python bench/throughput.py --models slm-100m slm-500m slm-1b slm-2b    # on a GPU
-    python bench/throughput.py --arms plain fused_norm fused_loss compile --against plain
 
 Each round runs every arm once, a process each: A B C, A B C, ...; ratios are taken within a round, and their
-median and range printed. Losses that differ end it with exit code 1; times never do. LitGPT and torchtitan
-want other packages than we do: --python litgpt_compile=/path/to/venv/bin/python gives an arm its environment.
+median and range printed. Losses that differ end it with exit code 1; times never do. torchtitan
+wants other packages than we do: --python torchtitan=/path/to/venv/bin/python gives an arm its environment.
 torchtitan 0.2.2 is the newest that takes a released torch: pip install torchtitan==0.2.2 triton.
 """
 
@@ -42,27 +41,15 @@ FOR_CPU = {  # the shape of a slm-10m with the vocabulary of Llama, whose head i
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
-BEST = {
+OURS = {
     "ours": ("--kernels", "fused"),
     "ours_compile": ("--kernels", "compiled"),
 }
-FEATURES = {  # ours, one thing at a time
-    "plain": ("--kernels", "plain"),
-    "eager_attention": ("--kernels", "plain", "--attn_implementation", "eager"),
-    "fused_norm": ("--kernels", "norm"),
-    "fused_loss": ("--kernels", "loss"),
-    "all_fused": ("--kernels", "loss+norm"),
-    "compile": ("--kernels", "compile"),
-    "unfused_adamw": ("--kernels", "plain", "--optim", "adamw_torch"),
-    "pure_bf16": ("--kernels", "plain", "--numerics", "pure_bf16"),
-}
-OURS = {**BEST, **FEATURES}
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {  # the trainer of rivals/training.py, and its options
     "trainer": ("trainer", {}),
     "trainer_compile": ("trainer", {"torch_compile": True}),
     "bare": ("bare", {}),
     "bare_compile": ("bare", {"torch_compile": True}),
-    "litgpt_compile": ("litgpt", {"torch_compile": True}),
     "torchtitan": ("torchtitan", {}),
     "torchtitan_compile": ("torchtitan", {"torch_compile": True}),
 }
@@ -178,7 +165,7 @@ def main() -> None:
     parser.add_argument(
         "--arms",
         nargs="+",
-        default=["trainer", "trainer_compile", "bare", "bare_compile", "litgpt_compile", *BEST],
+        default=["trainer", "trainer_compile", "bare", "bare_compile", *OURS],
     )
     parser.add_argument("--against", nargs="+", metavar="ARM", help="default: Trainer's")
     parser.add_argument("--allocator", choices=ALLOCATORS, default="glibc", help="of every arm")

@@ -1,18 +1,9 @@
-"""Record your own training script: three lines in an Accelerate loop, one in a Trainer's, make a record.json.
+"""Recorder: watches the training of a user's own script, which an Accelerator or a Trainer drives.
 
-    from slm_toolkit.recorder import Recorder
-
-    recorder = Recorder(accelerator, model, optimizer)  # after accelerator.prepare
-    for batch in loader:
-        ...
-        recorder.after_step(loss)  # at the end of each iteration
-    accelerator.end_training()
-
-With a Hugging Face Trainer, or TRL's: `trainer.add_callback(RecorderCallback(trainer))`.
-`slm report runs` then shows the run, as it shows runs of `slm compare`. What a recorder can't see is unknown.
+`run_script.py` makes it. `slm report runs` then shows the run, as it shows runs of `slm compare`. What a
+recorder can't see is unknown.
 """
 
-import atexit
 import math
 import os
 import re
@@ -24,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from itertools import chain, count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -35,7 +26,6 @@ from transformers import TrainerCallback
 from slm_toolkit.model.from_config import spec_from_config
 from slm_toolkit.record.files import write_record
 from slm_toolkit.record.run_record import (
-    PROGRESS_FILE,
     RECORD_FILE,
     RUN_DIR_VARIABLE,
     RunRecord,
@@ -47,7 +37,7 @@ from slm_toolkit.record.run_record import (
 )
 from slm_toolkit.run.checkpoint.checkpoint import fingerprint
 from slm_toolkit.run.engine.engine import RunningEngine, probe_engine
-from slm_toolkit.run.engine.training_state import parameter_name
+from slm_toolkit.run.engine.training_state import num_elements, parameter_name
 from slm_toolkit.run.observe.machine_load import look_at_gpu
 from slm_toolkit.run.observe.probe import tokens_of
 from slm_toolkit.run.observe.progress import write_state
@@ -58,43 +48,35 @@ from slm_toolkit.run.peers.machines import num_machines
 from slm_toolkit.run.peers.step_exchange import gather_to_all
 
 _SECONDS_BETWEEN_SHOWN_STEPS = 0.5
-_LOSSES_READ_AT_ONCE = 256
-"steps between two reads of the losses: so many that waiting for the device costs no time"
+_LOSSES_JOINED = 256
+"the losses of so many steps become one tensor"
 
 
 class Recorder:
-    """Watch the steps of a loop that an Accelerator drives, and write their record when the script ends.
+    """Watch the steps of a loop, and write their record when the training ends.
 
     It changes no number of the training. The first step is probed, hence slow, and not timed.
     """
 
-    num_of_all = num_steps_of_all = 0
-    "recorders and steps of this process"
+    current: ClassVar["Recorder | None"] = None
+    "the recorder of the training that runs"
+    num_steps_of_all = 0
+    "steps that this process has recorded"
+    why_none = (
+        "no Accelerator prepared a model and an optimizer\n"
+        "hint: prepare both with one Accelerator, or use a Hugging Face Trainer"
+    )
+    "why this process has recorded no step, with a hint"
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        tokens_per_batch: int | None = None,
-        output_dir: str | os.PathLike[str] = "runs",
-        run_name: str | None = None,
+        self, accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Begin to watch. All ranks must call it, with what `accelerator.prepare` returned.
-
-        `tokens_per_batch`: a rank's tokens in one micro-step, for models whose forward gets no token ids;
-        others are counted. The record goes to `output_dir`/`run_name`/record.json. A name that is taken gets
-        `-r2` at its end. By default the name is made of script, strategy and a hash.
-        """
-        for earlier in open_recorders():
-            earlier.stop()  # of a training that this one replaces
+        """Begin to watch. All ranks must call it, with what `accelerator.prepare` returned."""
+        if Recorder.current is not None:  # of a training that this one replaces
+            Recorder.current.stop()
         self._accelerator, self._model = accelerator, model
-        self._tokens_per_batch, self._output_dir, self._run_name = tokens_per_batch, output_dir, run_name
-        launch = find_launch()
-        self._strategy = launch.strategy
-        self._asked = script_asked(launch.strategy, launch.num_processes, sys.argv)
-        self._command = launch.command or ("python", *self._asked["script"])
+        self._launch = find_launch()
+        self._asked = script_asked(self._launch.strategy, self._launch.num_processes, sys.argv)
         self._fingerprint = _fingerprint(model)
         no_loss_function = SimpleNamespace(num_tokens=0)  # the loss's tokens are unknown
         gpu = look_at_gpu(accelerator.local_process_index)
@@ -103,9 +85,8 @@ class Recorder:
         self.num_steps = 0
         self._shown_at = 0.0
         self._micro_losses: list[torch.Tensor] = []
-        self._unread: list[torch.Tensor] = []
-        "losses of the last steps, still on the device"
-        self._losses: list[float] = []
+        self._losses: list[torch.Tensor] = []
+        "of all steps, on the device"
         self._norm: float | torch.Tensor | None = None
         "the gradient norm of this step; None if the script does not measure it"
         self._max_norm: float | None = None
@@ -115,98 +96,84 @@ class Recorder:
         "True if the model ran without gradients since the step began"
         self._has_updated = False
         "True if the optimizer's step ran since the last step's end"
-        inner = _inner_optimizer(optimizer)
+        inner = optimizer
+        while hasattr(inner, "optimizer"):  # wrappers of accelerate and DeepSpeed
+            inner = inner.optimizer
         self._hooks = [
             model.register_forward_pre_hook(self._count_tokens, with_kwargs=True),
             inner.register_step_pre_hook(lambda *_: self._watch.gradients_reduced()),
             inner.register_step_post_hook(self._saw_update),
         ]
         self._keep_norms()
-        self._step = self._watch.step()
-        self._step.__enter__()
-        self.is_open = True
-        _open.append(self)
-        Recorder.num_of_all += 1
         self._close_with_training()
-
-    def after_step(self, loss: torch.Tensor) -> None:
-        """Note an iteration of the loop, whether its gradients were applied or only accumulated.
-
-        `loss`: this rank's, of this iteration's batch, not divided by the number of micro-steps. A step's
-        recorded loss is the mean over micro-steps and ranks.
-        """
-        self.note_loss(loss)
-        self.end_step_if_due()
+        self._begin_step()
+        Recorder.current = self
+        Recorder.why_none = (
+            "no step was seen\nhint: call accelerator.backward(loss), then step() of the optimizer that the "
+            "Accelerator prepared"
+        )
 
     def note_loss(self, loss: torch.Tensor) -> None:
-        """Note the loss of a micro-step, the first half of `after_step`."""
-        if self.is_open:
+        """Note this rank's loss of a micro-step. A step's loss is the mean over micro-steps and ranks."""
+        if Recorder.current is self:
             self._micro_losses.append(loss.detach().float().mean())
 
     def end_step_if_due(self) -> None:
-        """End the step if the optimizer has updated the weights, the second half of `after_step`."""
-        skipped = self._accelerator.optimizer_step_was_skipped  # by fp16's loss scaler
+        """End the step if the optimizer has updated the weights, or skipped that for fp16's loss scaler."""
+        skipped = self._accelerator.optimizer_step_was_skipped
         if self._micro_losses and self._accelerator.sync_gradients and (self._has_updated or skipped):
             self.end_step(torch.stack(self._micro_losses).mean())
 
     def end_step(self, loss: torch.Tensor) -> None:
         """End a step with this rank's loss of the whole step."""
-        if not self.is_open:
+        if Recorder.current is not self:
             return
-        self._unread.append(loss.detach().float())
-        if len(self._unread) == _LOSSES_READ_AT_ONCE:
-            self._read_losses()
+        self._losses.append(loss.detach().float().view(1))
+        if len(self._losses) == _LOSSES_JOINED:
+            self._losses = [torch.cat(self._losses)]
         self._norms.append(self._norm)
         self._micro_losses, self._norm, self._has_updated = [], None, False
         self.num_steps += 1
         Recorder.num_steps_of_all += 1
         self._show_progress()
         self._step.__exit__(None, None, None)
-        self._step = self._watch.step()
-        self._step.__enter__()
+        self._begin_step()
 
     def pause(self) -> None:
         """Leave the time since the last step, such as an evaluation's, out of the next step's time."""
-        if self.is_open:  # a Trainer may evaluate after its training
+        if Recorder.current is self:  # a Trainer may evaluate after its training
             self._watch.clock.pause()
 
-    def close(self) -> Path | None:
-        """Write the record of the steps until now; return its path on rank 0. All ranks must call it.
-
-        `accelerator.end_training()` calls it. Return None without a step, and if it was called before.
-        """
-        if not self.is_open:
-            return None
+    def close(self) -> None:
+        """Write the record of the steps until now. All ranks must call it."""
+        if Recorder.current is not self:
+            return
         record = self._record() if self.num_steps else None
-        folder = None if record is None else self._folder_of(record)
         self.stop()
         if record is None or not self._accelerator.is_main_process:
-            return None
-        if folder is None:
+            return
+        planned = os.environ.get(RUN_DIR_VARIABLE)
+        first = Path(planned or Path("runs", record.run_name))
+        repeats = (first.with_name(f"{first.name}-r{number}") for number in count(2))
+        folder = next(folder for folder in chain([first], repeats) if not (folder / RECORD_FILE).exists())
+        if planned and folder != first:
             print("note: the script's first training is recorded, not this one", file=sys.stderr)
-            return None
-        path = write_record(record, folder)
-        print(f"record: {path}", file=sys.stderr)
-        return path
+        else:
+            print(f"record: {write_record(record, folder)}", file=sys.stderr)
 
     def stop(self) -> None:
         """Stop watching, without a record, and let go of the model."""
-        if not self.is_open:
+        if Recorder.current is not self:
             return
-        self.is_open = False
-        _open.remove(self)
+        Recorder.current = None
         self._step.__exit__(GeneratorExit, GeneratorExit(), None)  # removes the probe's hooks
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._model, self._watch = [], None, None
 
-    @property
-    def is_main(self) -> bool:
-        return self._accelerator.is_main_process
-
-    @property
-    def is_alone(self) -> bool:
-        return self._accelerator.num_processes == 1
+    def _begin_step(self) -> None:
+        self._step = self._watch.step()
+        self._step.__enter__()
 
     def _close_with_training(self) -> None:
         end_training = self._accelerator.end_training
@@ -224,15 +191,14 @@ class Recorder:
         if self._has_evaluated:
             self.pause()
             self._has_evaluated = False
-        tokens = tokens_of(args, kwargs)
-        if tokens is not None and self._first_batch is None:
+        if (tokens := tokens_of(args, kwargs)) is None:
+            return
+        if self._first_batch is None:
             self._first_batch = {"num_sequences": tokens.shape[0], "seq_len": tokens.shape[-1]}
-        if self._tokens_per_batch is not None:
-            self._watch.num_tokens_drawn += self._tokens_per_batch
-        elif tokens is not None:
-            self._watch.num_tokens_drawn += tokens.numel()
-            if isinstance(mask := kwargs.get("attention_mask"), torch.Tensor) and mask.shape == tokens.shape:
-                self._watch.num_padding = self._watch.num_padding + (mask == 0).sum()
+        batch = {"input_ids": tokens}
+        if isinstance(mask := kwargs.get("attention_mask"), torch.Tensor) and mask.shape == tokens.shape:
+            batch["padding"] = mask == 0
+        self._watch.drew(batch)
 
     def _saw_update(self, *arguments: Any) -> None:
         self._has_updated = True
@@ -257,17 +223,10 @@ class Recorder:
             return
         self._shown_at = time.monotonic()
         state = {"step": self.num_steps, "num_steps": None, "loss": None, "tokens_per_second": None}
-        with suppress(OSError):  # only the display needs the file
-            write_state(Path(os.environ[RUN_DIR_VARIABLE], PROGRESS_FILE), state)
-
-    def _read_losses(self) -> None:
-        if self._unread:
-            self._losses += torch.stack(self._unread).tolist()
-            self._unread = []
+        write_state(Path(os.environ[RUN_DIR_VARIABLE]), state)
 
     def _record(self) -> RunRecord:
         """Return the record. All ranks must call it."""
-        self._read_losses()
         observed = self._watch.observed()
         num_tokens = observed["tokens_counted"]["drawn"]
         observed["tokens_counted"] = {"drawn": num_tokens}  # the loss's tokens are unknown
@@ -275,17 +234,18 @@ class Recorder:
             probed["clipping"] = self._max_norm  # FSDP1 clips by a method of its own
         # under DeepSpeed they would be of before clipping, under other engines of after it
         observed.pop("parameter_grad_norms")
-        losses, counts = zip(*gather_to_all((self._losses, _num_params(self._model))), strict=True)
+        own = torch.cat(self._losses).tolist(), sum(map(num_elements, self._model.parameters()))
+        losses, counts = zip(*gather_to_all(own), strict=True)
         running = _running_engine(self._model)
         num_params = sum(counts) if running.engine == "fsdp1" else counts[0]
         gpu = torch.cuda.get_device_name() if self._accelerator.device.type == "cuda" else None
-        versions = installed_versions()
-        identity, strategy = identity_of(self._asked, versions, gpu), self._strategy
+        versions, strategy = installed_versions(), self._launch.strategy
+        identity = identity_of(self._asked, versions, gpu)
         script = Path(self._asked["script"][0])
         stem = re.sub(r"[^\w.+=,@-]", "_", script.stem)
         started = datetime.now(UTC) - timedelta(seconds=seconds_since_start())
         return RunRecord(
-            run_name=self._name_by(f"{stem}-{strategy.name}-{identity}"),
+            run_name=Path(os.environ.get(RUN_DIR_VARIABLE) or f"{stem}-{strategy.name}-{identity}").name,
             identity=identity,
             status="ok",
             strategy=strategy.name,
@@ -293,7 +253,7 @@ class Recorder:
             model=_model_facts(self._accelerator.unwrap_model(self._model), script.name, num_params),
             versions=versions,
             started_at=started.isoformat(timespec="seconds"),
-            command=shlex.join(self._command),
+            command=shlex.join(self._launch.command or ("python", *self._asked["script"])),
             seconds_total=seconds_since_start(),
             gpu=gpu,
             world_size=running.world_size,
@@ -309,29 +269,12 @@ class Recorder:
             **observed,
         )
 
-    def _name_by(self, default: str) -> str:
-        """Return the run's name: that of `slm compare`, the caller's, or the default."""
-        planned = os.environ.get(RUN_DIR_VARIABLE)
-        return Path(planned).name if planned else self._run_name or default
-
-    def _folder_of(self, record: RunRecord) -> Path | None:
-        """Return the folder that `slm compare` made for this run, or one without a record.
-
-        None if the script's first training has left its record in that folder.
-        """
-        if planned := os.environ.get(RUN_DIR_VARIABLE):
-            return None if Path(planned, RECORD_FILE).exists() else Path(planned)
-        first = Path(self._output_dir, record.run_name)
-        repeats = (first.with_name(f"{first.name}-r{number}") for number in count(2))
-        return next(folder for folder in chain([first], repeats) if not (folder / RECORD_FILE).exists())
-
 
 class RecorderCallback(TrainerCallback):
     """Record the training of a Hugging Face Trainer, or of a Trainer derived from it, such as TRL's."""
 
-    def __init__(self, trainer: Any, **options: Any) -> None:
-        """`trainer.add_callback(RecorderCallback(trainer))`; `options`: of Recorder."""
-        self._trainer, self._options = trainer, options
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
         self._recorder: Recorder | None = None
         self._losses: list[torch.Tensor] = []
         "of the step's micro-steps; the Trainer has divided them, so that their sum is the step's loss"
@@ -346,8 +289,7 @@ class RecorderCallback(TrainerCallback):
 
     def on_train_begin(self, *arguments: Any, **keywords: Any) -> None:
         trainer, self._losses = self._trainer, []
-        model, optimizer = trainer.model_wrapped, trainer.optimizer
-        self._recorder = Recorder(trainer.accelerator, model, optimizer, **self._options)
+        self._recorder = Recorder(trainer.accelerator, trainer.model_wrapped, trainer.optimizer)
 
     def on_step_end(self, *arguments: Any, **keywords: Any) -> None:
         losses, self._losses = self._losses, []
@@ -358,65 +300,20 @@ class RecorderCallback(TrainerCallback):
         if self._recorder is not None:
             self._recorder.pause()
 
-    def on_save(self, *arguments: Any, **keywords: Any) -> None:
-        self._recorder.pause()
+    on_save = on_evaluate
 
     def on_train_end(self, *arguments: Any, **keywords: Any) -> None:
         self._recorder.close()
-
-
-_open: list[Recorder] = []
-"the recorder of the training that runs; empty if none does"
-
-
-def open_recorders() -> tuple[Recorder, ...]:
-    """Return the recorders that have neither been closed nor stopped: one, or none."""
-    return tuple(_open)
-
-
-def _close_at_exit() -> None:
-    """Write the record of a script of one process. Other ranks may not come to the collectives of `close`."""
-    for recorder in open_recorders():
-        if recorder.is_alone:
-            recorder.close()
-        elif recorder.is_main:
-            print(
-                "note: no record\nhint: call accelerator.end_training() or recorder.close() at the end",
-                file=sys.stderr,
-            )
-
-
-atexit.register(_close_at_exit)
-
-
-def _leave_out_after_an_error(*error: Any) -> None:
-    for recorder in open_recorders():
-        recorder.stop()
-    _report_error(*error)
-
-
-_report_error, sys.excepthook = sys.excepthook, _leave_out_after_an_error
-
-
-def _inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return torch's optimizer below the wrappers of accelerate and DeepSpeed."""
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
 
 
 def _fingerprint(model: torch.nn.Module) -> str | None:
     """Return the hash of the weights before step 1; None under FSDP1, whose flat parameters mix tensors."""
     if isinstance(model, FullyShardedDataParallel):
         return None
-    named = ((parameter_name(name), param) for name, param in model.named_parameters())
     return fingerprint(
-        (name, param.full_tensor() if isinstance(param, DTensor) else param) for name, param in named
+        (parameter_name(name), param.full_tensor() if isinstance(param, DTensor) else param)
+        for name, param in model.named_parameters()
     )
-
-
-def _num_params(model: torch.nn.Module) -> int:
-    return sum(getattr(param, "ds_numel", param.numel()) for param in model.parameters())
 
 
 def _running_engine(model: torch.nn.Module) -> RunningEngine:

@@ -1,9 +1,9 @@
-"""Run a user's own training script and record it, though it has no recorder.
+"""Run a user's own training script and record it.
 
     accelerate launch --config_file accel_configs/ddp.yaml -m slm_toolkit.run_script train.py --lr 1e-4
 
-`slm compare --script` starts it. It watches the Accelerator that prepares a model and an optimizer, or the
-Trainer. Without a GPU it lets every strategy run over gloo.
+`slm compare --script` starts it; by itself it writes runs/NAME/record.json. It watches the Accelerator that
+prepares a model and an optimizer, or the Trainer. Without a GPU it lets every strategy run over gloo.
 """
 
 # ruff: noqa: E402 - an exit function that is registered before all imports runs after all others
@@ -42,14 +42,10 @@ from transformers import Trainer
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.hardware.machine import use_huge_pages
-from slm_toolkit.launch.torch_extensions import CompilerNews, remove_stale_locks, use_extensions_folder
+from slm_toolkit.launch.torch_extensions import CompilerNews, use_extensions_folder
 from slm_toolkit.record.run_record import RUN_DIR_VARIABLE
-from slm_toolkit.recorder import Recorder, RecorderCallback, open_recorders
-from slm_toolkit.run.faults.watchdog import Standstill
+from slm_toolkit.recorder import Recorder, RecorderCallback
 from slm_toolkit.run.peers.launch_info import absolute_deepspeed_config, find_launch
-
-_refused: list[str] = []
-"why trainings of the script are not recorded"
 
 
 def main() -> None:
@@ -59,14 +55,17 @@ def main() -> None:
         os.environ[RUN_DIR_VARIABLE] = words[1]
         words = words[2:]
     with user_errors():
-        script = _script(words)
+        script = words[0] if words else ""
+        if not Path(script).is_file():
+            raise ValueError(
+                f"no such script: {script}\nhint: python -m slm_toolkit.run_script train.py ARGUMENTS"
+            )
         absolute_deepspeed_config(find_launch().strategy)
     sys.argv = words
     # as `python script.py` has it; without -P the first entry is the working folder
     sys.path[: 0 if sys.flags.safe_path else 1] = [str(Path(script).resolve().parent)]
     use_extensions_folder()
-    remove_stale_locks()
-    threading.Thread(target=_report_waits, args=(sys.path[0],), daemon=True).start()
+    threading.Thread(target=_report_compiles, daemon=True).start()
     if not torch.cuda.is_available():
         _run_over_gloo()
     _watch_accelerators()
@@ -75,48 +74,21 @@ def main() -> None:
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
-        if end.code not in (None, 0):
-            for recorder in open_recorders():  # other ranks may not come to the collectives of `close`
-                recorder.stop()
+        if end.code not in (None, 0):  # other ranks may not come to the collectives of `close`
             raise
-    for recorder in open_recorders():
-        recorder.close()
+    if Recorder.current is not None:
+        Recorder.current.close()
     if Recorder.num_steps_of_all == 0:
-        print(f"error: {script} was not recorded: {_why_not()}", file=sys.stderr)
+        print(f"error: {script} was not recorded: {Recorder.why_none}", file=sys.stderr)
         sys.exit(2)
 
 
-def _report_waits(folder: str) -> None:
-    """Name long compiles before the first step, and the place of a rank that makes no step."""
-    compilers = CompilerNews() if os.environ.get("LOCAL_RANK", "0") == "0" else None
-    standstill = Standstill(folder)
-    while True:
+def _report_compiles() -> None:
+    """Name long compiles before the first step."""
+    compilers = CompilerNews()
+    while Recorder.num_steps_of_all == 0:
         time.sleep(1)
-        if compilers is not None and Recorder.num_steps_of_all == 0:
-            compilers.look()
-        standstill.look(Recorder.num_steps_of_all)
-
-
-def _why_not() -> str:
-    """Return why no step was recorded, with a hint."""
-    if _refused:
-        return _refused[0]
-    if Recorder.num_of_all:
-        return (
-            "no step was seen\nhint: call accelerator.backward(loss), then step() of the optimizer that the "
-            "Accelerator prepared"
-        )
-    return (
-        "no Accelerator prepared a model and an optimizer\n"
-        "hint: prepare both with one Accelerator, or use a Hugging Face Trainer"
-    )
-
-
-def _script(words: list[str]) -> str:
-    if not words or not Path(words[0]).is_file():
-        named = f"no such script: {words[0]}" if words else "no script"
-        raise ValueError(f"{named}\nhint: python -m slm_toolkit.run_script train.py ARGUMENTS")
-    return words[0]
+        compilers.look()
 
 
 def _run_over_gloo() -> None:
@@ -165,11 +137,11 @@ def _record_if_complete(accelerator: Accelerator, prepared: list[Any]) -> None:
     optimizers = [part for part in prepared if isinstance(part, AcceleratedOptimizer)]
     models = [part for part in prepared if isinstance(part, torch.nn.Module)]
     if len(optimizers) > 1:
-        for recorder in open_recorders():
-            recorder.stop()
-        _refused.append(
+        if Recorder.current is not None:
+            Recorder.current.stop()
+        Recorder.why_none = (
             "it trains with several optimizers, whose steps and losses can't be told apart\n"
-            "hint: put a slm_toolkit.recorder.Recorder into the loop that counts"
+            "hint: compare a script with one optimizer"
         )
     elif optimizers and models and not hasattr(optimizers[0], "slm_recorder"):
         _record(accelerator, _model_of(optimizers[0], models), optimizers[0])

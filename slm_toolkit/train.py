@@ -8,7 +8,7 @@ Read it downward: one step, the loop around it, what follows the last step, and 
 """
 
 # ruff: noqa: E402 - the imports of torch come after `begin`
-from slm_toolkit.launch.rank_start import begin
+from slm_toolkit.launch.processes import begin, leave
 
 imported = begin(__name__)  # also checks the command line, before the slow imports below
 
@@ -26,7 +26,6 @@ import torch
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.config.flags import training_config
 from slm_toolkit.config.schedule import learning_rate
-from slm_toolkit.launch.processes import leave
 from slm_toolkit.record.files import write_record
 from slm_toolkit.record.measurement_warnings import warnings_of
 from slm_toolkit.record.saved_files import MODEL_DIR
@@ -148,7 +147,7 @@ def after_training(
         anatomy = profile_steps(partial(train_step, run, batches, watch), run.run_dir, accelerator)
         observed["anatomy"] = anatomy and dataclasses.asdict(anatomy)
     if run.trace is not None:
-        observed["memory_at_peak"] = follow_memory(run, partial(train_step, run, batches)).summary
+        observed["memory_at_peak"] = follow_memory(run, partial(train_step, run, batches))
     return observed
 
 

@@ -1,4 +1,4 @@
-"""Two hosts on this machine: network namespaces on a bridge, over links no faster than a network's."""
+"""Two hosts on this machine: network namespaces on a bridge."""
 
 import os
 import shutil
@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, WARM, run
 
-LINK_RATE = "1gbit"
 _NUMBER = os.getpid() % 250  # of this session's network
 _BRIDGE = f"slm{_NUMBER}"
 
@@ -26,8 +25,6 @@ class Hosts:
     addresses: tuple[str, ...]
     bridge_address: str
     "of the machine that both are on"
-    unshaped: str | None
-    "why the links are as fast as memory; None where they are shaped to LINK_RATE"
 
     def write_names(self, path: Path) -> Path:
         """An /etc/hosts for them."""
@@ -51,10 +48,6 @@ class Hosts:
                 stdout=subprocess.DEVNULL,
                 stderr=file,
             )
-
-    def sent_bytes(self, name: str) -> int:
-        """Over its link since it was made."""
-        return int(run("ip", "netns", "exec", name, "cat", "/sys/class/net/eth0/statistics/tx_bytes").out)
 
     @contextmanager
     def unplugged(self, name: str) -> Iterator[None]:
@@ -95,21 +88,9 @@ def two_hosts() -> Iterator[Hosts]:
         for words in ip:
             if (done := run("ip", *words.split())).code != 0:
                 pytest.skip(f"no network namespaces here: ip {words}: {done.err}")
-        yield Hosts(names, tuple(addresses), bridge_address, _shape(names))
+        yield Hosts(names, tuple(addresses), bridge_address)
     finally:
         for name in names:
             run("ip", "link", "del", f"{_BRIDGE}{name[-2:]}")  # now: a namespace is only cleared later
             run("ip", "netns", "del", name)
         run("ip", "link", "del", _BRIDGE)
-
-
-def _shape(names: tuple[str, ...]) -> str | None:
-    """Slow what each host sends down to LINK_RATE; returns why not, where the kernel has no such queue."""
-    if shutil.which("tc") is None:
-        return "no tc: apt-get install iproute2"
-    for name in names:
-        queue = ("qdisc", "add", "dev", "eth0", "root", "tbf", "rate", LINK_RATE)
-        done = run("tc", "-n", name, *queue, "burst", "256k", "latency", "50ms")
-        if done.code != 0:
-            return f"tc: {done.err.strip()}"
-    return None

@@ -11,7 +11,7 @@ from conftest import made_record
 
 from slm_toolkit.model.model_spec import PRESETS, flops_per_token
 from slm_toolkit.record.files import write_record
-from slm_toolkit.record.memory_timeline import PARTS, TIMELINE_FILE, MemoryTimeline, Segment, write_timeline
+from slm_toolkit.record.memory_parts import PARTS
 from slm_toolkit.record.run_record import RunRecord, model_facts
 from slm_toolkit.record.step_breakdown import Anatomy
 
@@ -60,17 +60,12 @@ def made(index: int) -> RunRecord:
     )
 
 
-def traced(folder: Path, index: int) -> RunRecord:
-    """A rehearsal of `made(index)` with a timeline beside it: 8 layers forward, then back."""
+def traced(index: int) -> RunRecord:
+    """A rehearsal of `made(index)` with its traced peak."""
     record = made(index)
     config = {**record.asked["config"], "rehearse": record.world_size}
-    segments = [Segment("data", "", 10**9, {"parameters": 10**9})]
-    for phase, layers in (("forward", range(8)), ("backward", reversed(range(8)))):
-        for layer in layers:
-            parts = dict.fromkeys(PARTS, 10**8) | {"activations": 5 * 10**8 * (layer + 1)}
-            segments.append(Segment(phase, f"layers.{layer}", sum(parts.values()), parts))
-    timeline = MemoryTimeline(tuple(segments), {"layers.7": 4 * 10**9}, reserved_bytes=10 * 10**9)
-    write_timeline(timeline, folder / TIMELINE_FILE)
+    parts = dict.fromkeys(PARTS, 10**8) | {"activations": 4 * 10**9}
+    peak = sum(parts.values())
     return dataclasses.replace(
         record,
         identity=f"rehearsed{index}",
@@ -79,8 +74,8 @@ def traced(folder: Path, index: int) -> RunRecord:
         losses=[],
         step_seconds=[],
         anatomy=None,
-        peak_allocated_bytes=[timeline.peak.num_bytes],
-        memory_at_peak=timeline.summary,
+        peak_allocated_bytes=[peak],
+        memory_at_peak={"phase": "backward", "module": "layers.7", "num_bytes": peak, "parts": parts},
     )
 
 
@@ -90,7 +85,7 @@ def write_records(folder: Path, *, num_records: int) -> None:
         own = folder / f"run-{index:03}"
         own.mkdir(parents=True)
         num_measured = num_records - num_records // 10
-        write_record(made(index) if index < num_measured else traced(own, index - num_measured), own)
+        write_record(made(index) if index < num_measured else traced(index - num_measured), own)
 
 
 def write_scaled_records(folder: Path) -> None:

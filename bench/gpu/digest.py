@@ -69,7 +69,7 @@ PASSES = {"forward": "forward", "dgrad": "input_gradient", "wgrad": "weight_grad
 GEMM_ROWS, GEMM_INNER = 16_384, 1536
 "of the alignment table, as micro.py has them"
 GIB = 2**30
-BEFORE = "what `slm estimate` printed on the day of the measurement (`said_before.py`)"
+BEFORE = "what `slm estimate` printed on the day of the measurement"
 
 
 @dataclass

@@ -218,38 +218,15 @@ def trainer(work: dict[str, Any]) -> Watch:
     return watch
 
 
-def litgpt(work: dict[str, Any]) -> Watch:
-    """LitGPT's model and loss as its `pretrain` has them, in the same bare loop."""
-    from litgpt.utils import chunked_cross_entropy
-
-    if work["attn_implementation"] != "sdpa":
-        sys.exit(f"error: LitGPT has no --attn_implementation {work['attn_implementation']}, only sdpa")
-    model = litgpt_model(work)
-
-    def mean_loss(forward: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        # its `pretrain` calls it so, in chunks of 128 tokens by default
-        return chunked_cross_entropy(forward(tokens)[:, :-1, :], tokens[:, 1:])
-
-    return _plain_loop(work, torch.compile(model) if work["torch_compile"] else model, mean_loss)
-
-
-def llama_config(work: dict[str, Any], trainer_name: str) -> dict[str, Any]:
-    """Return the work's config.json, for a trainer with a model of its own, which is plain Llama."""
-    llama = json.loads(Path(work["model"], "config.json").read_text())
-    if llama["model_type"] != "llama":
-        sys.exit(f"error: the {trainer_name} row trains Llama models only, not {llama['model_type']}")
-    if (rope := llama["rope_parameters"]["rope_type"]) != "default":
-        sys.exit(f"error: the {trainer_name} row has no RoPE of type {rope}")
-    return llama
-
-
 def torchtitan_model(work: dict[str, Any]) -> torch.nn.Module:
     """Return torchtitan's own model with the work's first weights; of untied embeddings only."""
     from torchtitan.models.llama3 import Transformer, TransformerModelArgs
     from torchtitan.models.llama3.model.args import RoPEScalingArgs
     from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 
-    llama = llama_config(work, "torchtitan")
+    llama = json.loads(Path(work["model"], "config.json").read_text())
+    if llama["model_type"] != "llama" or llama["rope_parameters"]["rope_type"] != "default":
+        sys.exit("error: the torchtitan row trains Llama models with plain RoPE only")
     if llama["tie_word_embeddings"]:
         sys.exit("error: torchtitan's Llama 3 has an output head of its own, not the embedding's weights")
     width, heads, ffn = (llama[key] for key in ("hidden_size", "num_attention_heads", "intermediate_size"))
@@ -272,47 +249,9 @@ def torchtitan_model(work: dict[str, Any]) -> torch.nn.Module:
     return model.to(DEVICE)
 
 
-def litgpt_model(work: dict[str, Any]) -> torch.nn.Module:
-    """Return LitGPT's own model with the work's first weights; of Llama's architecture only."""
-    from litgpt.config import Config
-    from litgpt.model import GPT
-    from litgpt.scripts.convert_hf_checkpoint import copy_weights_hf_llama
-
-    llama = llama_config(work, "LitGPT")
-    config = Config(
-        name="slm",
-        block_size=work["seq_len"],
-        vocab_size=llama["vocab_size"],
-        padded_vocab_size=llama["vocab_size"],
-        n_layer=llama["num_hidden_layers"],
-        n_head=llama["num_attention_heads"],
-        n_query_groups=llama["num_key_value_heads"],
-        n_embd=llama["hidden_size"],
-        head_size=llama["head_dim"],
-        intermediate_size=llama["intermediate_size"],
-        rotary_percentage=1.0,
-        rope_base=int(llama["rope_parameters"]["rope_theta"]),
-        parallel_residual=False,
-        bias=False,
-        norm_class_name="RMSNorm",
-        norm_eps=llama["rms_norm_eps"],
-        mlp_class_name="LLaMAMLP",
-    )
-    weights: dict[str, torch.Tensor] = {}
-    copy_weights_hf_llama(config, {}, weights, load_file(Path(work["model"], "model.safetensors")))
-    if llama["tie_word_embeddings"]:
-        weights["lm_head.weight"] = weights["transformer.wte.weight"]
-    model = GPT(config)
-    model.load_state_dict(weights)
-    if llama["tie_word_embeddings"]:
-        model.lm_head.weight = model.transformer.wte.weight
-    return model.to(DEVICE)
-
-
 TRAINERS: dict[str, Callable[[dict[str, Any]], Watch]] = {
     "trainer": trainer,
     "bare": bare,
-    "litgpt": litgpt,
     "torchtitan": torchtitan,
 }
 

@@ -53,7 +53,9 @@ def about_path(error: OSError) -> str | None:
     if error.errno not in _OF_PATHS:
         return None
     path = "the output" if error.filename is None else error.filename
-    return shown(f"can't use {path}: {error.strerror}\nhint: check the path, its owner and its disk")
+    is_full = error.errno in DISK_FULL
+    hint = "free space on its disk or raise its quota" if is_full else "check the path and its owner"
+    return shown(f"can't use {path}: {error.strerror}\nhint: {hint}")
 
 
 _OF_PATHS = {

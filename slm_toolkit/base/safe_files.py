@@ -13,10 +13,10 @@ except ImportError:  # Windows
     fcntl = None
 
 
-def open_new(path: Path, mode: str = "x", *, newline: str | None = None) -> IO:
+def open_new(path: Path, mode: str = "x") -> IO:
     """Open a new file at `path`. Deletes an old file or link there; the target of a link stays unchanged."""
     path.unlink(missing_ok=True)
-    return path.open(mode, newline=newline)
+    return path.open(mode)
 
 
 def write_new(path: Path, text: str) -> None:
@@ -47,9 +47,8 @@ def write_beside(texts: dict[Path, str], *, flag: str) -> list[Path]:
     `flag` is the user's flag that names the folder, for error messages. Raises ValueError if a file exists
     already (then no file is written) or if a file can't be written.
     """
-    if present := [path for path in texts if path.exists()]:
-        count = f" ({len(present)} such files)" if len(present) > 1 else ""
-        raise ValueError(f"{present[0]} exists{count}: nothing was written\nhint: give {flag} another folder")
+    if path := next(filter(Path.exists, texts), None):
+        raise ValueError(f"{path} exists: nothing was written\nhint: give {flag} another folder")
     for path, text in texts.items():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -52,8 +52,8 @@ def csv_rows(file: Path, kind: type[T], *, hint: str = "") -> tuple[T, ...]:
             try:
                 rows.append(converted(cells, kind, from_text=True))
             except ValueError as error:
-                problem = f"{file}, line {reader.line_num}: {error}"
-                raise ValueError(f"{problem}\nhint: {hint}" if hint else problem) from None
+                advice = f"\nhint: {hint}" * bool(hint)
+                raise ValueError(f"{file}, line {reader.line_num}: {error}{advice}") from None
     return tuple(rows)
 
 

@@ -12,19 +12,16 @@ from rich.console import Console
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.cli.output import add_output_flags, asked_rows, print_records, read_baseline
-from slm_toolkit.compare.comparison import launch_all, prepare
-from slm_toolkit.compare.grid import LARGEST_ON_CPU, Script
+from slm_toolkit.compare.comparison import Plan, launch_all, prepare
+from slm_toolkit.compare.grid import LARGEST_ON_CPU
 from slm_toolkit.config.flag_pairs import Pair, check_pairs, flags_given
 from slm_toolkit.config.flags import ONE_RUN_ONLY, add_flags
 from slm_toolkit.config.parser import count, positive_number, whole_number
-from slm_toolkit.hardware.machine import use_huge_pages
 from slm_toolkit.results import Records, Report
 from slm_toolkit.strategy.groups import help_of_strategies
 
 if TYPE_CHECKING:
-    from slm_toolkit.compare.grid import PlannedRun
-    from slm_toolkit.compare.local import Slot
-    from slm_toolkit.compare.slurm import SlurmJobs, SlurmNodes
+    from slm_toolkit.compare.slurm import SlurmNodes
 
 _DESCRIPTION = """\
 Train under each strategy with its own `accelerate launch`, then print one table. Finished runs of an earlier
@@ -119,16 +116,10 @@ def add_slurm_flags(parser: argparse.ArgumentParser) -> None:
         help='options for sbatch, such as --slurm_options="--partition=gpu --account=me '
         '--time=2:00:00". Without --time, --timeout is the limit',
     )
-    group.add_argument(
-        "--slurm_template",
-        type=Path,
-        metavar="FILE",
-        help="template of the job's script, instead of slm_toolkit/compare/slurm.sh",
-    )
 
 
 _SLURM = "launcher slurm"
-_OF_SLURM = ("num_nodes", "gpus_per_node", "slurm_options", "slurm_template")
+_OF_SLURM = ("num_nodes", "gpus_per_node", "slurm_options")
 _SLURM_PAIRS = (
     *(Pair(name, _SLURM, is_needed=True) for name in _OF_SLURM),
     Pair("gpus_per_run", _SLURM, ": --gpus_per_node sets the GPUs of a run"),
@@ -141,7 +132,7 @@ def nodes_asked(args: argparse.Namespace) -> "SlurmNodes | None":
     check_pairs(flags_given(args), _SLURM_PAIRS)
     if args.launcher == "local":
         return None
-    from slm_toolkit.compare.slurm import SLURM_TEMPLATE, slurm_nodes
+    from slm_toolkit.compare.slurm import slurm_nodes
 
     num_nodes, gpus_per_node = args.num_nodes or 1, args.gpus_per_node or 0
     num_processes = args.num_processes or num_nodes * gpus_per_node or 2
@@ -151,7 +142,6 @@ def nodes_asked(args: argparse.Namespace) -> "SlurmNodes | None":
         num_nodes=num_nodes,
         gpus_per_node=gpus_per_node,
         options=args.slurm_options or "",
-        template=args.slurm_template or SLURM_TEMPLATE,
     )
 
 
@@ -175,10 +165,10 @@ def _compare(args: argparse.Namespace) -> int:
     console = Console(stderr=True)
     with user_errors():
         baseline = read_baseline(args.baseline)
-        runs, slots, jobs = _prepared(args, console)
+        plan = prepare(args, nodes=nodes_asked(args), console=console)
         if args.dry_run:
-            return _print_commands(runs, args, jobs)
-        report = _launched(runs, slots, jobs, args, console)
+            return _print_commands(plan, args)
+        report = _launched(plan, args, console)
     return print_records(report, args, baseline=baseline)
 
 
@@ -189,42 +179,18 @@ def compared(args: argparse.Namespace) -> Report:
     """
     is_live = False if Console().is_jupyter else None  # a notebook would keep each state of a live bar
     console = Console(stderr=True, force_jupyter=False, force_terminal=is_live)
-    return _launched(*_prepared(args, console), args, console)
+    return _launched(prepare(args, nodes=nodes_asked(args), console=console), args, console)
 
 
-def _launched(
-    runs: list["PlannedRun"],
-    slots: list["Slot"],
-    jobs: "SlurmJobs | None",
-    args: argparse.Namespace,
-    console: Console,
-) -> Report:
-    records, searches = launch_all(runs, slots, args, jobs=jobs, console=console)
+def _launched(plan: Plan, args: argparse.Namespace, console: Console) -> Report:
+    records, searches = launch_all(plan, args, console)
     problems: list[str] = []
     rows = asked_rows(records, args, problems=problems)
     rows = [row.with_values(**searches.get(row.record, {})) for row in rows]
     return Report(rows, Records(records), problems)
 
 
-def _prepared(
-    args: argparse.Namespace, console: Console
-) -> tuple[list["PlannedRun"], list["Slot"], "SlurmJobs | None"]:
-    nodes = nodes_asked(args)
-    if nodes is None or not nodes.gpus_per_node:
-        use_huge_pages()  # as the ranks do: a record has their allocator
-    if args.arguments and args.script is None:
-        unknown = " ".join(args.arguments)
-        raise ValueError(f"unknown: -- {unknown}\nhint: your own script's arguments need --script FILE")
-    script = None if args.script is None else Script.of(args.script, args.arguments)
-    runs, slots = prepare(args, script=script, nodes=nodes, console=console)
-    if nodes is None:
-        return runs, slots, None
-    from slm_toolkit.compare.slurm import SlurmJobs
-
-    return runs, slots, SlurmJobs(nodes, console, timeout_seconds=args.timeout)
-
-
-def _print_commands(runs: list["PlannedRun"], args: argparse.Namespace, jobs: "SlurmJobs | None") -> int:
+def _print_commands(plan: Plan, args: argparse.Namespace) -> int:
     """Print the commands of the runs to do; for Slurm, write their scripts.
 
     Local commands name the strategies' own files, since none is written.
@@ -232,15 +198,16 @@ def _print_commands(runs: list["PlannedRun"], args: argparse.Namespace, jobs: "S
     from slm_toolkit.compare import local
     from slm_toolkit.compare.outcome import as_typed
 
-    to_do = [run for run in runs if args.force or (jobs or local).kept_record(run) is None]
-    if len(to_do) < len(runs):
-        print(f"{len(runs) - len(to_do)} of {len(runs)} runs are done and kept (--force)", file=sys.stderr)
-    if jobs is None:
+    launcher, num_runs = plan.jobs or local, len(plan.runs)
+    to_do = [run for run in plan.runs if args.force or launcher.kept_record(run) is None]
+    if len(to_do) < num_runs:
+        print(f"{num_runs - len(to_do)} of {num_runs} runs are done and kept (--force)", file=sys.stderr)
+    if plan.jobs is None:
         commands = [as_typed(local.launch_command(run, Path(run.strategy.path))) for run in to_do]
     else:
         from slm_toolkit.compare.slurm import write_script
 
-        scripts = [write_script(run, jobs.nodes, timeout_seconds=args.timeout) for run in to_do]
+        scripts = [write_script(run, plan.jobs.nodes, timeout_seconds=args.timeout) for run in to_do]
         commands = [f"sbatch {shlex.quote(str(script))}" for script in scripts]
     print(json.dumps(commands, indent=2) if args.json else "".join(f"{line}\n" for line in commands), end="")
     return 0

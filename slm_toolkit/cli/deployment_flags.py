@@ -29,7 +29,7 @@ def add_network_flag(parser: argparse.ArgumentParser) -> None:
         "--network",
         type=_network,
         metavar="GBIT|JSON",
-        help="network of one node in gigabit per second, or a measurement of slm_toolkit.run.network_probe "
+        help="network of one node in gigabit per second, or a measurement of bench/network_probe.py "
         "(default: as AWS rents eight GPUs: A100 400, H100 3200; smaller nodes get their share)",
     )
 
@@ -88,5 +88,5 @@ def _check_measured(measured: "MeasuredNetwork", gpu: "Gpu") -> None:
     if known is None or known.name != gpu.name:
         raise ValueError(
             f"--network was measured between {measured.gpu or 'CPU processes'}, not {gpu.name}\n"
-            "hint: `slm launch -m slm_toolkit.run.network_probe` on these GPUs"
+            "hint: `slm launch bench/network_probe.py` on these GPUs"
         )

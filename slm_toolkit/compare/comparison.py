@@ -5,6 +5,7 @@ import threading
 from argparse import Namespace
 from collections.abc import Iterable
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,12 @@ from slm_toolkit.compare.grid import (
     plan_runs,
     plan_scripts,
 )
-from slm_toolkit.compare.local import Slot, run_in_slots, slots_of
-from slm_toolkit.compare.supervisor import locked
+from slm_toolkit.compare.local import Slot, locked, run_in_slots, slots_of
 from slm_toolkit.config.flag_pairs import check_pairs, flags_given
 from slm_toolkit.config.flags import every_config, given_flags
 from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
 from slm_toolkit.hardware.gpus import Machine, find_gpu, this_machine
+from slm_toolkit.hardware.machine import use_huge_pages
 from slm_toolkit.launch.command_line import check_surroundings, check_training, check_versions
 from slm_toolkit.model.names import check_tokenizer
 from slm_toolkit.predict.choices import choices, given_with
@@ -39,27 +40,27 @@ if TYPE_CHECKING:
     from slm_toolkit.compare.slurm import SlurmJobs, SlurmNodes
 
 
-def prepare(
-    args: Namespace, *, script: Script | None, nodes: "SlurmNodes | None", console: Console
-) -> tuple[list[PlannedRun], list[Slot]]:
+@dataclass(frozen=True)
+class Plan:
+    """The runs of a comparison, planned and checked."""
+
+    runs: list[PlannedRun]
+    slots: list[Slot]
+    "one slot for each run that can run at the same time"
+    jobs: "SlurmJobs | None"
+    "None: all runs are on this machine"
+
+
+def prepare(args: Namespace, *, nodes: "SlurmNodes | None", console: Console) -> Plan:
     """Plan all runs and check them before anything starts. Notes go to stderr.
 
-    Also returns a slot for each run that can run at the same time.
-
-    `args`: the flags of `slm compare`. `script`: the user's own training script; None: ours. `nodes`: the
-    nodes of Slurm; None: all runs are on this machine. Raises ValueError with all wrong settings.
+    `args`: the flags of `slm compare`. `nodes`: the nodes of Slurm; None: all runs are on this machine.
+    Raises ValueError with all wrong settings.
     """
+    if nodes is None or not nodes.gpus_per_node:
+        use_huge_pages()  # as the ranks do: a record has their allocator
     given = given_flags(args)
-    if script is None:
-        check_training(every_config(given), [find_strategy(name) for name in args.strategy or ()])
-    elif flags := [name for name in given if name != "output_dir"]:
-        raise ValueError(
-            f"--script with --{', --'.join(flags)}: flags of our own trainer\n"
-            "hint: give the script's own arguments at the end: slm compare --script train.py -- ARGUMENTS"
-        )
-    else:
-        check_surroundings()
-        check_versions()
+    script = _script_of(args, given)
     if nodes is None:
         with console.status("looking at this machine"):
             machine = this_machine()
@@ -86,7 +87,29 @@ def prepare(
         check_one_machine(strategies)
     if script is None:
         _check_runs(runs, console, is_dry=args.dry_run)
-    return runs, slots
+    if nodes is None:
+        return Plan(runs, slots, None)
+    from slm_toolkit.compare.slurm import SlurmJobs
+
+    return Plan(runs, slots, SlurmJobs(nodes, console, timeout_seconds=args.timeout))
+
+
+def _script_of(args: Namespace, given: dict[str, Any]) -> Script | None:
+    """Return the user's own script, None for ours. Raises ValueError for flags and settings of the other."""
+    if args.script is None:
+        if args.arguments:
+            unknown = " ".join(args.arguments)
+            raise ValueError(f"unknown: -- {unknown}\nhint: your own script's arguments need --script FILE")
+        check_training(every_config(given), [find_strategy(name) for name in args.strategy or ()])
+        return None
+    if flags := [name for name in given if name != "output_dir"]:
+        raise ValueError(
+            f"--script with --{', --'.join(flags)}: flags of our own trainer\n"
+            "hint: give the script's own arguments at the end: slm compare --script train.py -- ARGUMENTS"
+        )
+    check_surroundings()
+    check_versions()
+    return Script.of(args.script, args.arguments)
 
 
 def _check_runs(runs: list[PlannedRun], console: Console, *, is_dry: bool) -> None:
@@ -157,12 +180,7 @@ def _print_notes(notes: Iterable[str]) -> None:
 
 
 def launch_all(
-    runs: list[PlannedRun],
-    slots: list[Slot],
-    args: Namespace,
-    *,
-    jobs: "SlurmJobs | None",
-    console: Console,
+    plan: Plan, args: Namespace, console: Console
 ) -> tuple[list[tuple[Path, RunRecord]], dict[str, dict[str, int | None]]]:
     """Launch the runs that have no record yet. Show progress on the console, and lock the folder of the runs.
 
@@ -170,8 +188,9 @@ def launch_all(
     Raises ValueError for a folder that can't be used, and for what a run can't replace; KeyboardInterrupt
     after Ctrl-C, when all runs have ended.
     """
-    launcher, folder, stop = jobs or local, Path(runs[0].config.output_dir), threading.Event()
-    num_slots = len(slots) if jobs is None else None  # the time in a queue is unknown
+    runs, launcher, stop = plan.runs, plan.jobs or local, threading.Event()
+    folder = Path(runs[0].config.output_dir)
+    num_slots = len(plan.slots) if plan.jobs is None else None  # the time in a queue is unknown
     display = Display(runs, console, searching=args.largest_batch, num_slots=num_slots)
     searches: dict[str, dict[str, int | None]] = {}
     done: dict[int, tuple[Path, RunRecord]] = {}
@@ -202,7 +221,7 @@ def launch_all(
             console.print(f"stopped {num_left_over} processes that a killed comparison left in {folder}")
         try:
             launcher.begin([] if args.largest_batch else runs, force=args.force)
-            with display.bars, closing(run_in_slots(runs, work, slots, stop)) as results:
+            with display.bars, closing(run_in_slots(runs, work, plan.slots, stop)) as results:
                 done.update(results)
         except KeyboardInterrupt:
             launcher.cancel()

@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 from slm_toolkit.base.safe_files import write_new
-from slm_toolkit.base.user_files import check_name, read_text
+from slm_toolkit.base.user_files import check_name
 from slm_toolkit.compare import local
 from slm_toolkit.compare.grid import PlannedRun
 from slm_toolkit.compare.local import Progress, Slot
@@ -33,7 +33,7 @@ from slm_toolkit.strategy.strategy import Strategy, on_nodes, write_resolved
 
 # The script of a run's Slurm job, filled in from a readable template.
 
-SLURM_TEMPLATE = Path(__file__).parent / "slurm.sh"
+_TEMPLATE = Path(__file__).parent / "slurm.sh"
 SCRIPT_FILE = "slurm.sh"
 "name of the script in the run's folder; jobs are found again by its path, which Slurm's queue shows"
 
@@ -47,8 +47,6 @@ class SlurmNodes:
     "0: CPU processes"
     options: tuple[str, ...]
     "the user's options for sbatch"
-    template: str
-    "the script, with {{names}} to fill in"
 
     @property
     def machine(self) -> Machine:
@@ -62,32 +60,22 @@ class SlurmNodes:
         return strategy if strategy.num_machines == num_nodes else on_nodes(strategy, num_nodes)
 
 
-def slurm_nodes(*, num_nodes: int, gpus_per_node: int, options: str, template: Path) -> SlurmNodes:
-    """Check the options and the template. Raises ValueError with all problems."""
+def slurm_nodes(*, num_nodes: int, gpus_per_node: int, options: str) -> SlurmNodes:
+    """Check the options. Raises ValueError with all problems."""
     try:
         words = tuple(shlex.split(options))
     except ValueError as error:  # a quote that is not closed
         raise ValueError(
             f"--slurm_options {options!r}: {error}\nhint: write them as on sbatch's command line"
         ) from None
-    text = read_text(template, hint=f"the default template is {SLURM_TEMPLATE}")
-    problems = [
-        f"--slurm_options has {word}, which `slm compare` sets itself"
-        for word, name in _named(words)
-        if word.startswith("-") and _is_ours(word, name)
-    ]
+    problems = []
     if not gpus_per_node and (gpu_options := {name for _, name in _named(words)} & _ASKS_FOR_GPUS):
         problems.append(f"--slurm_options has {min(gpu_options)}: also set --gpus_per_node, one rank per GPU")
     if not options.isprintable():
         problems.append("--slurm_options has a character that can't be shown, such as a newline")
-    if words and not words[0].startswith("-"):
-        problems.append(f"--slurm_options begins with {words[0]!r}, which is not an option of sbatch")
-    names = re.findall(r"\{\{(.*?)\}\}", text)
-    problems += [f"{template}: unknown {{{{{name}}}}}" for name in dict.fromkeys(names) if name not in _NAMES]
-    problems += [f"{template} has no {{{{{name}}}}}" for name in _NEEDED if name not in names]
     if problems:
-        raise ValueError("\n".join(problems) + f"\nhint: {SLURM_TEMPLATE} has and explains all names")
-    return SlurmNodes(num_nodes, gpus_per_node, words, text)
+        raise ValueError("\n".join(problems) + "\nhint: `slm compare --help all` explains --slurm_options")
+    return SlurmNodes(num_nodes, gpus_per_node, words)
 
 
 def script_path(run: PlannedRun) -> Path:
@@ -112,8 +100,7 @@ def write_script(run: PlannedRun, nodes: SlurmNodes, *, timeout_seconds: float) 
         ),
         "train_flags": shlex.join(flags_of(run.config)),
     }
-    assert tuple(filled) == _NAMES
-    script, template = script_path(run), nodes.template
+    script, template = script_path(run), _TEMPLATE.read_text()
     if run.words:  # a user's own script: another module, which gets the run's folder by an option
         _, module, *words = run.words
         template = template.replace("slm_toolkit.train", module)
@@ -122,18 +109,6 @@ def write_script(run: PlannedRun, nodes: SlurmNodes, *, timeout_seconds: float) 
     return script
 
 
-_NAMES = (
-    *("run_name", "log", "num_nodes", "processes_per_node", "num_processes", "options", "python"),
-    *("config_file", "train_flags"),
-)
-_NEEDED = ("log", "num_nodes", "num_processes", "options", "config_file", "train_flags")
-"without these, a job would run something else, or its output would be lost"
-_OURS = (
-    *("nodes", "N", "ntasks", "n", "ntasks-per-node", "output", "o", "error", "e", "job-name", "J"),
-    *("cpus-per-gpu", "array", "a", "wrap", "wait", "W", "test-only", "clusters", "M"),
-)
-"""sbatch's options that would contradict ours: --num_nodes and --num_processes set nodes and ranks, all
-ranks of a node are one task, and each run is one job of this cluster with its own name and log"""
 _ASKS_FOR_GPUS = {"gres", "gpus", "G", "gpus-per-node", "gpus-per-task"}
 _CHOOSES_HARDWARE = (
     *("partition", "p", "constraint", "C", "nodelist", "w", "reservation"),
@@ -156,11 +131,6 @@ def _options(nodes: SlurmNodes, processes_per_node: int, timeout_seconds: float)
     if nodes.gpus_per_node and not given & _ASKS_FOR_GPUS:
         ours.append(f"--gpus-per-node={processes_per_node}")
     return shlex.join([*ours, *nodes.options])
-
-
-def _is_ours(word: str, name: str) -> bool:
-    """Return whether a user's option is one of `_OURS`; sbatch accepts abbreviated long options."""
-    return name in _OURS or (word.startswith("--") and any(ours.startswith(name) for ours in _OURS))
 
 
 def _named(words: tuple[str, ...]) -> list[tuple[str, str]]:
@@ -222,7 +192,7 @@ def command(*words: str) -> str:
         ) from None
     if done.returncode != 0:
         message = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise ValueError(f"{words[0]}: {message}\nhint: --slurm_only_write only writes the scripts")
+        raise ValueError(f"{words[0]}: {message}\nhint: --dry_run only writes the scripts")
     return done.stdout
 
 
@@ -265,24 +235,10 @@ class SlurmJobs:
 
         Raises ValueError if Slurm does not answer, or if it refuses a job and has never accepted one.
         """
-        scripts = {str(script_path(run)) for run in runs}
-        live_jobs = {
-            script: job
-            for script, job in queue().items()
-            if script in scripts and job.is_live and job.state != "COMPLETING"  # its result is decided
-        }
-        self.has_accepted |= bool(live_jobs)
-        for run in runs:
-            job = live_jobs.get(str(script_path(run)))
-            if force:
-                self._forget(run, job)
-            elif job is not None:
-                self.jobs[str(script_path(run))] = job
-            if (force or job is None) and self.kept_record(run) is None:
-                self.waiting.append(run)
-        if live_jobs and not force:
-            self._say(f"found {_ids(live_jobs.values())} of an earlier comparison")
-        self._submit_waiting()
+        for run in runs if force else ():
+            self.forget(run)
+        self.waiting += [run for run in runs if self.kept_record(run) is None]
+        self._submit_waiting({} if force else queue())
 
     def kept_record(self, run: PlannedRun) -> RunRecord | None:
         """Like `local.kept_record`, but with the record's GPU, which was unknown when the run was planned."""
@@ -292,8 +248,11 @@ class SlurmJobs:
 
     def forget(self, run: PlannedRun) -> None:
         """Cancel an earlier comparison's job and remove its folder, unless this comparison started it."""
-        if str(script_path(run)) not in self.jobs and run not in self.waiting:
-            self._forget(run, queue().get(str(script_path(run))))
+        if (script := str(script_path(run))) in self.jobs or run in self.waiting:
+            return
+        if (job := queue().get(script)) is not None and job.is_live:
+            command("scancel", str(job.job_id))
+        local.forget(run)
 
     def execute(
         self,
@@ -311,15 +270,19 @@ class SlurmJobs:
         """
         script = str(script_path(run))
         if script not in self.jobs and run not in self.waiting:  # a trial of a search
-            self._begin_patiently(run, stop)
+            self.waiting.append(run)
+            self.next_look = 0.0
         while run in self.waiting or self.jobs[script].is_live:
-            on_progress(local.progress_of(run.folder))
-            _pause(stop, 0.2)
             if time.monotonic() > self.next_look:
                 self._look()
-        self._wait_for_record(run, stop)
-        self.ended_at.pop(script, None)
-        return _record_of(run, self.jobs.pop(script))
+            on_progress(local.progress_of(run.folder))
+            _pause(stop, 0.2)
+        if (job := self.jobs.pop(script)).state in _ENDED_BY_ITSELF:
+            # a record that was written on another host shows here after the file system's delay
+            until = self.ended_at[script] + _SHARED_FOLDER_SECONDS
+            while not (run.folder / RECORD_FILE).is_file() and time.monotonic() < until:
+                _pause(stop, 0.5)
+        return _record_of(run, job)
 
     def cancel(self) -> None:
         """Cancel all live jobs of this comparison."""
@@ -330,43 +293,24 @@ class SlurmJobs:
             command("scancel", *(str(job.job_id) for job in live))
             self._say(f"cancelled {_ids(live)}")
 
-    def _begin_patiently(self, run: PlannedRun, stop: threading.Event) -> None:
-        """Submit a run; retry while Slurm does not answer, if it has accepted jobs before."""
-        while True:
-            try:
-                return self.begin([run], force=False)
-            except ValueError:
-                if not self.has_accepted:
-                    raise
-                self._say_once(_SILENT)
-                _pause(stop, _PAUSE_SECONDS)
-
-    def _wait_for_record(self, run: PlannedRun, stop: threading.Event) -> None:
-        """Wait until a record written on another host shows here, or the file system's delay has passed."""
-        script = str(script_path(run))
-        if self.jobs[script].state not in _ENDED_BY_ITSELF:
-            return
-        while not (run.folder / RECORD_FILE).is_file():
-            if time.monotonic() > self.ended_at[script] + _SHARED_FOLDER_SECONDS:
-                return
-            _pause(stop, 0.5)
-
     def _look(self) -> None:
         """Update all jobs from the queue, print their states, and submit runs that Slurm refused before."""
         try:
             jobs = queue()
         except ValueError:  # slurmctld restarts and is overloaded at times; its jobs continue
-            jobs = None
-        if jobs is not None:
+            if not self.has_accepted:
+                raise
+            line = "slurm: no answer from squeue, trying again"
+        else:
             for script, job in self.jobs.items():
                 if job.is_live:
                     self.jobs[script] = self._now(script, job, jobs.get(script))
-            self._submit_waiting()
-        line = _counts(self.jobs.values(), num_waiting=len(self.waiting)) if jobs is not None else _SILENT
-        self.next_look = time.monotonic() + (
-            _LONG_PAUSE_SECONDS if line == self.last_line else _PAUSE_SECONDS
-        )
-        self._say_once(line)
+            self._submit_waiting(jobs)
+            line = _counts(self.jobs.values(), num_waiting=len(self.waiting))
+        is_new, self.last_line = line != self.last_line, line
+        self.next_look = time.monotonic() + (_PAUSE_SECONDS if is_new else _LONG_PAUSE_SECONDS)
+        if is_new:
+            self._say(line)
 
     def _now(self, script: str, job: SlurmJob, in_queue: SlurmJob | None) -> SlurmJob:
         """Return a live job's present state. It counts as lost only if it is unknown twice in a row."""
@@ -381,59 +325,54 @@ class SlurmJobs:
             self.ended_at[script] = time.monotonic()
         return now
 
-    def _submit_waiting(self) -> None:
-        """Submit waiting runs until Slurm refuses one. Raises ValueError if it has never accepted a job."""
-        submitted = []
+    def _submit_waiting(self, in_queue: dict[str, SlurmJob]) -> None:
+        """Find the jobs of waiting runs, or submit the runs until Slurm refuses one.
+
+        Raises ValueError if Slurm has never accepted a job.
+        """
+        found, submitted = [], []
         while self.waiting:
             run = self.waiting[0]
-            script = write_script(run, self.nodes, timeout_seconds=self.timeout_seconds)
-            for name in (RECORD_FILE, LOG_FILE, PROGRESS_FILE):
-                (run.folder / name).unlink(missing_ok=True)
-            try:
-                answer = command("sbatch", "--parsable", str(script))
-            except ValueError as error:  # usually a limit on jobs per user: some must end first
-                if not self.has_accepted:
-                    raise
-                if str(error) != self.refusal:
-                    self.refusal = str(error)
-                    self._say(f"{len(self.waiting)} runs wait: {self.refusal}")
-                break
-            job = SlurmJob(int(answer.partition(";")[0]), "PENDING", "None", 0.0)
-            self.jobs[str(script)] = job
+            job = in_queue.get(script := str(script_path(run)))
+            # of a job that is completing, the result is decided
+            if job is not None and job.is_live and job.state != "COMPLETING":
+                found.append(job)
+            else:
+                try:
+                    job = self._submit(run)
+                except ValueError as error:  # usually a limit on jobs per user: some must end first
+                    if not self.has_accepted:
+                        raise
+                    if str(error) != self.refusal:
+                        self.refusal = str(error)
+                        self._say(f"{len(self.waiting)} runs wait: {error}")
+                    break
+                submitted.append(job)
+            self.jobs[script] = job
             self.has_accepted = True
-            submitted.append(job)
             self.waiting.pop(0)
+        if found:
+            self._say(f"found {_ids(found)} of an earlier comparison")
         if submitted:
             self._say(f"submitted {_ids(submitted)}")
 
-    def _say_once(self, line: str) -> None:
-        """Print `line` unless it was the last line printed here."""
-        if line != self.last_line:
-            self.last_line = line
-            self._say(line)
+    def _submit(self, run: PlannedRun) -> SlurmJob:
+        script = write_script(run, self.nodes, timeout_seconds=self.timeout_seconds)
+        local.clear(run.folder, RECORD_FILE, LOG_FILE)
+        answer = command("sbatch", "--parsable", str(script))
+        return SlurmJob(int(answer.partition(";")[0]), "PENDING", "None", 0.0)
 
     def _say(self, line: str) -> None:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    def _forget(self, run: PlannedRun, job: SlurmJob | None) -> None:
-        if job is not None and job.is_live:
-            command("scancel", str(job.job_id))
-        local.forget(run)
 
 
 _ENDED_BY_ITSELF = ("COMPLETED", "FAILED", UNKNOWN)
 "in these states the run's own record explains the end"
 _MEANING = {
     "COMPLETED": "it left no record; is its folder on a file system that all nodes share?",
-    "FAILED": "its script failed",
-    "TIMEOUT": "it reached its time limit",
     "OUT_OF_MEMORY": 'it ran out of host memory; --slurm_options="--mem=..." requests more',
-    "NODE_FAIL": "a node failed",
-    "PREEMPTED": "another job preempted it",
-    "CANCELLED": "it was cancelled",
     UNKNOWN: "Slurm no longer has its final state",
 }
-_SILENT = "slurm: no answer from squeue, trying again"
 _PAUSE_SECONDS, _LONG_PAUSE_SECONDS = 1.0, 10.0
 "time between two looks at the queue; longer if nothing changes, because all users share the queue"
 _SHARED_FOLDER_SECONDS = 60.0  # nfs(5): acdirmax, after which new files in a folder must be visible
@@ -484,5 +423,4 @@ def _counts(jobs: Iterable[SlurmJob], *, num_waiting: int) -> str:
 
 
 def _ids(jobs: Iterable[SlurmJob]) -> str:
-    numbers = [str(job.job_id) for job in jobs]
-    return f"Slurm job {numbers[0]}" if len(numbers) == 1 else f"Slurm jobs {', '.join(numbers)}"
+    return "Slurm job " + ", ".join(str(job.job_id) for job in jobs)

@@ -1,8 +1,7 @@
 #!/bin/bash
 # One run of a comparison as a Slurm job on one or several nodes; each node starts its own `accelerate launch`.
-# `slm compare --launcher slurm` replaces the names in double braces. To change the script (load modules, activate
-# an environment, set NCCL's variables), copy this file, edit the copy and pass it as --slurm_template. The job gets
-# your shell's environment and working folder, and needs a file system that all nodes share.
+# `slm compare --launcher slurm` replaces the names in double braces. The job gets your shell's environment, such as
+# loaded modules, and its working folder, and needs a file system that all nodes share.
 #SBATCH --job-name={{run_name}}
 #SBATCH --output={{log}}
 #SBATCH --nodes={{num_nodes}}

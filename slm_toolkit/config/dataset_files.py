@@ -11,9 +11,8 @@ from slm_toolkit.base.user_files import exists, is_dir, is_file, typed_path
 
 # suffix: name of the loader in `datasets`
 FILE_FORMATS = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-_LONGEST_PATH = 1000  # glob.glob takes quadratic time in a pattern's brackets
 _HUB_CONFIGURATION = r"(\w[\w.-]*(?:/[\w.-]+)?):([^:/*?]+)"
-_LOCAL = r"^[./]|[*?[~]|/.*/|.{1001}"  # a hub id is org/name
+_LOCAL = r"^[./]|[*?[~]|/.*/"  # a hub id is org/name
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def local_files(dataset: str) -> list[str]:
         found = _files_under(path)
     elif os.path.lexists(path):
         found = [str(path)]  # even if its name has characters of a glob, such as [x].jsonl
-    elif len(dataset) <= _LONGEST_PATH and "\0" not in dataset:
+    elif "\0" not in dataset:
         found = sorted(glob.glob(str(path), recursive=True))
     for file in found:
         if "::" in file:  # datasets reads the rest as an archive or a URL
@@ -105,7 +104,12 @@ def local_files(dataset: str) -> list[str]:
 
 def _files_under(folder: Path) -> list[str]:
     """Return the data files of a folder at any depth. Links to folders are not followed."""
-    found = [str(path) for path in folder.rglob("*") if path.suffix.lower() in FILE_FORMATS]
+    found = [
+        os.path.join(below, name)
+        for below, _, names in os.walk(folder)
+        for name in names
+        if Path(name).suffix.lower() in FILE_FORMATS
+    ]
     if not found:
         raise ValueError(f"{folder} has no .txt, .jsonl or .parquet file\nhint: give a folder that has some")
     return sorted(found)

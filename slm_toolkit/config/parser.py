@@ -43,11 +43,8 @@ _SWITCHES = {
 class _Switch(argparse.Action):
     """`--fp16` or `--fp16 true` stores what our flag would store; `--fp16 false` stores nothing."""
 
-    def __init__(self, name: str, ours: argparse.Action, value: str) -> None:
-        super().__init__(
-            [f"--{name}"], ours.dest, nargs="?", const="true", choices=("true", "false"), type=str.lower
-        )
-        self.stored = [value] if ours.nargs == "+" else value
+    stored: Any
+    "the value of our flag"
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, value: Any, flag: Any = None) -> None:
         if value == "true":
@@ -189,7 +186,9 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *, has_config_file: bool = True, **options: Any) -> None:
         super().__init__(allow_abbrev=False, add_help=False, formatter_class=_HelpFormatter, **options)
-        self.add_argument("-h", "--help", action=_HelpAction)
+        unset, text = argparse.SUPPRESS, "show this help, or every flag"
+        options_of_help = {"nargs": "?", "metavar": "all", "dest": unset, "default": unset, "help": text}
+        self.add_argument("-h", "--help", action=_HelpAction, **options_of_help)
         if has_config_file:
             self.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help=_CONFIG_HELP)
 
@@ -214,8 +213,10 @@ class Parser(argparse.ArgumentParser):
             if f"--{ours}" in known:
                 known.setdefault(f"--{other}", known[f"--{ours}"])
         for name, (ours, value) in _SWITCHES.items():
-            if f"--{ours}" in known:
-                known.setdefault(f"--{name}", _Switch(name, known[f"--{ours}"], value))
+            if (action := known.get(f"--{ours}")) and f"--{name}" not in known:
+                options = {"nargs": "?", "const": "true", "choices": ("true", "false"), "type": str.lower}
+                known[f"--{name}"] = switch = _Switch([f"--{name}"], action.dest, **options)
+                switch.stored = [value] if action.nargs == "+" else value
 
     def words_of(self, flags: Mapping[str, Any], *, leave_out: Collection[str]) -> list[str]:
         """Return the words of flags that a Python program gives by name, as `parse_args` takes them.
@@ -279,16 +280,6 @@ _GRID_NOTE = "Flags shown with ... take several values; every combination is a r
 
 class _HelpAction(argparse.Action):
     """`--help`, or `--help all` for every flag."""
-
-    def __init__(self, option_strings: list[str], dest: str) -> None:
-        super().__init__(
-            option_strings,
-            dest=argparse.SUPPRESS,
-            default=argparse.SUPPRESS,
-            nargs="?",
-            metavar="all",
-            help="show this help, or every flag",
-        )
 
     def __call__(self, parser: argparse.ArgumentParser, _: Any, value: Any, flag: Any = None) -> None:
         parser._print_message(parser.format_help(every_flag=value == "all"), sys.stdout)

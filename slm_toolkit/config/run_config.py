@@ -431,8 +431,7 @@ class RunConfig:
     profile: str = Flag(
         "none",
         "look into steps after the last timed one. time, or the flag alone: four steps under "
-        "torch.profiler; writes a trace. memory: every allocation of two steps, a timeline by part and "
-        "module",
+        "torch.profiler; writes a trace. memory: every allocation of two steps, by part and module",
         choices=("none", "time", "memory"),
         bare="time",
         synonyms={"true": "time", "false": "none"},  # it was a switch once
@@ -693,11 +692,6 @@ class RunConfig:
     def computes_in(self) -> str:
         """The dtype of matrix products: bf16, fp16 or fp32; with --numerics stock that of most YAMLs."""
         return self.numerics if self.numerics in ("fp16", "fp32") else "bf16"
-
-    @property
-    def optimizer_rule(self) -> str:
-        """What `--optim` updates the weights by: adamw or muon."""
-        return rule_of(self.optim)
 
     @property
     def kernel_parts(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ COLLECTIVES: tuple[str, ...] = get_args(Collective)
 TimingBytes = Annotated[int, Meta(ge=1, le=10**15)]
 TimingSeconds = Annotated[float, Meta(ge=1e-9, le=1e9)]
 "from a nanosecond to thirty years: limits that no collective exceeds"
-_HINT = "`slm launch -m slm_toolkit.run.network_probe` writes a network.json"
+_HINT = "`slm launch bench/network_probe.py` writes a network.json"
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class CollectiveTiming:
 
 @dataclass(frozen=True)
 class MeasuredNetwork:
-    """The timings that `slm_toolkit.run.network_probe` measured, and the cluster it ran on."""
+    """The timings that `bench/network_probe.py` measured, and the cluster it ran on."""
 
     world_size: Annotated[int, Meta(ge=2, le=LARGEST)]
     num_nodes: PositiveInt

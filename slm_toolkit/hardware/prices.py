@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from statistics import median
 from typing import Literal
 
 import msgspec
@@ -81,8 +80,9 @@ def _median_price(gpu_name: str) -> Price | None:
         return None
     usd = sorted(by_provider.values())
     spread = f"${usd[0]:.2f} to ${usd[-1]:.2f}" if len(usd) > 1 else "one price"
+    median = (usd[len(usd) // 2] + usd[(len(usd) - 1) // 2]) / 2
     return Price(
-        median(usd), f"median on-demand price of {PRICES_SINCE} ({spread}: {', '.join(sorted(by_provider))})"
+        median, f"median on-demand price of {PRICES_SINCE} ({spread}: {', '.join(sorted(by_provider))})"
     )
 
 

@@ -5,14 +5,10 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Any
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.base.user_files import exists, typed_path
@@ -24,9 +20,6 @@ from slm_toolkit.model.names import check_adapter_base, find_model, is_hub_id
 from slm_toolkit.record.run_record import installed_versions
 from slm_toolkit.strategy.checked_run import all_of, run_problems
 from slm_toolkit.strategy.strategy import Strategy, on_nodes
-
-_FEWEST_OPEN_FILES = 64
-"twice the need of two ranks on a CPU; with too few, torch's ranks silently wait an hour for each other"
 
 
 def check_command_line(words: list[str]) -> None:
@@ -59,12 +52,7 @@ def check_training(configs: list[RunConfig], strategies: Sequence[Strategy] = ()
 
 
 def check_surroundings() -> None:
-    """Raise ValueError for limits and variables that break a launch."""
-    soft = _FEWEST_OPEN_FILES if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if 0 <= soft < _FEWEST_OPEN_FILES:  # below 0: no limit
-        raise ValueError(
-            f"this shell allows only {soft} open files at a time\nhint: raise the limit with `ulimit -n 1024`"
-        )
+    """Raise ValueError for a variable that breaks a launch."""
     threads = os.environ.get("OMP_NUM_THREADS", "1")
     if not threads.strip().isdecimal():
         raise ValueError(f"OMP_NUM_THREADS is {threads!r}\nhint: set it to a whole number, or unset it")
@@ -121,10 +109,10 @@ def launch_arguments(words: list[str]) -> list[str] | None:
     return None
 
 
-def arguments_of(words: list[str]) -> list[str] | None:
+def arguments_of(words: Sequence[str]) -> list[str] | None:
     """Return the words after `-m slm_toolkit.train`; None if another script is launched."""
     split = next((index for index, word in enumerate(words) if word in _MODULE), len(words))
-    return words[split + 2 :] if words[split + 1 : split + 2] == [MODULE] else None
+    return list(words[split + 2 :]) if list(words[split + 1 : split + 2]) == [MODULE] else None
 
 
 def option(command: tuple[str, ...], name: str) -> str | None:
@@ -146,9 +134,10 @@ def shared_launch_facts(command: tuple[str, ...], strategy: Strategy | None) -> 
     """
     split = next((index for index, word in enumerate(command) if word in _MODULE), len(command))
     launcher = _by_flag(command[:split]).items()
+    arguments = arguments_of(command)
     facts = {
         "launcher": {name: value for name, value in launcher if name not in _OF_MACHINE},
-        "script": _by_flag(command[split + 1 :]),
+        "script": _by_flag(command[split + 1 :]) if arguments is None else asdict(training_config(arguments)),
         "versions": installed_versions(),
     }
     if strategy is not None and strategy.accelerate_config is not None:

@@ -10,7 +10,6 @@ if __name__ == "__main__":
     end_at_once()  # importing accelerate takes seconds
 
 # isort: split
-import json
 import logging
 import os
 import signal
@@ -25,45 +24,18 @@ from types import FrameType
 
 import psutil
 from accelerate.commands.launch import launch_command, launch_command_parser
-from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousInfo, static_tcp_rendezvous
 
-from slm_toolkit.base.errors import EXIT_CODE_VARIABLE, user_errors
+from slm_toolkit.base.errors import EXIT_CODE_VARIABLE
 from slm_toolkit.hardware.machine import RamState, killed_for_ram, look_at_host_ram
 from slm_toolkit.launch.processes import signal_name
-from slm_toolkit.launch.rendezvous import FACTS_VARIABLE, PATIENCE_VARIABLE, Meeting, interfaces
 
 _LOGS_OF_TORCH = (
     "torch.distributed.elastic.agent.server.api",
     "torch.distributed.elastic.multiprocessing.api",
 )
 "torch's launcher logs each signal and exit code here; ranks that wrote theirs have said how the run ended"
-
-
-class _Rendezvous(static_tcp_rendezvous.StaticTCPRendezvous):
-    """torch's rendezvous of several machines, in which they learn who is missing and what differs."""
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        if self.world_size > 1 and self._store is None:
-            place, options = (self.master_addr, self.master_port), {"wait_for_workers": False}
-            if self.rank == 0:
-                self._store = TCPStore(*place, is_master=True, timeout=self.timeout, **options)
-            shared = json.loads(os.environ.pop(FACTS_VARIABLE, '{"facts": {}}'))
-            meeting = Meeting(self.rank, self.world_size, place, store=self._store, **shared)
-            hint = (
-                f"run the same command there with its own --machine_rank; open TCP port {place[1]} and all "
-                f"above 1024; {PATIENCE_VARIABLE} sets a longer wait"
-            )
-            with user_errors():
-                self._store, entries = meeting.wait(self.timeout.total_seconds(), hint=hint)
-            self._store.set_timeout(self.timeout)
-            # gloo would take the loopback of the host's name; machine 0's address may be a name of it, too
-            own_address = entries[self.rank].address if self.rank else entries[1].reached_at
-            if own_address in interfaces():
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", interfaces()[own_address])
-        return super().next_rendezvous()
 
 
 def launch(words: list[str]) -> int:
@@ -82,7 +54,6 @@ def launch(words: list[str]) -> int:
                 lambda record: " signal" not in record.getMessage() and not _has_said_why(exit_code_file.name)
             )
         os.environ[EXIT_CODE_VARIABLE] = exit_code_file.name
-        static_tcp_rendezvous.StaticTCPRendezvous = _Rendezvous
         before = look_at_host_ram()
         try:
             launch_command(launch_command_parser().parse_args(words))

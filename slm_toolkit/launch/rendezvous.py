@@ -1,208 +1,209 @@
-"""Lets the machines of a launch meet in the store of torch's launcher, and names those missing or different.
+"""The meeting of a launch's machines: all come to machine 0, which names those missing or different.
 
-Each machine writes an entry with its facts, and waits for the entries of all others. The launchers meet in
-this way, and later their ranks.
+Launchers meet before they start ranks, and later the first ranks of all machines. Machine 0 calls `host`,
+every other machine `join`; both raise ValueError with the same message on all machines.
 """
 
-import errno
 import json
 import os
+import select
 import socket
 import sys
-import threading
 import time
-from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import msgspec
 import psutil
 
 from slm_toolkit.base.errors import shown
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
-FACTS_VARIABLE = "SLM_LAUNCH_FACTS"
-"environment variable of a launcher: JSON of its `facts` and `problem`, see Entry"
 PATIENCE_VARIABLE = "SLM_PATIENCE_SECONDS"
 PATIENCE_SECONDS = 300.0
-_SAY_SECONDS = 30.0
-"time between two lines about waiting"
+_SILENT_SECONDS, _SAY_SECONDS = 10.0, 30.0
+"time before the first line about waiting, because other machines import torch, and between two lines"
 _POLL_SECONDS = 0.25
-_CONNECT_SECONDS = 10.0
-_READ_SECONDS = 2.0
-"machine 0 ends this much later after an error, so that the others can read the entries that led to it"
+_ANSWER_SECONDS = 10.0
+"time limit for machine 0 to accept a connection and to answer; a stranger may keep it for _HELLO_SECONDS"
+_HELLO_SECONDS = 2.0
+_IMPORT_SECONDS = 120.0
+_MOST_BYTES = 2**20
+_WELCOME = b"slm launch\n"
+"machine 0's answer to an entry; a second line follows when all have come: a JSON string, empty or a problem"
 _MOST_DIFFERENCES = 10
 _UNSET = "not given"
-_PROBLEM = "problem"
-"key for the message of a machine 0 that gives up"
 
 
 def patience_seconds() -> float:
     """Return the seconds to wait for a missing machine. Raises ValueError if the variable is not a time."""
-    text = os.environ.get(PATIENCE_VARIABLE, "")
-    try:
-        seconds = float(text or PATIENCE_SECONDS)
-    except ValueError:
-        seconds = 0.0
-    if not 1 <= seconds < float("inf"):
-        raise ValueError(
-            f"{PATIENCE_VARIABLE} is {text!r}\nhint: seconds to wait for a missing machine, 1 or more"
-        )
-    return seconds
+    text = os.environ.get(PATIENCE_VARIABLE, str(PATIENCE_SECONDS))
+    with suppress(ValueError):
+        if 1 <= float(text) < float("inf"):
+            return float(text)
+    raise ValueError(
+        f"{PATIENCE_VARIABLE} is {text!r}\nhint: seconds to wait for a missing machine, 1 or more"
+    )
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a machine writes for the others."""
+    """What a machine writes to machine 0."""
 
-    address: str
-    reached_at: str
-    "the address at which this machine reached machine 0"
-    written_at: float
-    "different for two machines that have the same address and facts"
+    rank: int
     facts: dict[str, Any]
     "JSON values that must be equal on all machines"
-    problem: str | None
-    "the reason why this machine can't start; then all other machines end, too"
 
 
-class Meeting:
-    """Waits until all machines have written their entries into machine 0's store, in any order.
+class Wait:
+    """The time that a machine waits for others. `hint`: what a user can do at its end."""
 
-    The store is used in a thread of its own, because torch waits forever for a program or network that does
-    not answer.
+    def __init__(self, rank: int, num_machines: int, *, hint: str) -> None:
+        self.num_machines, self._who, self._hint = num_machines, f"machine {rank} of {num_machines}", hint
+        self._seconds = patience_seconds()
+        self._began, self._say_after = time.monotonic(), _SILENT_SECONDS
+
+    def seconds_left(self, whom: str) -> float:
+        """Print now and then whom this machine waits for. Raises ValueError when the time is over."""
+        waited = time.monotonic() - self._began
+        if waited >= self._seconds:
+            raise ValueError(f"{self._who} waited {self._seconds:g} s for {whom}\nhint: {self._hint}")
+        if waited >= self._say_after:
+            self._say_after = waited + _SAY_SECONDS
+            line = shown(f"{self._who}: waiting for {whom}")
+            print(f"{line}, {waited:.0f} of {self._seconds:g} s", file=sys.stderr, flush=True)
+        return self._seconds - waited
+
+
+def host(
+    listener: socket.socket, address: str, facts: dict[str, Any], wait: Wait
+) -> dict[int, socket.socket]:
+    """Wait for all other machines, close the listener, and return their connections by rank.
+
+    `address`: machine 0's, for messages. Raises ValueError, here and on the machines that came, if one does
+    not come or has different facts.
     """
+    came: dict[int, socket.socket] = {}
+    place = f"{address}:{listener.getsockname()[1]}"
+    listener.settimeout(_POLL_SECONDS)
+    try:
+        with listener:
+            while True:
+                for rank in [rank for rank, connection in came.items() if is_readable(connection)]:
+                    came.pop(rank).close()  # it ended, and may come again
+                missing = [str(rank) for rank in range(1, wait.num_machines) if rank not in came]
+                if not missing:
+                    break
+                wait.seconds_left(f"machine{'s' * (len(missing) > 1)} {', '.join(missing)} at {place}")
+                with suppress(OSError, msgspec.MsgspecError):  # nobody came, or a stranger
+                    _welcome(listener.accept()[0], came, wait.num_machines, facts)
+    except ValueError as error:
+        for connection in came.values():
+            _send(connection, str(error))
+        raise
+    for connection in came.values():
+        _send(connection, "")
+    return came
 
-    def __init__(
-        self,
-        rank: int,
-        num_machines: int,
-        place: tuple[str, int],
-        *,
-        facts: dict[str, Any],
-        problem: str | None = None,
-        store: "Store | None" = None,
-    ) -> None:
-        """`place`: machine 0's address and port. `store`: None to connect to the store there."""
-        self._rank, self._num_machines, self._place = rank, num_machines, place
-        self._written_at = time.time()
-        self._facts, self._problem, self._given = facts, problem, store
-        self._entries: dict[int, Entry] = {}
-        self._reason = ""
-        "why machine 0 was not met yet"
-        self._store: Future[Store] = Future()
-        "done when all machines have come"
 
-    def wait(
-        self, seconds: float, *, hint: str, silent_seconds: float = 0.0
-    ) -> tuple["Store", dict[int, Entry]]:
-        """Return the store and the entries by rank.
+def _welcome(
+    connection: socket.socket, came: dict[int, socket.socket], num_machines: int, facts: dict[str, Any]
+) -> None:
+    """Read a machine's entry. Raises OSError or MsgspecError for a stranger."""
+    connection.settimeout(_HELLO_SECONDS)
+    entry = msgspec.json.decode(connection.makefile("rb").readline(_MOST_BYTES), type=Entry)
+    if not 0 < entry.rank < num_machines:
+        raise OSError("no such machine")
+    connection.sendall(_WELCOME)
+    address = address_of(connection)
+    if (earlier := came.pop(entry.rank, None)) is not None:
+        taken = f"--machine_rank {entry.rank} of {address_of(earlier)} is taken by {address}"
+        _send(earlier, f"{taken}\nhint: every machine needs its own --machine_rank")
+    came[entry.rank] = connection
+    _check_equal(facts, entry.facts, f"machine {entry.rank} ({address})")
 
-        Raises ValueError if a machine does not come, can't start, has different facts or this one's rank.
-        `silent_seconds`: print nothing in these first seconds. `hint`: what a user can do.
-        """
-        threading.Thread(target=self._meet, daemon=True).start()
-        began, say_after = time.monotonic(), silent_seconds
-        who, place = f"machine {self._rank} of {self._num_machines}", "{}:{}".format(*self._place)
-        while not wait([self._store], _POLL_SECONDS).done:
-            waited = time.monotonic() - began
-            ranks = range(self._num_machines) if 0 in self._entries else [0]
-            missing = [str(rank) for rank in ranks if rank not in self._entries]
-            if not missing:  # the other thread is about to end
-                continue
-            machines = f"machine{'s' * (len(missing) > 1)} {', '.join(missing)} at {place}{self._reason}"
-            if waited >= seconds:
-                problem = f"{who} waited {seconds:g} s for {machines}\nhint: {hint}"
-                if self._rank == 0:  # its store ends with it
-                    _shared(self._given).set(_PROBLEM, problem)
-                    time.sleep(_READ_SECONDS)
-                raise ValueError(problem)
-            if waited >= say_after:
-                say_after = waited + _SAY_SECONDS
-                line = shown(f"{who}: waiting for {machines}")
-                print(f"{line}, {waited:.0f} of {seconds:g} s", file=sys.stderr, flush=True)
-        return self._store.result(), self._entries
 
-    def _meet(self) -> None:
-        while not self._store.done():
-            try:
-                # a plain socket, because torch prints pages about a closed port
-                with socket.create_connection(self._place, _CONNECT_SECONDS) as connection:
-                    addresses = connection.getsockname()[0], connection.getpeername()[0]
-                self._reason = " (no slm launch answers there: another program?)"
-                store = self._given or _client(*self._place)
-                self._exchange(store, Entry(*addresses, self._written_at, self._facts, self._problem))
-                self._store.set_result(store)
-            except OSError as error:  # also for a name that is not known yet
-                self._reason = f" ({error.strerror or str(error) or 'no answer'})"
-            except ValueError as error:
-                time.sleep(_READ_SECONDS)
-                self._store.set_exception(error)
-            except RuntimeError as error:  # torch.distributed's: machine 0 is gone, and may come again
-                if self._entries:
-                    self._reason = " (it was there, but stopped answering)"
-                self._entries = {}
-                if self._given is not None:
-                    self._store.set_exception(error)
+def _send(connection: socket.socket, problem: str) -> None:
+    with suppress(OSError):
+        connection.sendall(json.dumps(problem).encode() + b"\n")
+
+
+def join(entry: Entry, place: tuple[str, int], wait: Wait) -> socket.socket:
+    """Come to machine 0 at `place`, wait until all machines have come, and return the connection.
+
+    Raises ValueError if machine 0 does not come, or with the problem that it sends.
+    """
+    reason = ""
+    while True:
+        left = wait.seconds_left("machine 0 at {}:{}{}".format(*place, reason))
+        try:
+            connection, problem = _come(entry, place, left)
+        except OSError as error:  # also for a name that is not known yet
+            reason = f" ({error.strerror or error})"
             time.sleep(_POLL_SECONDS)
-
-    def _exchange(self, store: "Store", own: Entry) -> None:
-        store, text = _shared(store), json.dumps(own.__dict__)
-        keys = [str(rank) for rank in range(self._num_machines)]
-        if not store.check(keys):  # else all have come: this machine is one too many
-            store.set(keys[self._rank], text)
-        while len(self._entries) < self._num_machines:
-            for rank, key in enumerate(keys):
-                if rank not in self._entries and store.check([key]):
-                    self._entries[rank] = Entry(**json.loads(store.get(key)))
-            if store.check([_PROBLEM]):
-                raise ValueError(store.get(_PROBLEM).decode())
-            if 0 in self._entries:
-                self._reason = ""
-                _check_equal(self._entries)
-            if (other := store.get(keys[self._rank]).decode()) != text:
-                taken = (
-                    f"--machine_rank {self._rank} of {own.address} is taken by {json.loads(other)['address']}"
-                )
-                raise ValueError(f"{taken}\nhint: every machine needs its own --machine_rank")
-            time.sleep(_POLL_SECONDS)
+            continue
+        if problem:
+            raise ValueError(problem)
+        return connection
 
 
-def _shared(store: "Store") -> "Store":
-    from torch.distributed import PrefixStore
+def _come(entry: Entry, place: tuple[str, int], seconds: float) -> tuple[socket.socket, str]:
+    """Return the connection and machine 0's answer. Raises OSError if there is none."""
+    connection = socket.create_connection(place, min(seconds, _ANSWER_SECONDS))
+    with connection.makefile("rb") as lines:
+        welcome = b""
+        with suppress(OSError):
+            connection.sendall(msgspec.json.encode(entry) + b"\n")
+            welcome = lines.readline(len(_WELCOME))
+        if welcome != _WELCOME:
+            raise OSError("no slm launch answers there: another program?")
+        keep_alive(connection, seconds)
+        answer = lines.readline(_MOST_BYTES)  # no time limit: machine 0 has one
+        if not answer.endswith(b"\n"):
+            raise OSError("it was there, but stopped answering")
+        return connection, json.loads(answer)
 
-    return PrefixStore("slm_toolkit/machines", store)
+
+def wait_for_port(place: tuple[str, int]) -> None:
+    """Wait until machine 0's launcher, which imports torch, listens: torch is loud about a closed port."""
+    until, is_open = time.monotonic() + _IMPORT_SECONDS, False
+    while not is_open and time.monotonic() < until:
+        with suppress(OSError):
+            socket.create_connection(place, _ANSWER_SECONDS).close()
+            is_open = True
+        time.sleep(_POLL_SECONDS)
 
 
-def _client(address: str, port: int) -> "Store":
-    from torch.distributed import TCPStore
-
-    timeout = timedelta(seconds=_CONNECT_SECONDS)
-    return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+def is_readable(connection: socket.socket) -> bool:
+    return bool(select.select([connection], [], [], 0)[0])
 
 
-def _check_equal(entries: dict[int, Entry]) -> None:
-    """Raise ValueError if a machine can't start, or its facts differ from machine 0's."""
-    for rank, entry in sorted(entries.items()):
-        machine = f"machine {rank} ({entry.address})"
-        if entry.problem is not None:
-            raise ValueError(f"{machine}: {entry.problem}")
-        theirs, mine = _flat(entries[0].facts), _flat(entry.facts)
-        differences = [
-            f"{name}: {theirs.get(name, _UNSET)} on machine 0, {mine.get(name, _UNSET)} on {machine}"
-            for name in dict.fromkeys([*theirs, *mine])
-            if theirs.get(name) != mine.get(name)
-        ]
-        if differences:
-            num_more = len(differences) - _MOST_DIFFERENCES
-            more = [f"and {num_more} more"] if num_more > 0 else []
-            hint = (
-                "hint: use the same files, versions and command on every machine; only --machine_rank differs"
-            )
-            raise ValueError("\n".join([*differences[:_MOST_DIFFERENCES], *more, hint]))
+def address_of(connection: socket.socket) -> str:
+    """Return the address of the other side."""
+    return connection.getpeername()[0].removeprefix("::ffff:")
+
+
+def keep_alive(connection: socket.socket, seconds: float) -> None:
+    """Let the kernel close the connection after `seconds` without an answer; reading has no time limit."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # 1/3 of the time idle, then 6 probes that are 1/9 apart
+    times = {socket.TCP_KEEPIDLE: seconds / 3, socket.TCP_KEEPINTVL: seconds / 9, socket.TCP_KEEPCNT: 6}
+    for option, value in times.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, max(1, round(value)))
+
+
+def _check_equal(theirs: dict[str, Any], mine: dict[str, Any], machine: str) -> None:
+    """Raise ValueError if a machine's facts differ from machine 0's."""
+    theirs, mine = _flat(theirs), _flat(mine)
+    differences = [
+        f"{name}: {theirs.get(name, _UNSET)} on machine 0, {mine.get(name, _UNSET)} on {machine}"
+        for name in dict.fromkeys([*theirs, *mine])
+        if theirs.get(name) != mine.get(name)
+    ]
+    if differences:
+        hint = "hint: use the same files, versions and command on every machine; only --machine_rank differs"
+        raise ValueError("\n".join([*differences[:_MOST_DIFFERENCES], hint]))
 
 
 def _flat(value: dict[str, Any], before: str = "") -> dict[str, str]:
@@ -220,40 +221,24 @@ def _flat(value: dict[str, Any], before: str = "") -> dict[str, str]:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Return a socket that listens on `port` of this machine's `address`; "" for all of its addresses.
+    """Listen on all addresses of this machine, of which `address` must be one; port 0 takes a free one.
 
     Raises ValueError if the name is unknown, the address another machine's, or the port taken.
     """
     try:
-        family, _, _, _, place = socket.getaddrinfo(
-            address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or error
+        if address:
+            family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+            socket.create_server(place[:2], family=family).close()
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        return socket.create_server(("", port), family=family, dualstack_ipv6=dual)
+    except (OSError, OverflowError) as error:
+        reason = (getattr(error, "strerror", None) or str(error)).partition(" (")[0]
         raise ValueError(
-            f"no such machine: {address} ({reason})\nhint: --main_process_ip must be an address of machine 0"
+            f"machine 0 can't listen at {address}:{port}: {reason}; this machine is "
+            f"{own_addresses()}\nhint: give each machine its own --machine_rank, machine 0's address as "
+            "--main_process_ip and a port that is free there as --main_process_port"
         ) from None
-    try:
-        return socket.create_server(place[:2], family=family)
-    except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL:
-            raise ValueError(
-                f"--machine_rank 0 must be the machine at {address} (--main_process_ip); this machine is "
-                f"{own_addresses()}\nhint: every machine needs its own --machine_rank"
-            ) from None
-        raise ValueError(
-            f"can't listen on port {port} of this machine: {os.strerror(error.errno)}{_user_of(port)}\n"
-            "hint: another launch may use it; give a free --main_process_port, the same on every machine"
-        ) from None
-
-
-def _user_of(port: int) -> str:
-    """Return which process uses `port`, as the end of a message; empty if the system does not show it."""
-    with suppress(psutil.Error):
-        for connection in psutil.net_connections("inet"):
-            if connection.laddr and connection.laddr.port == port and connection.pid:
-                return f", by {psutil.Process(connection.pid).name()} (pid {connection.pid})"
-    return ""
 
 
 def interfaces() -> dict[str, str]:

@@ -1,23 +1,18 @@
 """Sets the folder in which torch compiles DeepSpeed's operators, and removes stale lock files there."""
 
-import fcntl
 import hashlib
-import math
 import os
 import socket
 import sys
-import time
+from collections import Counter
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import TextIO
 
 import psutil
 
-WAITING = "waiting: "
-"prefix of a line about a compile that a run waits for; `slm compare` shows the rest of the line"
-_LONG_SECONDS = 3.0
-"report a compile after this time; an operator that is already compiled is locked only for an instant"
+_NUM_LOOKS = 4
+"report a compile at this look; an operator that is already compiled is locked only for an instant"
 
 
 def extensions_folder() -> Path:
@@ -33,44 +28,9 @@ def extensions_folder() -> Path:
 
 
 def use_extensions_folder() -> None:
-    """Make torch compile in `extensions_folder()`, in this process and its children."""
+    """Make torch compile in `extensions_folder()`, in this process and its children, free of stale locks."""
     os.environ["TORCH_EXTENSIONS_DIR"] = str(extensions_folder())
-
-
-def remove_stale_locks() -> None:
-    """Remove locks in `extensions_folder()` that no process has open, and name them on stderr.
-
-    torch below 2.15 waits as long as the file `lock` exists, so it waits forever after a killed compiler.
-    From 2.15 on the file stays, but the kernel releases its lock when the process ends.
-    """
-    if not locks_by_existence():
-        return
-    locks = _locks()
-    for lock in set(locks) - set(_holders(locks)):
-        _remove(lock)
-
-
-class CompilerNews:
-    """Writes a line to stderr for each operator whose compile takes long: it can take minutes."""
-
-    def __init__(self) -> None:
-        self._first_seen: dict[Path, float] = {}
-
-    def look(self) -> None:
-        """Look for compiles; call it every second. Also removes locks of compilers that were killed."""
-        remove_stale_locks()
-        holders = _holders(_locks())
-        self._first_seen = {lock: seen for lock, seen in self._first_seen.items() if lock in holders}
-        for lock, holder in holders.items():
-            first_seen = self._first_seen.setdefault(lock, time.monotonic())
-            if time.monotonic() - first_seen <= _LONG_SECONDS:
-                continue
-            self._first_seen[lock] = math.inf  # report it only once
-            name = lock.parent.name
-            if _is_of_this_run(holder):
-                _print(WAITING, f"compiling {name}, once on this machine: takes a few minutes")
-            else:
-                _print(WAITING, f"another run (pid {holder.pid}) is compiling {name}; this run may need it")
+    CompilerNews().look()
 
 
 def locks_by_existence() -> bool:
@@ -78,57 +38,40 @@ def locks_by_existence() -> bool:
     return tuple(int(part) for part in version("torch").split(".")[:2]) < (2, 15)
 
 
-def _locks() -> list[Path]:
-    """Return the locks of running compiles; for torch below 2.15 also those of killed compilers."""
-    # torch may add a level above the operators' folders, for the version of Python
-    locks = [lock for depth in ("*/lock", "*/*/lock") for lock in extensions_folder().glob(depth)]
-    return locks if locks_by_existence() else [lock for lock in locks if _is_locked(lock)]
+class CompilerNews:
+    """Names on stderr each compile that takes long, and removes locks of killed compilers.
 
-
-def _is_locked(lock: Path) -> bool:
-    with suppress(OSError), _opened(lock) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
-
-
-def _holders(locks: list[Path]) -> dict[Path, psutil.Process]:
-    """Return this user's processes that have a lock open: torch keeps it open while it compiles.
-
-    Ignores processes that opened it for appending: these are ours, see `_remove` and `_is_locked`.
+    torch below 2.15 waits as long as the file `lock` exists, so it waits forever after a killed compiler. A
+    running compiler has the file open. Only the first rank of a machine does this.
     """
-    by_path = {os.path.realpath(lock): lock for lock in locks}
-    holders = {}
-    for process in psutil.process_iter() if locks else ():
+
+    def __init__(self) -> None:
+        self._num_looks: Counter[Path] = Counter()
+
+    def look(self) -> None:
+        """Call it every second."""
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            return
+        # torch may add a level above the operators' folders, for the version of Python
+        locks = [lock for depth in ("*/lock", "*/*/lock") for lock in extensions_folder().glob(depth)]
+        compilers = _pids_by_open_file() if locks else {}
+        for lock in locks:
+            pid = compilers.get(os.path.realpath(lock))
+            self._num_looks[lock] += pid is not None
+            if pid is not None and self._num_looks[lock] == _NUM_LOOKS:
+                _say(f"waiting: {lock.parent.name} is being compiled (pid {pid}): takes a few minutes, once")
+            elif pid is None and locks_by_existence():
+                lock.unlink(missing_ok=True)
+                _say(f"note: removed {lock}: an interrupted compile of {lock.parent.name} left it behind")
+
+
+def _pids_by_open_file() -> dict[str, int]:
+    pids: dict[str, int] = {}
+    for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            for file in process.open_files():
-                if file.path in by_path and not file.flags & os.O_APPEND:
-                    holders[by_path[file.path]] = process
-    return holders
+            pids |= {file.path: process.pid for file in process.open_files()}
+    return pids
 
 
-def _opened(lock: Path) -> TextIO:
-    """Open a lock for appending (see `_holders`); never create it."""
-    return open(lock, "a", opener=lambda path, flags: os.open(path, flags & ~os.O_CREAT))
-
-
-def _is_of_this_run(holder: psutil.Process) -> bool:
-    """Return True if `holder` is a rank of the same launch."""
-    with suppress(psutil.Error):
-        return holder.ppid() == os.getppid()
-    return False
-
-
-def _remove(lock: Path) -> None:
-    """Remove a lock unless a process has it open or has created it again."""
-    with suppress(OSError), _opened(lock) as file:  # its inode is not reused while it is open
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if another rank is removing it
-        if not _holders([lock]) and os.fstat(file.fileno()).st_ino == lock.stat().st_ino:
-            lock.unlink()
-            _print("note: ", f"removed {lock}: an interrupted compile of {lock.parent.name} left it behind")
-
-
-def _print(prefix: str, text: str) -> None:
-    print(prefix + text, file=sys.stderr, flush=True)
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

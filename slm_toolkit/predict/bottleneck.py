@@ -104,5 +104,7 @@ def misaligned_widths(spec: ModelSpec) -> dict[str, int]:
 
 
 def _rounded(spec: ModelSpec) -> ModelSpec:
-    names = ("ffn_size", "hidden_size", "vocab_size")
+    names = ["ffn_size", "hidden_size", "vocab_size"]
+    if not is_aligned(spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim):
+        names.append("head_dim")
     return dataclasses.replace(spec, **{name: next_aligned(getattr(spec, name)) for name in names})

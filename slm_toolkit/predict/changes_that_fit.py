@@ -161,12 +161,15 @@ _shipped = functools.cache(find_strategy)
 def _on_gpus(strategy: Strategy, num_gpus: int) -> _Option:
     """Return the change to another strategy and number of GPUs.
 
-    More GPUs do fewer micro-steps, so that a step has as many sequences; with one micro-step, the step grows.
+    More GPUs do fewer micro-steps, else smaller batches, so that a step has as many sequences; if neither
+    divides, the step grows.
     """
 
     def apply(setup: Setup) -> Setup:
-        steps = max(1, setup.config.gradient_accumulation_steps * setup.num_gpus // num_gpus)
-        changed = with_flags(setup, gradient_accumulation_steps=steps)
+        changed, times = setup, num_gpus // setup.num_gpus
+        for name in ("gradient_accumulation_steps", "per_device_train_batch_size"):
+            if changed is setup and (whole := getattr(setup.config, name)) % times == 0:
+                changed = with_flags(setup, **{name: whole // times})
         return dataclasses.replace(changed, strategy=strategy, num_gpus=num_gpus)
 
     return apply

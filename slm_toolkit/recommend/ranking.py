@@ -35,18 +35,23 @@ def best_plans(
 
 
 def _simplest_of_ties(plans: list[Plan], objective: str) -> list[Plan]:
-    """Return the plans by hours or dollars; of plans within TIE of the best one, the simplest comes first."""
+    """Return the plans by hours or dollars.
+
+    Of plans within TIE of the best one, or of the best one on their hardware, the simplest comes first.
+    """
 
     def late(plan: Plan) -> tuple[bool, bool]:
         return plan.estimate.verdict != "fits", objective == "cost" and plan.usd is None
 
-    least: dict[tuple[bool, bool], float] = {}
+    least: dict[tuple, float] = {}
     for plan in plans:
-        least[late(plan)] = min(amount(plan, objective), least.get(late(plan), math.inf))
+        for key in (late(plan), (late(plan), _hardware(plan))):
+            least[key] = min(amount(plan, objective), least.get(key, math.inf))
 
     def order(plan: Plan) -> tuple:
-        value = amount(plan, objective)
-        counted = max(value, least[late(plan)] * (1 + TIE))
+        value, of_hardware = amount(plan, objective), least[late(plan), _hardware(plan)]
+        counted = of_hardware if value <= of_hardware * (1 + TIE) else value
+        counted = max(counted, least[late(plan)] * (1 + TIE))
         return late(plan), counted, plan.strategy.simplicity, plan.estimate.num_gpus, value
 
     return sorted(plans, key=order)

@@ -122,7 +122,7 @@ def _varies_by(*flags: str) -> Any:
     return field(default=None, metadata={"flags": flags})
 
 
-Settings = dict[str, float | list[float] | str | None]
+Settings = dict[str, int | float | list[float] | str | None]
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def _optimizer_settings(record: RunRecord, numerics: Numerics) -> Iterator[tuple
         if not isinstance(groups, list):  # older records have text
             continue
         is_muon = any("momentum" in group for group in groups)
-        yield f"optimizer at the {when} step", "muon" if is_muon else "adamw", config.optimizer_rule
+        yield f"optimizer at the {when} step", "muon" if is_muon else "adamw", rule_of(config.optim)
         asked = {
             "lr": learning_rate(config, step, num_steps),
             "beta1": config.adam_beta1,

@@ -24,7 +24,7 @@ from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.hardware.machine import allocator
 from slm_toolkit.model.from_config import MOST_LAYERS
 from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.record.memory_timeline import PARTS
+from slm_toolkit.record.memory_parts import PARTS
 from slm_toolkit.record.numerics import Numerics
 from slm_toolkit.record.steady_rate import num_warmup_steps
 from slm_toolkit.record.step_breakdown import Anatomy
@@ -172,9 +172,7 @@ class MemoryAtPeak(TypedDict):
     module: str
     num_bytes: Count
     # bytes by part
-    parts: dict[Literal[PARTS], Count]
-    # bytes by the module that allocated them
-    modules: dict[str, Count]
+    parts: dict[Literal[tuple(PARTS)], Count]
 
 
 class DeepSpeedEstimate(TypedDict):
@@ -291,12 +289,11 @@ class RunRecord:
     # each rank's peak, after the probed steps if there are others; None on CPU; in a rehearsal, only rank 0's
     # peak, which is traced if there is no GPU
     peak_allocated_bytes: list[Count] | None = None
-    # as above; without a GPU, what `predict/memory/allocator.py` reserves for the traced allocations
+    # as above; None in a rehearsal without a GPU
     peak_reserved_bytes: list[Count] | None = None
     # peak resident memory of each rank's process
     peak_rss_bytes: list[Count] | None = None
-    # rank 0's peak in a step whose allocations were all traced: phase, module, num_bytes, bytes by part, and
-    # bytes by allocating module; `memory_timeline.csv` in the record's folder has the whole step
+    # rank 0's peak in a step whose allocations were all traced: phase, module, num_bytes, bytes by part
     memory_at_peak: MemoryAtPeak | None = None
     # DeepSpeed's own estimate: gpu_bytes per GPU and cpu_bytes per node; ZeRO-2 and ZeRO-3 only
     deepspeed_estimate: DeepSpeedEstimate | None = None

@@ -269,7 +269,7 @@ def _warnings(row: Row) -> list[str]:
     if row.losses_unlike:
         warnings.append(f"losses not comparable: {row.losses_unlike}")
     if row.ok_records and row.rate is None:
-        unknown = "tokens are unknown: give tokens_per_batch to the script's Recorder"
+        unknown = "tokens are unknown: the model was called without token ids"
         warnings.insert(0, "no step was timed: all steps were warm-up" if row.tokens_per_step else unknown)
     return warnings
 

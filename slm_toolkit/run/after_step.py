@@ -3,27 +3,22 @@
 import json
 import math
 import signal
-from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.utils.data import IterableDataset
 
 from slm_toolkit.base.errors import RunEnded
 from slm_toolkit.base.safe_files import write_new
 from slm_toolkit.record.measurement_warnings import rank_differences
 from slm_toolkit.record.run_record import finite
-from slm_toolkit.run.data.batches import place_in_data
 from slm_toolkit.run.display import TrainingProgress
-from slm_toolkit.run.faults.restarts import note_checkpoint
-from slm_toolkit.run.observe.observer import Observer
-from slm_toolkit.run.observe.progress import say
+from slm_toolkit.run.observe.progress import Observer, say
 from slm_toolkit.run.observe.watch import RunWatch
 from slm_toolkit.run.peers.failure import seconds_since_start
+from slm_toolkit.run.peers.peer_store import note_checkpoint
 from slm_toolkit.run.peers.step_exchange import Seen, StepExchange, StopSignal, gather_to_all
 from slm_toolkit.run.run import Run
 
@@ -57,10 +52,8 @@ class AfterStep(Observer):
         self._grad_norms: list[float | None] = []
         "each step's gradient norm, as this rank's engine reports it"
         self._skipped: list[int] = []
-        "steps that did not change the weights, because a loss or gradient was not finite or too large"
+        "bad steps, which did not change the weights, and those whose gradients overflowed in fp16"
         self._has_loss_scale = "fp16" in (config.numerics, run.accelerator.mixed_precision)
-        self._overflows: list[int] = []
-        "skipped steps, too: those whose gradients overflowed in fp16"
         self._weights_of_ranks: list[dict[str, Any]] = []
         "results of weights_of_ranks: one per checkpoint, and one for the end"
         # without --save_steps, SIGTERM ends the run at once
@@ -86,7 +79,7 @@ class AfterStep(Observer):
         observed |= {
             "losses": [finite(loss) for loss in self._losses],
             "grad_norms": [None if norm is None else finite(norm) for norm in self._grad_norms],
-            "skipped_steps": sorted(self._skipped + self._overflows),
+            "skipped_steps": self._skipped,
             "weights_of_ranks": self._weights_of_ranks,
         }
 
@@ -115,51 +108,74 @@ class AfterStep(Observer):
         for of_step in seen:
             self._losses.append(sum(of_step.losses) / len(of_step.losses))
             self._grad_norms.append(of_step.grad_norms[self._run.accelerator.process_index])
-            if self._has_loss_scale and not of_step.is_loss_bad(self._max_loss):
-                self._note_overflow(of_step)
-            elif of_step.bad_ranks(self._max_loss):
-                self._skip_or_end(of_step)
+            if bad_ranks := of_step.bad_ranks(self._max_loss):
+                self._skipped.append(of_step.step + 1)
+                if self._has_loss_scale and not of_step.is_loss_bad(self._max_loss):
+                    self._limit_overflows(of_step.step)
+                else:
+                    self._skip_or_end(of_step, bad_ranks)
         if step is not None and (numbers := [s.stop_signal for s in seen if s.stop_signal]):
             self._stop(numbers[0], step)
 
-    def _note_overflow(self, seen: Seen) -> None:
-        """Note the step if its gradients overflowed in fp16; end the run after too many in a row."""
-        if not seen.bad_ranks(self._max_loss):
-            return
-        self._overflows.append(seen.step + 1)
-        if _num_in_a_row(self._overflows) == MOST_OVERFLOWS:
+    def _limit_overflows(self, step: int) -> None:
+        """End the run if the gradients of too many steps in a row overflowed in fp16."""
+        if _num_in_a_row(self._skipped) == MOST_OVERFLOWS:
             self._end(
-                f"step {seen.step + 1}: the gradients of {MOST_OVERFLOWS} steps in a row overflowed in fp16",
+                f"step {step + 1}: the gradients of {MOST_OVERFLOWS} steps in a row overflowed in fp16",
                 "lower --learning_rate, or compute in bf16 or fp32: --numerics",
             )
 
-    def _skip_or_end(self, seen: Seen) -> None:
+    def _skip_or_end(self, seen: Seen, bad_ranks: list[int]) -> None:
         """Skip a bad step if --on_bad_step is skip, unless too many come in a row; else end the run."""
-        path = _write_bad_step(self._run, seen, seen.bad_ranks(self._max_loss))
-        reason = self._describe_bad(seen)
+        path, reason = self._write_bad_step(seen, bad_ranks), self._describe_bad(seen, bad_ranks)
+        hint = "lower --learning_rate or change the data"
         if self._config.on_bad_step == "skip":
-            self._skipped.append(seen.step + 1)
             say(f"skipped step {seen.step + 1}: {reason}; its sequences: {path}")
             if _num_in_a_row(self._skipped) < MOST_SKIPPED:
                 return
             reason = f"{MOST_SKIPPED} steps in a row were bad: {reason}"
-        skip_hint = "" if self._config.on_bad_step == "skip" else "; --on_bad_step skip skips such steps"
-        self._end(
-            f"step {seen.step + 1}: {reason}; its sequences: {path}",
-            f"lower --learning_rate or change the data{skip_hint}",
-        )
+        else:
+            hint += "; --on_bad_step skip skips such steps"
+        self._end(f"step {seen.step + 1}: {reason}; its sequences: {path}", hint)
 
-    def _describe_bad(self, seen: Seen) -> str:
-        bad_ranks = seen.bad_ranks(self._max_loss)
+    def _describe_bad(self, seen: Seen, bad_ranks: list[int]) -> str:
         losses = " and ".join(f"{seen.losses[rank]:.4g} on rank {rank}" for rank in bad_ranks)
         if seen.is_loss_bad(self._max_loss):
             return f"the loss is {losses}"
-        norm = seen.grad_norms[0]
-        norm_text = "unknown" if norm is None else f"{norm:.4g}"
-        reason = f"the norm of the gradients is {norm_text}, the loss {losses}"
+        reason = f"the norm of the gradients is {seen.grad_norms[0]:.4g}, the loss {losses}"
         if self._config.on_bad_step == "skip":  # a loss above the limit makes the gradients NaN
             reason += f"; or the loss of a micro-step is above {self._max_loss:.4g}"
         return reason
+
+    def _write_bad_step(self, seen: Seen, bad_ranks: list[int]) -> Path:
+        """Write bad-step-N.json on rank 0: losses, gradient norms and sequences of every rank.
+
+        Return its path. Every rank must call it.
+        """
+        run, drawn = self._run, self._watch.drawn
+        num_steps = run.record.first_step + len(self._watch.num_graphs_compiled)
+        sequences = [
+            tokens[:_MOST_TOKENS_IN_REPORT].tolist()
+            for batch in drawn[seen.step - num_steps]
+            for tokens in batch
+        ]
+        if (tokenizer := run.data.tokenizer) is not None:
+            sequences = [tokenizer.decode(tokens) for tokens in sequences]
+        path = run.run_dir / f"bad-step-{seen.step + 1}.json"
+        ranks = [
+            {
+                "rank": rank,
+                "loss": finite(seen.losses[rank]),
+                "grad_norm": None if (norm := seen.grad_norms[rank]) is None else finite(norm),
+                "is_bad": rank in bad_ranks,
+                "sequences": of_rank,
+            }
+            for rank, of_rank in enumerate(gather_to_all(sequences))
+        ]
+        if run.accelerator.is_main_process:
+            content = {"step": seen.step + 1, "ranks": ranks}
+            write_new(path, json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+        return path
 
     def _stop(self, number: int, step: int) -> NoReturn:
         """End the run after `step`, because a rank got signal `number`; with --save_steps, save first."""
@@ -192,56 +208,6 @@ class AfterStep(Observer):
 def _num_in_a_row(steps: list[int]) -> int:
     """Return how many of the last steps follow each other."""
     return sum(1 for back, step in enumerate(reversed(steps)) if step == steps[-1] - back)
-
-
-def _write_bad_step(run: Run, seen: Seen, bad_ranks: list[int]) -> Path:
-    """Write bad-step-N.json on rank 0: losses, gradient norms and sequences of every rank. Return its path.
-
-    Every rank must call it.
-    """
-    sequences_of_ranks = gather_to_all([_sequence(run, n) for n in _sequence_numbers(run, seen.step)])
-    path = run.run_dir / f"bad-step-{seen.step + 1}.json"
-    if run.accelerator.is_main_process:
-        content = {
-            "step": seen.step + 1,
-            "ranks": [
-                {
-                    "rank": rank,
-                    "loss": finite(seen.losses[rank]),
-                    "grad_norm": None if (norm := seen.grad_norms[rank]) is None else finite(norm),
-                    "is_bad": rank in bad_ranks,
-                    "sequences": sequences,
-                }
-                for rank, sequences in enumerate(sequences_of_ranks)
-            ],
-        }
-        write_new(path, json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
-    return path
-
-
-def _sequence_numbers(run: Run, step: int) -> Iterator[int]:
-    """Yield the index in the dataset or stream of each sequence that this rank read in `step`."""
-    loader, num_micro_steps = run.loader, run.num_micro_steps
-    epoch, skip = place_in_data(loader, step, num_micro_steps)
-    if isinstance(loader.dataset, IterableDataset):
-        for batch in range(skip, skip + num_micro_steps):
-            before = batch * run.accelerator.num_processes + run.accelerator.process_index
-            yield from range(before * loader.batch_size, (before + 1) * loader.batch_size)
-        return
-    epoch_before = loader.iteration
-    loader.set_epoch(epoch)
-    for batch in islice(iter(loader.batch_sampler), skip, skip + num_micro_steps):
-        yield from batch
-    loader.set_epoch(epoch_before)
-
-
-def _sequence(run: Run, number: int) -> dict[str, Any]:
-    """Return a sequence's number and first tokens, decoded if there is a tokenizer; no tokens of a stream."""
-    if isinstance(run.loader.dataset, IterableDataset):
-        return {"number": number}
-    tokens = run.loader.dataset[number]["input_ids"][:_MOST_TOKENS_IN_REPORT].tolist()
-    tokenizer = run.data.tokenizer
-    return {"number": number, **({"text": tokenizer.decode(tokens)} if tokenizer else {"tokens": tokens})}
 
 
 def weights_of_ranks(model: torch.nn.Module, *, step: int) -> dict[str, Any]:

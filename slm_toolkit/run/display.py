@@ -9,10 +9,8 @@ import torch
 from tqdm import tqdm
 
 from slm_toolkit.config.schedule import learning_rate
-from slm_toolkit.record.run_record import PROGRESS_FILE, finite
-from slm_toolkit.run.observe.machine_load import allocator_retries
-from slm_toolkit.run.observe.observer import Observer
-from slm_toolkit.run.observe.progress import remove_state, say, show_stage, write_state
+from slm_toolkit.record.run_record import finite
+from slm_toolkit.run.observe.progress import Observer, remove_state, say, show_stage, write_state
 from slm_toolkit.run.observe.watch import RunWatch
 from slm_toolkit.run.run import Run
 
@@ -23,14 +21,10 @@ class TrainingProgress(Observer):
     def __init__(self, run: Run, watch: RunWatch) -> None:
         self._run, self._watch = run, watch
         self._is_main = run.accelerator.is_main_process
-        self.num_retries = 0
-        "how often the allocator of this rank's GPU was full, freed its unused blocks and retried"
         self._last_shown = self._last_line = time.monotonic()
         self._step, self._loss = run.record.first_step, None
         "the number of steps done, and this rank's loss in the last one"
         show_stage(run.run_dir, "first step")
-        self._has_warned = False
-        "True after the warning that the file can't be written"
         is_hidden = not (self._is_main and sys.stderr.isatty())
         self._bar = tqdm(desc="training", total=run.num_steps, initial=self._step, disable=is_hidden)
 
@@ -53,42 +47,18 @@ class TrainingProgress(Observer):
 
     def show(self, step: int, loss: float | None, tokens_per_second: float | None) -> None:
         """Show the loss and the rate; None while the first steps warm up."""
-        run, self._last_shown = self._run, time.monotonic()
+        num_steps, self._last_shown = self._run.num_steps, time.monotonic()
         rate = "warming up" if tokens_per_second is None else f"{tokens_per_second:,.0f} tokens/s"
         status = f"loss {'nan' if loss is None else f'{loss:.4f}'}  {rate}"
-        self._show_retries(allocator_retries(run.accelerator.device).get("num_alloc_retries", 0))
         if not self._bar.disable:
-            if self.num_retries:
-                status += f"  nearly full, {self.num_retries} retries"
             self._bar.set_postfix_str(status, refresh=False)
             self._bar.update(step - self._bar.n)
-        elif self._is_logged(step) or step == run.num_steps:
+        elif self._is_logged(step) or step == num_steps:
             self._last_line = self._last_shown
-            print(f"step {step}/{run.num_steps}  {status}", file=sys.stderr, flush=True)
-        state = {
-            "step": step,
-            "num_steps": run.num_steps,
-            "loss": None if loss is None else finite(loss),
-            "tokens_per_second": tokens_per_second,
-        }
-        path = run.run_dir / PROGRESS_FILE
-        try:
-            write_state(path, state)
-        except OSError as error:  # only the display of `slm compare` needs the file
-            if not self._has_warned:
-                say(f"warning: can't write {path}: {error.strerror}; training continues")
-            self._has_warned = True
-
-    def _show_retries(self, num_retries: int) -> None:
-        """Print that the GPU is nearly full when the allocator retries for the first time."""
-        if num_retries and not self.num_retries:
-            say(
-                "warning: the GPU is nearly full: PyTorch waited for it, freed unused blocks and retried, "
-                "which makes steps slower\n"
-                "hint: a smaller --per_device_train_batch_size, or PYTORCH_ALLOC_CONF="
-                "expandable_segments:True"
-            )
-        self.num_retries = num_retries
+            print(f"step {step}/{num_steps}  {status}", file=sys.stderr, flush=True)
+        loss = None if loss is None else finite(loss)
+        state = {"step": step, "num_steps": num_steps, "loss": loss, "tokens_per_second": tokens_per_second}
+        write_state(self._run.run_dir, state)
 
     def _is_logged(self, step: int) -> bool:
         """Whether a line is printed where there is no terminal."""
@@ -132,8 +102,9 @@ class Tracker(Observer):
         values = {
             "loss": mean,
             "learning_rate": learning_rate(config, step, self._run.num_steps),
-            "tokens_per_second": self._watch.last_tokens_per_second(),
         }
+        if (rate := self._watch.steady_tokens_per_second()) is not None:
+            values["tokens_per_second"] = rate
         accelerator.log(values, step=step + 1)
 
     def log_evaluation(self, step: int, eval_loss: float, of_sets: dict[str, float]) -> None:

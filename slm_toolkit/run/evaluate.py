@@ -9,8 +9,7 @@ from slm_toolkit.record.run_record import finite
 from slm_toolkit.run.data.batches import labels_by_sequence, model_inputs
 from slm_toolkit.run.display import Tracker
 from slm_toolkit.run.faults.watchdog import Watchdog
-from slm_toolkit.run.observe.observer import Observer
-from slm_toolkit.run.observe.progress import say
+from slm_toolkit.run.observe.progress import Observer, say
 from slm_toolkit.run.observe.watch import RunWatch
 from slm_toolkit.run.run import Run
 

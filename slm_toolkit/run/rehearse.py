@@ -22,9 +22,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from slm_toolkit.base.errors import RunEnded
 from slm_toolkit.config.run_config import REHEARSED_RANKS_PER_NODE, RunConfig
 from slm_toolkit.hardware.gpus import num_cores
-from slm_toolkit.record.memory_timeline import TIMELINE_FILE, MemoryTimeline, write_timeline
-from slm_toolkit.run.observe.allocations import AllocationTrace, following_modules, timeline_of
-from slm_toolkit.run.observe.measure import deepspeed_engine, live_gradients, training_state
+from slm_toolkit.run.observe.allocations import AllocationTrace, following_modules, peak_of
+from slm_toolkit.run.observe.measure import (
+    deepspeed_engine,
+    each_step_in,
+    live_gradients,
+    training_state,
+)
 from slm_toolkit.run.peers.launch_info import Launch
 from slm_toolkit.run.run import Run
 
@@ -103,17 +107,15 @@ def rehearse(run: Run, train_step: Callable[..., Any]) -> dict[str, Any]:
     shape = (run.config.per_device_train_batch_size, run.config.seq_len)
     with tensors_of(run.config):
         batches = ({"input_ids": torch.zeros(shape, dtype=torch.long)} for _ in count())
-        timeline = follow_memory(run, partial(train_step, run, batches))
-    peak = timeline.peak
+        peak = follow_memory(run, partial(train_step, run, batches))
     print(
-        f"rank 0 of {run.config.rehearse}: peak {peak.num_bytes / 2**30:.2f} GiB "
-        f"in {peak.phase}, {peak.module or 'optimizer'}; slm report {run.run_dir}",
+        f"rank 0 of {run.config.rehearse}: peak {peak['num_bytes'] / 2**30:.2f} GiB "
+        f"in {peak['phase']}, {peak['module'] or 'optimizer'}; slm report {run.run_dir}",
         file=sys.stderr,
     )
     return {
-        "memory_at_peak": timeline.summary,
-        "peak_allocated_bytes": [peak.num_bytes],
-        "peak_reserved_bytes": [timeline.reserved_bytes],
+        "memory_at_peak": peak,
+        "peak_allocated_bytes": [peak["num_bytes"]],
         "num_cores": num_cores(),
     }
 
@@ -133,40 +135,28 @@ class TraceWatch:
         pass
 
 
-def follow_memory(run: Run, step: Callable[[TraceWatch], object]) -> MemoryTimeline:
-    """Trace the allocations of NUM_TRACED_STEPS steps. Return the timeline of the last one.
-
-    Rank 0 also writes the timeline to a file next to the record.
-    """
+def follow_memory(run: Run, step: Callable[[TraceWatch], object]) -> dict[str, Any]:
+    """Trace the allocations of NUM_TRACED_STEPS steps. Return the memory at the peak of the last one."""
     accelerator, trace = run.accelerator, run.trace
     engine = deepspeed_engine(accelerator)
 
     def at_gradients() -> None:
         trace.adopt(live_gradients(run.model, engine), "gradients")
 
+    def optimizer_phase() -> AbstractContextManager[None]:
+        at_gradients()
+        return watch.phase("optimizer")
+
     watch = TraceWatch(trace, at_gradients)
-    if engine is not None:
-        take_step = engine.step
-
-        def step_as_a_phase(*args: Any, **options: Any) -> Any:
-            at_gradients()
-            with watch.phase("optimizer"):
-                return take_step(*args, **options)
-
-        engine.step = step_as_a_phase
-    with trace, following_modules(accelerator.unwrap_model(run.model), trace):
+    modules = following_modules(accelerator.unwrap_model(run.model), trace)
+    with each_step_in(optimizer_phase, engine), trace, modules:
         for _ in range(NUM_TRACED_STEPS):
             first_event = len(trace.events)
             step(watch)
             trace.phase, trace.module = "between", ""
             for part, tensors in training_state(accelerator, run.model, run.optimizer).items():
                 trace.adopt(tensors, part)
-    if engine is not None:
-        engine.step = take_step
-    timeline = timeline_of(trace.events, first=first_event)
-    if accelerator.is_main_process:
-        write_timeline(timeline, run.run_dir / TIMELINE_FILE)
-    return timeline
+    return peak_of(trace.events, first=first_event)
 
 
 # Patches for torch, accelerate and DeepSpeed, so that the real engines run on fake tensors.

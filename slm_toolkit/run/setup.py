@@ -68,7 +68,6 @@ from slm_toolkit.run.engine.engine import (
     set_reduction,
     start_accelerator,
 )
-from slm_toolkit.run.faults.restarts import name_groups_anew, noted_checkpoint
 from slm_toolkit.run.faults.watchdog import Watchdog
 from slm_toolkit.run.first_loss import CheckedForward
 from slm_toolkit.run.kernels.layer_kernels import check_optional
@@ -88,6 +87,7 @@ from slm_toolkit.run.peers.launch_info import (
     find_launch,
 )
 from slm_toolkit.run.peers.machines import Machines, let_collectives_wait, num_machines
+from slm_toolkit.run.peers.peer_store import name_groups_anew, noted_checkpoint
 from slm_toolkit.run.peers.step_exchange import control_group, rank_0_first
 from slm_toolkit.run.rehearse import (
     NUM_TRACED_STEPS,
@@ -109,7 +109,7 @@ def set_up(arguments: list[str], watchdog: Watchdog, *, fp32_pass: dict[str, Any
     with user_errors():
         run = _begin(arguments, machines)
         run.note(fp32_pass=fp32_pass)
-        is_ended = _claim_folder(run, machines)
+        is_ended = _claim_folder(run)
         run.config = run.config.with_steps(run.sequences_per_step)
         candidates = _find_checkpoints(run, is_ended=is_ended)
         _connect_ranks(run, machines)
@@ -222,7 +222,7 @@ def _origins(config: RunConfig, spec: ModelSpec) -> tuple[str, str]:
     return weights, "bytes" if tokenizer is None else absolute(tokenizer)
 
 
-def _claim_folder(run: Run, machines: Machines) -> bool:
+def _claim_folder(run: Run) -> bool:
     """Lock the run's folder against other trainings, if it exists. Return whether this run has ended in it.
 
     Raises ValueError if the run can't use the folder. Exits if --resume_from_checkpoint is auto and the run
@@ -233,9 +233,6 @@ def _claim_folder(run: Run, machines: Machines) -> bool:
     if is_rank_0() and config.rehearse is None:
         for folder in run.launch.strategy.swap_folders:
             hold_swap_folder(Path(folder))
-    if config.save_steps or config.resume_from_checkpoint:
-        flag = f"--save_steps {config.save_steps}" if config.save_steps else "--resume_from_checkpoint"
-        machines.check_shared(run.run_dir.parent, flag=flag)
     return is_ended
 
 

@@ -147,7 +147,7 @@ def _not_faked(strategy: Strategy, config: RunConfig) -> list[str]:
         (config.compiles, f"--kernels {config.kernels}: fake tensors can't be compiled"),
         (config.packing not in ("auto", "concat"), f"--packing {config.packing} needs documents"),
         (config.peft == "qlora", "--peft qlora: fake tensors can't be quantized"),
-        (strategy.offloads, "fake tensors can't be offloaded"),
+        (strategy.offloads, f"{strategy.name}: fake tensors are all on the CPU"),
     )
     return [f"{sentence}; use `slm estimate`, or rehearse on a GPU" for applies, sentence in cases if applies]
 

@@ -38,16 +38,6 @@ def test_a_reader_reads_or_refuses_past_finds_and_new_inputs(name: str) -> None:
     fuzz.fuzz(name, settings(SAME, max_examples=20))
 
 
-@pytest.mark.parametrize("error", [ValueError("no hint"), KeyError("x"), SystemExit(3)])
-def test_another_error_is_a_find(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(data: bytes, folder: Path) -> None:
-        raise error
-
-    monkeypatch.setitem(fuzz.READERS, "prices", read)
-    with pytest.raises((ValueError, AssertionError), match=str(error)):
-        fuzz.accepts("prices", b"")
-
-
 @SAME
 @given(PLAIN)
 def test_plain_values_are_read_as_they_were_written(value: object) -> None:

@@ -108,14 +108,3 @@ def test_every_folder_of_the_tree_and_every_link_is_there() -> None:
             assert place.is_dir(), name
     for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", README):
         assert target.startswith("https://") or (ROOT / target).exists(), target
-
-
-@pytest.mark.quick
-def test_it_stays_short_and_its_sentences_too() -> None:
-    assert len(README.splitlines()) <= 185
-    prose = re.sub(r"```.*?```", "", README, flags=re.S)
-    lines = [line for line in prose.splitlines() if line and line[0] not in "|#!*[" or line.startswith("**")]
-    text = re.sub(r"\]\([^)]*\)|`[^`]*`", "x", " ".join(lines))
-    lengths = sorted(len(re.findall(r"[\w'-]+", part)) for part in re.split(r"[.?!:] ", text) if part.strip())
-    assert lengths[len(lengths) // 2] <= 12
-    assert lengths[len(lengths) * 9 // 10] <= 22

@@ -1,25 +1,20 @@
 """Every recipe does two steps on CPU processes, and its head and its real commands are what it says."""
 
 import importlib.util
-import itertools
 import json
 import os
-import re
-import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import COMPILING_SECONDS, ROOT, WARM, Finished, free_port, run, slm, slm_here
+from conftest import COMPILING_SECONDS, ROOT, WARM, Finished, free_port, run, slm
 
 from slm_toolkit.cli.main import _parser
-from slm_toolkit.cli.recipes import read_recipe, shipped_recipes
-from slm_toolkit.config.flags import config_from_args
+from slm_toolkit.cli.recipes import shipped_recipes
+from slm_toolkit.config.flags import every_config, given_flags
 from slm_toolkit.config.parser import with_underscores
-from slm_toolkit.config.run_config import RunConfig
 
 BIN = str(Path(sys.executable).parent)
 TRIED = {"PATH": f"{BIN}:{os.environ['PATH']}", "TRY": "1", "SLURM_CONF": os.devnull}
@@ -72,23 +67,13 @@ def test_a_recipe_is_short_and_plain_bash(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_real_commands_are_what_the_head_is_an_estimate_of(name: str, tmp_path: Path) -> None:
+def test_the_real_commands_have_flags_that_exist_and_contradict_nothing(name: str, tmp_path: Path) -> None:
     if name == "nvme_offload" and not Path("/usr/include/libaio.h").exists():
         pytest.skip("apt-get install libaio-dev")
-    rows = json.loads(slm_here(*estimate_of(name)[1:], "--json").out)
-    if "hours" in rows[0]:
-        rows = rows[:1]
-    asked = [found for words in real_commands(name, tmp_path) for found in configurations(words)]
-    for row in rows:
-        said = {key: value for key, value in row.items() if key in asked[0] and value is not None}
-        assert {"model", "strategy", "num_gpus", "seq_len", "per_device_train_batch_size"} <= said.keys()
-        assert any(said == {key: found[key] for key in said} for found in asked), said
-
-
-def estimate_of(name: str) -> list[str]:
-    """The words of the script's first `slm recommend` or `slm estimate`, which gave the figures."""
-    text = RECIPES[name].text.replace("\\\n", " ")
-    return shlex.split(re.search(r"^slm (?:recommend|estimate) [^>|#\n]+", text, re.M)[0])
+    for words in real_commands(name, tmp_path):
+        args = _parser(words[1]).parse_args(with_underscores(words[1:]))
+        for config in every_config(given_flags(args)):
+            assert config.problems() == []
 
 
 def real_commands(name: str, folder: Path) -> list[list[str]]:
@@ -108,34 +93,6 @@ def real_commands(name: str, folder: Path) -> list[list[str]]:
     assert done.code == 0, done.err
     commands = [json.loads(line) for line in log.read_text().splitlines()]
     return [words for words in commands if words[1:2] in (["compare"], ["train"])]
-
-
-def configurations(words: list[str]) -> Iterator[dict[str, object]]:
-    """Each configuration that a command trains, by the names of an estimate's row; its flags must parse."""
-    args = _parser(words[1]).parse_args(with_underscores(words[1:]))
-    if words[1] == "train":
-        strategy = Path(args.strategy).stem.replace("in_pieces", "ds_zero3")
-        yield _row(config_from_args(args), strategy, args.num_processes or 1)
-        return
-    given = {name: value for name, value in vars(args).items() if name in RunConfig.__dataclass_fields__}
-    lists = [value if isinstance(value, list) else [value] for value in given.values()]
-    num_gpus = args.num_processes or args.gpus_per_run
-    if args.launcher == "slurm":
-        num_gpus = args.num_nodes * args.gpus_per_node
-    for strategy, values in itertools.product(args.strategy, itertools.product(*lists)):
-        kept = {name: value for name, value in zip(given, values, strict=True) if value is not None}
-        config = RunConfig(**kept)
-        yield _row(config, strategy, config.rehearse or num_gpus or 1)
-
-
-def _row(config: RunConfig, strategy: str, num_gpus: int) -> dict[str, object]:
-    assert config.problems() == []
-    values = vars(config.with_defaults(has_gpu=True))
-    model = re.sub(r"-instruct$", "", values["model"].split("/")[-1].lower())
-    return {
-        **values,
-        **{"model": model, "strategy": strategy, "num_gpus": num_gpus, "num_steps": config.max_steps},
-    }
 
 
 @pytest.mark.parametrize(
@@ -185,18 +142,7 @@ def test_the_list_has_every_recipes_question_and_figures() -> None:
             assert said in done.out
 
 
-def test_one_is_printed_as_it_is() -> None:
+def test_one_is_printed_as_it_is_and_an_unknown_one_answered_with_the_names() -> None:
     assert slm("recipes", "lora").out == (ROOT / "recipes" / "lora.sh").read_text()
-
-
-def test_an_unknown_recipe_is_answered_with_the_names() -> None:
     done = slm("recipes", "qlorra")
-    assert done.code == 2
-    assert "unknown recipe 'qlorra'\nhint: there are chat_fine_tune, cheapest_100m, " in done.err
-
-
-@pytest.mark.quick
-def test_a_head_that_is_none_is_not_read(tmp_path: Path) -> None:
-    (tmp_path / "x.sh").write_text(RECIPES["lora"].text.replace("# cost: ", "# price: "))
-    with pytest.raises(AttributeError):
-        read_recipe(tmp_path / "x.sh")
+    assert (done.code, "there are chat_fine_tune, " in done.err) == (2, True)

@@ -3,23 +3,22 @@
 
 enum { SUCCESS = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7 };
 typedef unsigned long long u64;
-typedef struct { const char *uuid; int answers, split; u64 energy; unsigned asked, clock; } Device;
+typedef struct { const char *uuid; int answers; u64 energy; unsigned asked, clock; } Device;
 typedef struct { u64 total, free, used; } Memory;
 typedef struct { unsigned version; u64 total, reserved, free, used; } MemoryV2;
 typedef struct { unsigned pid; u64 used; unsigned gpu_instance, compute_instance; } Process;
 
 static Device devices[] = {
-    {"GPU-aaaaaaaa-0000-0000-0000-000000000000", 1, 0, 7000000, 0, 1395},
-    {"GPU-bbbbbbbb-0000-0000-0000-000000000000", 0, 0},
-    {"GPU-cccccccc-0000-0000-0000-000000000000", 1, 1},
-    {"MIG-dddddddd-0000-0000-0000-000000000000", 0, 0},
+    {"GPU-aaaaaaaa-0000-0000-0000-000000000000", 1, 7000000, 0, 1395},
+    {"GPU-bbbbbbbb-0000-0000-0000-000000000000", 0},
+    {"MIG-dddddddd-0000-0000-0000-000000000000", 0},
 };
 
 int nvmlInitWithFlags(unsigned flags) { return SUCCESS; }
 const char *nvmlErrorString(int code) { return "an error"; }
 
 int nvmlDeviceGetHandleByUUID(const char *uuid, Device **device) {
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; i < 3; i++)
         if (!strcmp(devices[i].uuid, uuid)) { *device = &devices[i]; return SUCCESS; }
     return NOT_FOUND;
 }
@@ -35,11 +34,6 @@ static int reasons(Device *device, u64 *mask) {
     return SUCCESS;
 }
 int nvmlDeviceGetCurrentClocksEventReasons(Device *device, u64 *mask) { return reasons(device, mask); }
-int nvmlDeviceGetMigMode(Device *device, unsigned *current, unsigned *pending) {
-    if (!device->answers) return NOT_SUPPORTED;
-    *current = *pending = device->split;
-    return SUCCESS;
-}
 int nvmlDeviceGetClockInfo(Device *device, int type, unsigned *mhz) {
     if (!device->answers) return INVALID_ARGUMENT;
     *mhz = type == 1 ? device->clock += 15 : 0;

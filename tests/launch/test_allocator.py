@@ -26,18 +26,13 @@ def seen(**env: str) -> str:
     return done.stdout.strip()
 
 
-def test_settings_of_pytorchs_own_are_named() -> None:
+def test_settings_and_a_library_in_mallocs_place_are_named() -> None:
+    conf = "expandable_segments:True"
     assert seen() == "malloc"
     assert seen(THP_MEM_ALLOC_ENABLE="1") == "malloc, huge pages"
-    conf = "expandable_segments:True"
     assert seen(PYTORCH_CUDA_ALLOC_CONF=conf) == f"malloc, {conf}"
-
-
-def test_a_library_in_mallocs_place_is_named() -> None:
-    library = find_library("tcmalloc_minimal")
-    if library is None:
-        pytest.skip("apt-get install libtcmalloc-minimal4")
-    assert seen(LD_PRELOAD=library) == "tcmalloc"
+    if (library := find_library("tcmalloc_minimal")) is not None:  # apt-get install libtcmalloc-minimal4
+        assert seen(LD_PRELOAD=library) == "tcmalloc"
 
 
 @pytest.mark.slow

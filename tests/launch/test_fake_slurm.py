@@ -15,7 +15,6 @@ from slm_toolkit.compare import slurm
 from slm_toolkit.compare.grid import PlannedRun, plan_runs
 from slm_toolkit.compare.local import Slot
 from slm_toolkit.compare.slurm import (
-    SLURM_TEMPLATE,
     UNKNOWN,
     SlurmJob,
     SlurmJobs,
@@ -73,7 +72,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 
 def jobs_of(folder: Path, text: io.StringIO) -> tuple[SlurmJobs, PlannedRun]:
-    nodes = slurm_nodes(num_nodes=1, gpus_per_node=0, options="", template=SLURM_TEMPLATE)
+    nodes = slurm_nodes(num_nodes=1, gpus_per_node=0, options="")
     (folder / "runs").mkdir()
     return SlurmJobs(nodes, Console(file=text, width=200), timeout_seconds=60), planned(folder / "runs")
 

@@ -19,8 +19,7 @@ from rich.console import Console
 
 from slm_toolkit.compare.display import Display
 from slm_toolkit.compare.grid import PlannedRun, plan_runs
-from slm_toolkit.compare.local import Slot, kept_record, run_in_slots, slots_of
-from slm_toolkit.compare.supervisor import locked
+from slm_toolkit.compare.local import Slot, kept_record, locked, run_in_slots, slots_of
 from slm_toolkit.hardware.gpus import Machine
 from slm_toolkit.record.files import find_records, write_record
 from slm_toolkit.record.run_record import RUN_DIR_VARIABLE, RunRecord
@@ -130,7 +129,7 @@ def test_a_bug_in_one_job_stops_the_others_and_starts_no_more() -> None:
         (5, None, {"gpus_per_run": 2}, [("0", "1"), ("2", "3")]),  # the fifth is left over
         (5, "7,5,3,1,GPU-abc", {"gpus_per_run": 2}, [("7", "5"), ("3", "1")]),
         (5, None, {}, [None]),
-        (0, None, {"gpus_per_run": 1}, "--gpus_per_run without a GPU"),
+        (0, None, {"gpus_per_run": 1}, "--gpus_per_run is 1: this machine has 0"),
         (4, None, {"gpus_per_run": 8}, "--gpus_per_run is 8: this machine has 4"),
         (4, None, {"gpus_per_run": 1, "num_processes": 2}, "--num_processes is 2"),
     ],

@@ -9,28 +9,13 @@ from slm_toolkit.config.run_config import RunConfig
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("90", 90.0),
-        ("02:30", 150.0),  # 2 x 60 + 30
-        ("01:00:05", 3605.0),
-        ("2:03:04:05", 183845.0),  # 2 x 86400 + 3 x 3600 + 4 x 60 + 5
-    ],
-)
-def test_a_time_in_seconds(text: str, seconds: float) -> None:
-    assert RunConfig(max_time=text).max_seconds == seconds
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("text", ["", "0", "00:00", "1h", "-5", "1:2:3:4:5", "1.5"])
-def test_what_is_not_a_time_is_refused(text: str) -> None:
-    (problem,) = RunConfig(max_time=text, save_steps=5).problems()
-    assert problem == f"--max_time is {text!r}: use DD:HH:MM:SS, HH:MM:SS or seconds"
-
-
-@pytest.mark.quick
-def test_a_time_needs_checkpoints() -> None:
+def test_a_time_is_read_in_its_forms_and_needs_checkpoints() -> None:
+    # 2 x 60 + 30; 3600 + 5; 2 x 86400 + 3 x 3600 + 4 x 60 + 5
+    for text, seconds in {"90": 90.0, "02:30": 150.0, "01:00:05": 3605.0, "2:03:04:05": 183845.0}.items():
+        assert RunConfig(max_time=text).max_seconds == seconds
+    for text in ("", "0", "00:00", "1h", "-5", "1:2:3:4:5", "1.5"):
+        (problem,) = RunConfig(max_time=text, save_steps=5).problems()
+        assert problem == f"--max_time is {text!r}: use DD:HH:MM:SS, HH:MM:SS or seconds"
     assert RunConfig(max_time="90").problems() == ["--max_time without --save_steps"]
 
 

@@ -1,6 +1,5 @@
-"""The recorder of a user's own loop, in one process: what it times, what it lets go of, what it survives."""
+"""The recorder of a user's loop, in one process: what it times, what it lets go of, what it survives."""
 
-import json
 import time
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.optimization import Adafactor
 
 from slm_toolkit.record.files import read_record
-from slm_toolkit.recorder import Recorder, open_recorders
+from slm_toolkit.recorder import Recorder
 
 pytestmark = pytest.mark.quick
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
@@ -19,12 +18,13 @@ TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(autouse=True)
-def one_script(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sys.argv", [__file__, "--lr", "1e-3"])
     monkeypatch.delenv("SLM_TOOLKIT_RUN_DIR", raising=False)
+    monkeypatch.chdir(tmp_path)
     yield
-    for recorder in open_recorders():
-        recorder.stop()
+    if Recorder.current is not None:
+        Recorder.current.stop()
 
 
 def prepared(optimizer: type = torch.optim.AdamW, **options: float) -> tuple:
@@ -33,44 +33,39 @@ def prepared(optimizer: type = torch.optim.AdamW, **options: float) -> tuple:
     return accelerator, *accelerator.prepare(model, optimizer(model.parameters(), **options))
 
 
-def step(accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+def step(accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     loss = model(input_ids=TOKENS, labels=TOKENS).loss
+    if Recorder.current is not None:
+        Recorder.current.note_loss(loss)
     accelerator.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
-    return loss
+    if Recorder.current is not None:
+        Recorder.current.end_step_if_due()
 
 
-def test_the_time_of_an_evaluation_is_in_no_step(tmp_path: Path) -> None:
-    parts = prepared()
-    recorder = Recorder(*parts, output_dir=tmp_path)
-    for number in range(6):
-        recorder.after_step(step(*parts))
-        if number == 0:
-            began = time.perf_counter()
-        if number in (2, 4):
-            with torch.no_grad():
-                parts[1](input_ids=TOKENS)
-            time.sleep(0.4)
-            if number == 2:
-                recorder.pause()  # after number 4, the evaluation itself tells it
-    seconds = time.perf_counter() - began
-    path = recorder.close()
-    recorder.pause()  # as a Trainer does that evaluates after its training
-    record = read_record(path)
-    assert len(record.losses) == 6
-    assert sum(record.step_seconds[0][1:]) <= seconds - 2 * 0.4 + 0.001  # on a busy machine, too
-    assert json.loads(path.read_text())["asked"]["config"] == {"numerics": "stock", "lr": 1e-3}
-    assert open_recorders() == ()
-
-
-def test_a_second_run_of_the_same_name_replaces_nothing(tmp_path: Path) -> None:
+def test_the_time_of_an_evaluation_is_in_no_step_and_no_record_is_replaced() -> None:
     for _ in range(2):
         parts = prepared()
-        recorder = Recorder(*parts, output_dir=tmp_path, run_name="mine")
-        recorder.after_step(step(*parts))
+        recorder = Recorder(*parts)
+        for number in range(6):
+            step(*parts)
+            if number == 0:
+                began = time.perf_counter()
+            if number in (2, 4):
+                with torch.no_grad():
+                    parts[1](input_ids=TOKENS)
+                time.sleep(0.4)
+        seconds = time.perf_counter() - began
         recorder.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "mine-r2"]
+        recorder.pause()  # as a Trainer does that evaluates after its training
+    first, second = sorted(Path("runs").glob("*/record.json"))
+    assert second.parent.name == f"{first.parent.name}-r2"
+    record = read_record(second)
+    assert len(record.losses) == 6
+    assert sum(record.step_seconds[0][1:]) <= seconds - 2 * 0.4 + 0.001  # on a busy machine, too
+    assert record.asked["config"] == {"numerics": "stock", "lr": 1e-3}
+    assert Recorder.current is None
 
 
 def test_a_recorder_that_another_one_replaces_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,28 +93,12 @@ def test_a_recorder_that_another_one_replaces_leaves_no_hook(monkeypatch: pytest
     ],
 )
 def test_optimizers_with_other_settings_than_adam(
-    optimizer: type, options: dict[str, float], settings: dict, tmp_path: Path
+    optimizer: type, options: dict[str, float], settings: dict
 ) -> None:
     parts = prepared(optimizer, **options)
-    recorder = Recorder(*parts, output_dir=tmp_path)
-    recorder.after_step(step(*parts))
-    record = read_record(recorder.close())
+    recorder = Recorder(*parts)
+    step(*parts)
+    recorder.close()
+    record = read_record(next(Path("runs").glob("*/record.json")))
     (group,) = record.numerics["optimizer_settings"]
     assert settings.items() <= group.items()
-
-
-def test_micro_steps_that_the_accelerator_does_not_know(tmp_path: Path) -> None:
-    accelerator, model, optimizer = prepared()
-    recorder = Recorder(accelerator, model, optimizer, output_dir=tmp_path)
-    losses = []
-    for number in range(6):
-        loss = model(input_ids=TOKENS, labels=TOKENS).loss
-        (loss / 3).backward()
-        losses.append(loss.item())
-        if number % 3 == 2:
-            optimizer.step()
-            optimizer.zero_grad()
-        recorder.after_step(loss)
-    record = read_record(recorder.close())
-    assert record.losses == pytest.approx([sum(losses[:3]) / 3, sum(losses[3:]) / 3])
-    assert (record.tokens_per_step, record.numerics["accumulation"]) == (3 * 32, 3)

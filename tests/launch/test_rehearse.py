@@ -1,6 +1,5 @@
 """One process plays rank 0 of N: its peak is a real rank's, its row says rehearsed, its chart can be read."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -12,13 +11,10 @@ from slm_toolkit.compare.grid import plan_runs
 from slm_toolkit.config.flags import flags_of
 from slm_toolkit.hardware.gpus import Machine
 from slm_toolkit.model.model_spec import PRESETS
-from slm_toolkit.record.files import write_record
-from slm_toolkit.record.memory_timeline import PARTS, MemoryTimeline, Segment, read_segments, write_timeline
+from slm_toolkit.record.memory_parts import PARTS
 from slm_toolkit.record.parity import judge
-from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
 from slm_toolkit.report.rows import Row, ranked
-from slm_toolkit.report.tables.comparison import comparison_table
-from slm_toolkit.report.tables.memory import peak_table
+from slm_toolkit.report.tables.profiled import peak_table
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy
 
 FAST = ("ddp", "fsdp_full_shard", "ds_zero3")
@@ -86,36 +82,17 @@ def test_every_strategy_rehearses_as_two_real_processes_run(folder: Path) -> Non
     assert_alike(folder, tuple(strategy for strategy in STUDIED_STRATEGIES if strategy not in FAST))
 
 
-@pytest.mark.slow
-def test_float8_is_rehearsed_as_a_gpu_has_it_not_as_it_is_emulated(tmp_path: Path) -> None:
-    pytest.importorskip("torchao")
-    shape = ("--model", "slm-10m", "--seq_len", "512", "--per_device_train_batch_size", "16")
-    flags = (*shape, "--fp8", "rowwise", "--kernels", "loss", "--gradient_checkpointing", "full")
-    done = slm(
-        *("compare", "--json", "--strategy", "ddp", "--rehearse", "2", "--output_dir", str(tmp_path), *flags)
-    )
-    (row,) = json.loads(done.out)
-    estimated = slm("estimate", "--json", "--strategy", "ddp", "--num_gpus", "2", *flags)
-    (expected,) = json.loads(estimated.out)
-    assert row["memory_at_peak"]["module"].endswith(".mlp")  # where it casts
-    assert row["memory_at_peak"]["num_bytes"] == pytest.approx(expected["peak_allocated_bytes"], rel=0.01)
-
-
-def test_rows_of_a_rehearsal_say_what_they_are(rehearsed: dict[tuple[str, int], dict]) -> None:
+def test_rows_of_a_rehearsal_have_shards_of_their_size_and_no_rate(
+    rehearsed: dict[tuple[str, int], dict],
+) -> None:
     assert list(rehearsed) == [("ddp", 2), ("fsdp_full_shard", 2), ("ddp", 8), ("fsdp_full_shard", 8)]
     for row in rehearsed.values():
         assert (row["evidence"], row["status"], row["gpu"]) == ("rehearsed", "ok", None)
         assert row["peak_allocated_bytes"] == row["memory_at_peak"]["num_bytes"]
         assert row["memory_at_peak"]["num_bytes"] == sum(row["memory_at_peak"]["parts"].values())
-        # the replay reserves whole segments of 2 MiB for what is allocated
-        assert row["peak_reserved_bytes"] > row["peak_allocated_bytes"]
-        assert row["peak_reserved_bytes"] % (2 * 2**20) == 0
         unknown = ("tokens_per_second", "mfu", "usd_per_million_tokens", "final_loss")
         assert all(row[name] is None for name in (*unknown, "rank", "parity_holds"))
         assert row["losses"] == row["warnings"] == []
-
-
-def test_shards_shrink_with_ranks(rehearsed: dict[tuple[str, int], dict]) -> None:
     num_params = PRESETS["slm-1m"].num_params
     # aligned: bf16 parameters, fp32 master weights, two fp32 moments; FSDP2 splits each over the ranks
     for name, num_bytes in (("parameters", 2), ("master_weights", 4), ("optimizer", 8)):
@@ -128,17 +105,7 @@ def test_shards_shrink_with_ranks(rehearsed: dict[tuple[str, int], dict]) -> Non
     buckets = [rehearsed["ddp", n]["memory_at_peak"]["parts"]["communication"] for n in (2, 8)]
     assert buckets == [2 * num_params] * 2
 
-
-def test_the_timeline_lies_beside_the_record_and_is_drawn(
-    rehearsed: dict[tuple[str, int], dict], folder: Path
-) -> None:
-    row = rehearsed["fsdp_full_shard", 8]
-    segments = read_segments(Path(row["record"]).with_name("memory_timeline.csv"))
-    assert max(segment.num_bytes for segment in segments) == row["peak_allocated_bytes"]
-    assert all(segment.num_bytes == sum(segment.parts.values()) for segment in segments)
-    assert any(segment.parts["gathered_parameters"] for segment in segments if segment.phase == "forward")
-    assert any(segment.parts["communication"] for segment in segments if segment.phase == "backward")
-    done = slm("report", str(Path(row["record"]).parent), "--memory")
+    done = slm_here("report", rehearsed["fsdp_full_shard", 8]["record"])
     assert done.code == 0, done.err
     assert "memory of fsdp_full_shard, rehearsed on rank 0 of 8: peak" in done.out
 
@@ -180,31 +147,13 @@ def test_what_a_rehearsal_cannot_do_is_refused(options: dict, says: str) -> None
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("num_processes", "2"),
-        ("parity", "3"),
-        ("repeats", "2"),
-        ("profile",),
-    ],
-    ids=lambda words: words[0],
-)
-def test_flags_that_a_rehearsal_excludes_are_refused(words: tuple[str, ...], tmp_path: Path) -> None:
-    flag, *values = words
-    rehearsal = ("--model", "slm-1m", "--rehearse", "8", "--output_dir", str(tmp_path))
-    done = slm_here("compare", *rehearsal, f"--{flag}", *values)
-    assert (done.code, f"--{flag} with --rehearse" in done.err) == (2, True), done.err
-
-
-def test_compare_refuses_before_it_launches(tmp_path: Path) -> None:
-    done = slm("compare", "--rehearse", "8", "--num_processes", "2", "--output_dir", str(tmp_path / "runs"))
-    assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("error: --num_processes with --rehearse")
-    untraced = slm("compare", "--memory", "--output_dir", str(tmp_path / "runs"))
-    assert untraced.code == 2
-    assert "hint: add --profile memory" in untraced.err
-    assert not (tmp_path / "runs").exists()
+@pytest.mark.parametrize("flag", ["--num_processes 2", "--parity 3", "--repeats 2", "--profile"])
+def test_flags_that_a_rehearsal_excludes_are_refused_before_a_launch(flag: str, tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    rehearsal = ("--model", "slm-1m", "--rehearse", "8", "--output_dir", str(folder))
+    done = slm_here("compare", *rehearsal, *flag.split())
+    assert (done.code, f"{flag.split()[0]} with --rehearse" in done.err) == (2, True), done.err
+    assert not folder.exists()
 
 
 @pytest.mark.quick
@@ -261,118 +210,32 @@ def test_a_rehearsal_on_real_tensors_steps_or_fails(tmp_path: Path, gradients: s
 
 
 @pytest.mark.quick
-def test_a_yaml_of_one_process_has_no_ranks_to_play() -> None:
-    from slm_toolkit.run.peers.launch_info import Launch
-    from slm_toolkit.run.rehearse import pretend_ranks
-
-    with pytest.raises(
-        ValueError, match=r"--rehearse 8 with .*single.yaml, which has only one rank\nhint: choose"
-    ):
-        pretend_ranks(Launch(find_strategy("single"), 1, ()), 8)
-
-
-def made_rehearsal(**changes: object) -> RunRecord:
-    """Rank 0 of 8 without a GPU: 4 GiB at the peak."""
-    asked = made_record().asked
-    at_peak = {"phase": "backward", "module": "loss", "num_bytes": 4 * GIB, "parts": {}, "modules": {}}
-    nothing = ("losses", "grad_norms", "step_seconds", "state_bytes")
-    made = made_record(
-        identity="1",
-        asked={**asked, "config": {**asked["config"], "rehearse": 8}, "num_processes": 8},
-        gpu=None,
-        world_size=8,
-        peak_allocated_bytes=[4 * GIB],
-        peak_reserved_bytes=None,
-        peak_rss_bytes=None,
-        memory_at_peak=at_peak,
-        **{name: [] for name in nothing},
-    )
-    return dataclasses.replace(made, **changes)
-
-
-def rows(*records: RunRecord) -> list[Row]:
-    return ranked([Row([(Path(str(number)), record)]) for number, record in enumerate(records)])
-
-
-def shown(found: list[Row]) -> str:
-    return drawn(comparison_table(found, width=220), width=220)
-
-
-def drawn(what: object, *, width: int) -> str:
-    console = Console(width=width, color_system=None)
-    with console.capture() as capture:
-        console.print(what, crop=False)
-    return capture.get()
-
-
-@pytest.mark.quick
-def test_measured_and_rehearsed_rows_share_no_column_of_peaks() -> None:
-    text = shown(rows(made_record(gpu=None), made_rehearsal()))
-    assert text.startswith("measured and rehearsed: ")
-    cells = [[cell.strip() for cell in line.split("│")] for line in text.splitlines() if "│" in line]
-    assert [row[1] for row in cells] == ["measured", "rehearsed"]
-    # the process of the measured one took 2 GiB, the tensors of rank 0 take 4
-    assert ("2.00" in cells[0], "4.00" in cells[0]) == (True, False)
-    assert ("2.00" in cells[1], "4.00" in cells[1]) == (False, True)
-    assert cells[0].index("2.00") != cells[1].index("4.00")
-
-
-@pytest.mark.quick
-def test_a_table_of_rehearsals_says_so_once() -> None:
-    text = shown(rows(made_rehearsal(), made_rehearsal(strategy="ds_zero2", identity="2")))
-    assert text.startswith("rehearsed: slm-100m, rank 0 of 8, traced without a GPU")
-    assert "evidence" not in text
-    assert "tokens/s" not in text
-    assert "backward loss" in text
-
-
-@pytest.mark.quick
 def test_a_rehearsal_on_a_gpu_has_a_rate_but_no_rank_loss_parity_or_dollars() -> None:
-    asked = made_rehearsal().asked
+    asked = made_record().asked
+    asked = {**asked, "config": {**asked["config"], "rehearse": 8}, "num_processes": 8}
     counted = {"drawn": 33 * 4 * 1024, "in_loss": 33 * 4 * 1024}  # rank 0's alone
-    on_gpu = made_record(
-        identity="2",
-        asked=asked,
-        strategy="fsdp_full_shard",
-        engine="fsdp2",
-        losses=[],
-        tokens_counted=counted,
-    )
+    fsdp = {"strategy": "fsdp_full_shard", "engine": "fsdp2"}
+    on_gpu = made_record(identity="2", asked=asked, **fsdp, losses=[], tokens_counted=counted)
     others = made_record(), made_record(identity="3", strategy="ds_zero2", engine="deepspeed")
-    row = rows(on_gpu, *others)[0]
+    row = ranked([Row([(Path("a"), each)]) for each in (on_gpu, *others)])[0]
     assert (row.status, row.tokens_per_second is None) == ("ok", False)
     assert (row.rank, row.final_loss, row.usd_per_million_tokens, row.warnings) == (None, None, None, [])
     assert [parity is None for parity in judge([on_gpu, *others])] == [True, True, False]
 
 
 @pytest.mark.quick
-def test_parts_and_segments_survive_the_file(tmp_path: Path) -> None:
-    segments = (Segment("forward", "layers.0", 3, dict.fromkeys(PARTS, 0) | {"activations": 3}),)
-    path = write_timeline(MemoryTimeline(segments, {}, reserved_bytes=2 * 2**20), tmp_path / "timeline.csv")
-    assert tuple(read_segments(path)) == segments
-
-
-@pytest.mark.quick
-def test_the_owners_at_the_peak() -> None:
-    at_peak = {
-        **{"phase": "backward", "module": "loss", "num_bytes": 9 * GIB},
-        "parts": {"parameters": 2 * GIB, "activations": 4 * GIB, "logits_and_loss": 3 * GIB},
-        "modules": {"loss": 3 * GIB, **{f"layers.{layer}.mlp": GIB for layer in range(4)}},
-    }
-    lines = [line.rstrip() for line in drawn(peak_table("memory of x", at_peak), width=80).splitlines()]
-    assert lines[0] == "memory of x: peak 9.00 GiB in backward at loss"
-    assert lines[1] == "parameters 2.00 GiB, activations 4.00 GiB, logits and loss 3.00 GiB"
+def test_a_peak_is_shown_by_its_parts() -> None:
+    parts = {"parameters": 2 * GIB, "activations": 4 * GIB, "logits_and_loss": 3 * GIB, "gradients": 0}
+    at_peak = {"phase": "backward", "module": "loss", "num_bytes": 9 * GIB, "parts": parts}
+    console = Console(width=120, color_system=None)
+    with console.capture() as capture:
+        console.print(peak_table("memory of x", at_peak), crop=False)
+    lines = capture.get().splitlines()
+    assert lines[0].rstrip() == "memory of x: peak 9.00 GiB in backward at loss"
     # shares: 4, 3 and 2 of 9
-    owners = [[cell.strip() for cell in line.split("│")[1:4]] for line in lines if line.startswith("│")]
-    assert owners == [
-        ["layers", "4.00 GiB", "44.4%"],
+    rows = [[cell.strip() for cell in line.split("│")[1:4]] for line in lines if line.startswith("│")]
+    assert rows == [
+        ["activations", "4.00 GiB", "44.4%"],
         ["logits and loss", "3.00 GiB", "33.3%"],
         ["parameters", "2.00 GiB", "22.2%"],
     ]
-
-
-def test_a_report_of_memory_nobody_followed_is_no_success(tmp_path: Path) -> None:
-    write_record(made_record(), tmp_path)
-    done = slm("report", "--memory", str(tmp_path / RECORD_FILE))
-    assert done.code == 1
-    assert "no memory timeline: only runs with --profile memory" in done.out

@@ -14,7 +14,7 @@ import yaml
 from conftest import ROOT, SMALL_LLAMA, plans_of, slm
 
 from slm_toolkit.base.user_files import YAML_LOADER
-from slm_toolkit.compare.slurm import SLURM_TEMPLATE, slurm_nodes
+from slm_toolkit.compare.slurm import slurm_nodes
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.model.names import find_model
@@ -187,7 +187,9 @@ def test_an_sbatch_script_is_one_command_whatever_is_in_its_flags(tmp_path: Path
     from slm_toolkit.compare.slurm import write_script
 
     nodes = slurm_nodes(
-        num_nodes=1, gpus_per_node=2, options="--comment='$(touch pwned)'", template=SLURM_TEMPLATE
+        num_nodes=1,
+        gpus_per_node=2,
+        options="--comment='$(touch pwned)'",
     )
     machine = nodes.machine
     text = tmp_path / "a $(touch pwned); touch pwned.txt"
@@ -211,7 +213,7 @@ def test_an_sbatch_script_is_one_command_whatever_is_in_its_flags(tmp_path: Path
 @pytest.mark.quick
 def test_a_newline_ends_no_line_of_an_sbatch_script(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="can't be shown"):
-        slurm_nodes(num_nodes=1, gpus_per_node=1, options="--comment='a\ntouch x'", template=SLURM_TEMPLATE)
+        slurm_nodes(num_nodes=1, gpus_per_node=1, options="--comment='a\ntouch x'")
     evil = tmp_path / "x\ntouch pwned\n#.yaml"
     evil.write_text("distributed_type: NO\n")
     with pytest.raises(ValueError, match="unprintable characters"):

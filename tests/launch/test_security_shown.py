@@ -19,7 +19,7 @@ EVIL = "</script><script>window.ran=1</script><img src=x onerror='window.ran=2'>
 
 @pytest.fixture(scope="module")
 def evil_records(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One that failed, two that ran, one with a timeline; EVIL in every text that is shown."""
+    """One that failed, two that ran, one traced; EVIL in every text that is shown."""
     import dataclasses
 
     folder = tmp_path_factory.mktemp("evil")
@@ -28,7 +28,7 @@ def evil_records(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = {**base.asked["config"], "dataset": EVIL, "attn_implementation": EVIL}
     changes = {
         **{"model": model, "asked": {**base.asked, "config": config}, "gpu": EVIL, "cpu": EVIL},
-        **{"losses_by_dataset": {EVIL: [1.0] * 33, "b": [1.0] * 33}, "versions": {"allocator": EVIL}},
+        "versions": {"allocator": EVIL},
         **{"eval_losses_by_set": {EVIL: [2.0]}, "run_name": EVIL, "attn_implementation": EVIL},
         "phase_seconds": [{EVIL: [0.1] * 33, "data": [0.1] * 33}] * 2,
         "gpu_watch": [{"throttle_reasons": {EVIL: 3}}] * 2,
@@ -47,7 +47,7 @@ def evil_records(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         write_record(dataclasses.replace(base, **{**changes, **more}), folder / str(number))
     (folder / "3").mkdir()
-    at = traced(folder / "3", 0)
+    at = traced(0)
     write_record(dataclasses.replace(at, strategy=EVIL, model=model, identity="4"), folder / "3")
     return folder
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -14,10 +15,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, WARM, Finished, free_port, run, slm
+from conftest import ROOT, WARM, Finished, free_port, planted, run, slm
 from hosts import Hosts, two_hosts
 
-from slm_toolkit.compare.slurm import SLURM_TEMPLATE
 from slm_toolkit.launch.torch_extensions import extensions_folder
 
 CONFIGURATION = """\
@@ -119,8 +119,8 @@ def failing(
 ) -> Iterator[subprocess.Popen[str]]:
     """A comparison whose job fails; it waits a minute for a record while others are tested."""
     folder = tmp_path_factory.mktemp("failing")
-    does = template(folder, "echo 'ValueError: no such sky' && exit 3")
-    process = start(folder, "--strategy", "ddp", *does, env=cluster)
+    fails = whose_ranks(folder, "os.write(1, b'ValueError: no such sky\\n')", "os._exit(3)")
+    process = start(folder, "--strategy", "ddp", env={**cluster, **fails})
     yield process
     process.kill()
 
@@ -160,13 +160,10 @@ def comparison(folder: Path, *words: str) -> tuple[str, ...]:
     return (*asked, "--output_dir", str(folder / "my runs"), *words)
 
 
-def template(folder: Path, does: str) -> tuple[str, str]:
-    """The flag for our own script with another end."""
-    text = SLURM_TEMPLATE.read_text()
-    path = folder / "own.sh"
-    path.write_text(text[: text.index("srun --kill")] + f"{does} # {text[text.index('--config_file') :]}")
-    path.write_text(path.read_text().replace("\\\n", " "))
-    return ("--slurm_template", str(path))
+def whose_ranks(folder: Path, *does: str) -> dict[str, str]:
+    """The environment in which the Python of a job does this instead of a launch."""
+    lines = "".join(f"    {line}\n" for line in does)
+    return planted(folder, f"import os, time\nif 'SLURM_PROCID' in os.environ:\n{lines}")
 
 
 def test_two_strategies_are_queued_run_and_collected_on_one_node_and_on_two(
@@ -175,7 +172,7 @@ def test_two_strategies_are_queued_run_and_collected_on_one_node_and_on_two(
     words = ("--strategy", "ddp", "ds_zero2", "--max_steps", "5")
     done, rows = on_slurm(tmp_path, *words, env=cluster)
     assert done.code == 0, done.err
-    assert "submitted Slurm jobs " in done.err
+    assert "submitted Slurm job " in done.err
     assert [(row["status"], row["engine"], row["world_size"]) for row in rows.values()] == [
         ("ok", "ddp", 2),
         ("ok", "deepspeed", 2),
@@ -199,31 +196,11 @@ def test_two_strategies_are_queued_run_and_collected_on_one_node_and_on_two(
     assert shown.count(",".join(hosts.names)) == 2
 
 
-@pytest.mark.slow
-def test_a_users_own_script_is_a_job(cluster: dict[str, str], tmp_path: Path) -> None:
-    script = ROOT / "tests" / "scripts" / "loop.py"
-    words = ("--launcher", "slurm", "--script", str(script), "--strategy", "ddp", "--json")
-    words += ("--output_dir", str(tmp_path / "my runs"), "--", "--lr", "1e-3")
-    done = slm("compare", *words, env=cluster)
-    (row,) = json.loads(done.out)
-    assert (row["status"], row["world_size"], len(row["losses"])) == ("ok", 2, 16), done.err
-    assert "kept from" in slm("compare", *words, env=cluster).err
-
-
 @pytest.mark.quick
 def test_an_option_that_slurm_refuses_is_said_in_its_words(cluster: dict[str, str], tmp_path: Path) -> None:
     done = slm(*comparison(tmp_path, "--strategy", "ddp", "--slurm_options=--partition=nope"), env=cluster)
     assert done.code == 2
     assert "invalid partition specified: nope" in done.err
-
-
-@pytest.mark.slow
-def test_a_job_over_its_time_is_a_timeout(cluster: dict[str, str], tmp_path: Path) -> None:
-    """Slurm's shortest limit is a minute, and it looks every half minute."""
-    long = template(tmp_path, "sleep 300")
-    done, rows = on_slurm(tmp_path, "--strategy", "ddp", "--timeout", "5", *long, env=cluster)
-    assert (done.code, rows["ddp"]["status"]) == (1, "timeout")
-    assert "TIMEOUT: it reached its time limit" in rows["ddp"]["reason"]
 
 
 def start(folder: Path, *words: str, env: dict[str, str]) -> subprocess.Popen:
@@ -257,34 +234,20 @@ def test_a_job_that_fails_is_a_row_with_its_log(failing: subprocess.Popen[str]) 
     out, err = failing.communicate(timeout=180)
     (row,) = json.loads(out)
     assert (failing.returncode, row["status"]) == (1, "failed")
-    assert "FAILED: its script failed; ValueError: no such sky" in row["reason"]
+    assert re.search("FAILED: .*; ValueError: no such sky", row["reason"])
     assert err.count("submitted Slurm job ") == 1
-
-
-def test_a_node_that_goes_down_is_the_reason_of_a_row(
-    cluster: dict[str, str], hosts: Hosts, queue_alone: None, tmp_path: Path
-) -> None:
-    asked = ("--strategy", "ddp", "--num_nodes", "2", *template(tmp_path, "sleep 60"))
-    process = start(tmp_path, *asked, env=cluster)
-    wait_for(lambda: "R" in slurm("squeue", "-h", "-o", "%t", env=cluster).split())
-    slurm("scontrol", "update", f"nodename={hosts.names[1]}", "state=down", "reason=test", env=cluster)
-    out, err = process.communicate(timeout=60)
-    wait_for(lambda: both_idle(cluster))  # its slurmd says that it is there
-    (row,) = json.loads(out)
-    assert (process.returncode, row["status"]) == (1, "failed"), err
-    assert "NODE_FAIL: a node failed" in row["reason"]
 
 
 def test_jobs_outlive_a_killed_comparison_and_are_found_again_but_end_with_ctrl_c(
     cluster: dict[str, str], queue_alone: None, tmp_path: Path
 ) -> None:
-    asked = ("--strategy", "ddp", *template(tmp_path, "sleep 60"))
-    process = start(tmp_path, *asked, env=cluster)
+    asked, env = ("--strategy", "ddp"), {**cluster, **whose_ranks(tmp_path, "time.sleep(60)")}
+    process = start(tmp_path, *asked, env=env)
     wait_for(lambda: "R" in slurm("squeue", "-h", "-o", "%t", env=cluster).split())
     process.kill()
     process.communicate()
     (job,) = slurm("squeue", "-h", "-o", "%i", env=cluster).split()
-    process = start(tmp_path, *asked, env=cluster)
+    process = start(tmp_path, *asked, env=env)
     assert process.stderr.readline().startswith("kernels: fused")
     assert process.stderr.readline() == f"found Slurm job {job} of an earlier comparison\n"
     process.send_signal(signal.SIGINT)

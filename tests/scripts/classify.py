@@ -3,7 +3,7 @@
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from transformers import BertConfig, BertForSequenceClassification, get_linear_schedule_with_warmup
+from transformers import BertConfig, BertForSequenceClassification
 
 set_seed(42)
 accelerator = Accelerator()
@@ -12,8 +12,6 @@ config = BertConfig(
     hidden_size=64,
     num_hidden_layers=2,
     num_attention_heads=2,
-    intermediate_size=128,
-    max_position_embeddings=64,
     hidden_dropout_prob=0.0,
     attention_probs_dropout_prob=0.0,
 )
@@ -35,14 +33,12 @@ def collate(examples: list[tuple[torch.Tensor, int]]) -> dict[str, torch.Tensor]
 train = torch.utils.data.DataLoader(rows, shuffle=True, collate_fn=collate, batch_size=8)
 held_out = torch.utils.data.DataLoader(rows[:32], collate_fn=collate, batch_size=8)
 optimizer = torch.optim.AdamW(params=model.parameters(), lr=2e-4)
-schedule = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=5, num_training_steps=len(train))
-model, optimizer, train, held_out, schedule = accelerator.prepare(model, optimizer, train, held_out, schedule)
+model, optimizer, train, held_out = accelerator.prepare(model, optimizer, train, held_out)
 model.train()
 for batch in train:
     outputs = model(**batch)
     accelerator.backward(outputs.loss)
     optimizer.step()
-    schedule.step()
     optimizer.zero_grad()
 model.eval()
 for batch in held_out:

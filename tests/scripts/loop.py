@@ -1,4 +1,4 @@
-"""An Accelerate loop as its users write it, with a recorder if --record is given."""
+"""An Accelerate loop as its users write it."""
 
 import argparse
 
@@ -12,7 +12,6 @@ parser.add_argument("--lr", type=float, default=1e-3)
 parser.add_argument("--batch", type=int, default=4)
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--unseeded", action="store_true", help="other initial weights in each run")
-parser.add_argument("--record", action="store_true")
 parser.add_argument("--huge", action="store_true", help="asks for more memory than there is")
 parser.add_argument("--does", help="of nasty.py")
 arguments = parser.parse_args()
@@ -26,7 +25,6 @@ config = LlamaConfig(
     num_hidden_layers=2,
     num_attention_heads=2,
     vocab_size=256,
-    max_position_embeddings=64,
 )
 model = LlamaForCausalLM(config)
 if arguments.huge:
@@ -35,10 +33,6 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr)
 tokens = torch.randint(256, (16 * 2 * arguments.batch, 32), generator=torch.Generator().manual_seed(1))
 loader = torch.utils.data.DataLoader(tokens, batch_size=arguments.batch)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-if arguments.record:
-    from slm_toolkit.recorder import Recorder
-
-    recorder = Recorder(accelerator, model, optimizer)
 for batch in loader:
     with accelerator.accumulate(model):
         loss = model(input_ids=batch, labels=batch).loss
@@ -47,5 +41,3 @@ for batch in loader:
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    if arguments.record:
-        recorder.after_step(loss)

@@ -25,7 +25,6 @@ config = LlamaConfig(
     intermediate_size=128,
     num_hidden_layers=2,
     num_attention_heads=2,
-    max_position_embeddings=64,
 )
 arguments = SFTConfig(
     output_dir="out",

@@ -17,7 +17,6 @@ config = LlamaConfig(
     num_hidden_layers=2,
     num_attention_heads=2,
     vocab_size=256,
-    max_position_embeddings=64,
 )
 tokens = torch.randint(256, (400, 32), generator=torch.Generator().manual_seed(1))
 arguments = TrainingArguments(

@@ -94,8 +94,8 @@ def test_a_report_has_the_rows_and_exports_of_the_verb(tmp_path: Path) -> None:
 
 def test_the_exports_of_a_report_are_those_of_the_verb(tmp_path: Path) -> None:
     report = slm.report(CPU)
-    page = report.to_html(tmp_path / "new" / "report.html")
-    assert (tmp_path / "new" / "report.html").read_text() == page
+    page = report.to_html(tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text() == page
     texts = {"md": report.to_markdown(), "html": page}
     exports = [word for ending in texts for word in ("--export", str(tmp_path / f"verb.{ending}"))]
     slm_here("report", str(CPU), *exports)

@@ -9,7 +9,7 @@ import sys
 
 SOCKET = os.environ.get("SLM_WARM_SOCKET")
 MODULES = (
-    *("slm_toolkit.train", "slm_toolkit.run_script", "slm_toolkit.run.network_probe"),
+    *("slm_toolkit.train", "slm_toolkit.run_script"),
     *("slm_toolkit.launch.launcher", "accelerate.commands.launch"),
 )
 WHILE_RUNNING = (  # read by torch, accelerate, this project and its recipes, gloo and Python as they run

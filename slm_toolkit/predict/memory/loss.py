@@ -47,7 +47,7 @@ def _loss_memory(setup: Setup) -> LossMemory:
     norm = norm_backward(h, compute, fused=config.fuses_norm) * T
     if config.fuses_loss:
         chunk = tokens_of_chunk(T, vocab_size=V, hidden_size=h)
-        stores_fp32_probabilities = e == 2 and not config.uses_triton
+        stores_fp32_probabilities = e == 2 and not (config.compiles or config.uses_triton)
         wide = tokens_of_probabilities(chunk, vocab_size=V) * V * stores_fp32_probabilities
         gradients = e * h * T + weight_gradient
         buffers = chunk * V * e + 4 * wide

@@ -5,7 +5,7 @@ rows in `hardware/calibration.csv`. Allocated bytes are in use by tensors; reser
 allocator has taken from the GPU; the CUDA context is in neither.
 """
 
-from statistics import NormalDist
+from math import erf
 
 from slm_toolkit.hardware.calibration import NOT_CALIBRATED, Calibration
 from slm_toolkit.hardware.gpus import Gpu
@@ -83,8 +83,8 @@ def probability_that_fits(num_bytes: int, usable: int) -> float:
 
     The error is taken as normally distributed, with COVERAGE of it within OUTSIDE_ERROR.
     """
-    deviation = OUTSIDE_ERROR / NormalDist().inv_cdf((1 + COVERAGE) / 2)
-    return NormalDist(1.0, deviation).cdf(usable / num_bytes)
+    deviation = OUTSIDE_ERROR / 1.644854  # standard deviations that hold COVERAGE of a normal distribution
+    return (1 + erf((usable / num_bytes - 1) / deviation / 2**0.5)) / 2
 
 
 def verdict_of(probability: float) -> str:

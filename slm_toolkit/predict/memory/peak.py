@@ -13,7 +13,7 @@ from slm_toolkit.predict.memory.activations import gradients_made, layers_of
 from slm_toolkit.predict.memory.engine_bytes import At, Step, step_of
 from slm_toolkit.predict.memory.loss import LossMemory, loss_memory
 from slm_toolkit.predict.setup.setup import BF16, Setup, unknown_to_estimates
-from slm_toolkit.record.memory_timeline import PARTS
+from slm_toolkit.record.memory_parts import PARTS
 
 BATCH_BYTES_PER_TOKEN = 24
 "token ids, shifted labels and positions, 8 bytes each"
@@ -24,7 +24,7 @@ class MemoryEstimate:
     """Bytes at the peak, on the rank that needs the most memory."""
 
     parts: dict[str, int]
-    "bytes at the peak by part, for each of `memory_timeline.PARTS`"
+    "bytes at the peak by part, for each of `memory_parts.PARTS`"
     peak_instant: str
     largest: dict[str, int]
     "each part's bytes at the instant at which that part is largest, and the loss's blocks of both sizes"

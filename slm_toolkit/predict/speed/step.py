@@ -188,7 +188,7 @@ def micro_step_work(setup: Setup, rates: Rates, software: Software, loss_kernel:
     elementwise = L * moved / rates.memory_bytes
     arithmetic = loss_kernel
     if loss_kernel == "fused_linear":  # ours
-        arithmetic = "triton" if config.uses_triton else "fused"
+        arithmetic = "triton" if config.uses_triton else "compiled" if compiled else "fused"
     logits = tokens * spec.vocab_size * LOGIT_BYTES[arithmetic] / rates.loss_bytes(arithmetic)
     num_cast = (setup.weights.total + setup.weights.trained) * (setup.compute == AUTOCAST)
     casts = num_cast * _AUTOCAST_CAST_BYTES / rates.memory_bytes

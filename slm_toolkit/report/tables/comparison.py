@@ -27,8 +27,7 @@ from slm_toolkit.report.tables.fitted import (
     setting,
     table_of,
 )
-from slm_toolkit.report.tables.memory import peak_table
-from slm_toolkit.report.tables.step_breakdown import anatomy_table
+from slm_toolkit.report.tables.profiled import anatomy_table, peak_table
 from slm_toolkit.report.verdict import verdict
 
 _ALWAYS_ABOVE = ("numerics", "seq_len", "per_device_train_batch_size", "attn_implementation")
@@ -226,6 +225,13 @@ _HEADINGS = (
         drop_order=4,
     ),
     Heading("state\nGiB/rank", "state_bytes", gib, 3),
+    Heading(
+        "DeepSpeed's\nestimate GiB",
+        "deepspeed_bytes",
+        gib,
+        2,
+        note="DeepSpeed's estimate: by its own function; model states only, no activations",
+    ),
     Heading("$ per 1M\ntokens", "usd_per_million_tokens", dollars, 9),
     Heading("final\nloss", "final_loss", loss, 6),
 )

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.integrations import unset_hf_deepspeed_config
 
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.launch.torch_extensions import remove_stale_locks, use_extensions_folder
+from slm_toolkit.launch.torch_extensions import use_extensions_folder
 from slm_toolkit.run.engine.muon import MUON_MOMENTUM
 from slm_toolkit.run.engine.optimizer import INITIAL_SCALE, AdamWWithMasterWeights, LossScale
 from slm_toolkit.run.kernels.layer_kernels import decoder_layers
@@ -70,7 +70,6 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
     check_tracker(config.report_to)
     if engine == "deepspeed":
         use_extensions_folder()
-        remove_stale_locks()
         if config.numerics == "fp16" and not torch.cuda.is_available():
             from deepspeed.accelerator import get_accelerator
 

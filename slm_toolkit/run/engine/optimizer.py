@@ -256,7 +256,7 @@ class LossScale(torch.amp.GradScaler):
     @torch.no_grad()
     def count_step(self, is_bad: torch.Tensor) -> None:
         """Change the scale after a step. `is_bad`: whether gradients were not finite, equal on all ranks."""
-        rule = (self._growth_factor, self._backoff_factor, self._growth_interval)
+        rule = (self.get_growth_factor(), self.get_backoff_factor(), self.get_growth_interval())
         torch._amp_update_scale_(self._scale, self._growth_tracker, is_bad.float(), *rule)
         self._scale.clamp_(min=LOWEST_SCALE)
         self._tell()

@@ -6,16 +6,13 @@ main thread has been at one step. While nothing is wrong, ranks send each other 
 
 import os
 import re
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
@@ -25,24 +22,23 @@ import torch
 
 from slm_toolkit.base.errors import (
     KILLED_OR_CRASHED,
-    SAYS_DISK_FULL,
     STOPPED_AFTER,
     TIME_LIMIT_VARIABLE,
     RunEnded,
+    about_path,
     first_line,
 )
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.launch.processes import end_with_launcher, launcher_pid
 from slm_toolkit.launch.torch_extensions import CompilerNews
-from slm_toolkit.record.run_record import RUN_DIR_VARIABLE, RunRecord
+from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.record.saved_files import CHECKPOINTS_DIR
 from slm_toolkit.run.checkpoint.start import by_order
 from slm_toolkit.run.data.documents import BadData
-from slm_toolkit.run.observe.observer import Observer
-from slm_toolkit.run.observe.progress import say
+from slm_toolkit.run.observe.progress import Observer, say
 from slm_toolkit.run.peers.failure import is_out_of_memory, write_failure
 from slm_toolkit.run.peers.machines import UNREACHED, Machines
-from slm_toolkit.run.peers.peer_store import PeerStore, open_peer_store
+from slm_toolkit.run.peers.peer_store import open_peer_store
 
 _OURS = str(Path(__file__).parents[2])
 _LOOK_SECONDS = 1.0
@@ -54,8 +50,6 @@ _PRINT_SECONDS = 3.0
 "time that another rank of this machine may take to print the message"
 _FROZEN_SECONDS = 5.0
 "if two looks are further apart, the process or the whole machine was stopped meanwhile"
-_STANDSTILL_SECONDS = 45.0
-"less than the minute after which `slm compare` shows a run's last line of output"
 _COMPILING_SECONDS = 3600.0
 "time limit for the first step of --kernels compiled; collectives have the same limit"
 
@@ -64,30 +58,30 @@ class Watchdog(Observer):
     """Watches a whole rank: `with Watchdog() as watchdog`. Set-up calls `follow`, the loop `before_step`."""
 
     def __init__(self) -> None:
-        self.rank = int(os.environ.get("RANK", "0"))
+        self.rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
         self._num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        self._peer_store = open_peer_store()
-        self._local_ranks = LocalRanks(self._peer_store)
+        self._is_first_here = local_rank == 0
+        first_here = self.rank - local_rank
+        self._others = {*range(first_here, first_here + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))}
+        self._others.discard(self.rank)
+        self._pids: dict[int, int] = {}
+        "of this machine's other ranks, which write them in the peer store"
+        self._store = open_peer_store()
+        self._write("pid", os.getpid())
         self._launcher = launcher_pid()
         self.machines = Machines()
         limit = os.environ.get(TIME_LIMIT_VARIABLE, "inf inf").split()
         self._limit_seconds, self._ends_at = float(limit[0]), float(limit[1])
-        by_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
-        is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
-        self._compilers = CompilerNews() if by_deepspeed and is_first_here else None
-        self._standstill = Standstill() if RUN_DIR_VARIABLE in os.environ else None
+        self._compilers = CompilerNews()
         self._record: RunRecord | None = None
         self._run_dir: Path | None = None
-        self._where = "before its first step"
-        self._num_beats, self._beat_at, self._frozen_seconds = 0, 0.0, 0.0
-        self._looked_at = time.monotonic()
+        self._where, self._num_beats = "before its first step", 0
         self._ended = threading.Event()
         self._message_lock = threading.Lock()
 
     def __enter__(self) -> "Watchdog":
-        if self._peer_store is not None and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        if self._store is not None and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._terminated)
-        threading.excepthook = self._thread_failed
         threading.Thread(target=self._watch, daemon=True).start()
         end_with_launcher(how=False)  # from now on the thread checks the launcher, and the message names it
         return self
@@ -100,13 +94,12 @@ class Watchdog(Observer):
         if isinstance(error, RunEnded):
             say(f"{'error' if error.exit_code else 'note'}: {error}")
         elif isinstance(error, Exception):
-            self.settle(error)
+            self._settle(error)
             failed = _named(error)
         if isinstance(error, Exception) and (failed or self.rank == 0):
             self._write_failure(error)
-        self._leave(failed)
+        self._write("left", {"failed": failed})
         self._ended.set()
-        threading.excepthook = threading.__excepthook__
         if signal.getsignal(signal.SIGTERM) == self._terminated:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if isinstance(error, RunEnded):
@@ -134,7 +127,7 @@ class Watchdog(Observer):
 
     def beat(self, where: str) -> None:
         """Note that the main thread begins a step, an evaluation or a checkpoint."""
-        self._where, self._frozen_seconds, self._beat_at = where, 0.0, time.monotonic()
+        self._where = where
         self._num_beats += 1
 
     def rest(self) -> None:
@@ -142,105 +135,92 @@ class Watchdog(Observer):
         self._num_beats = 0
         self.machines.part()
 
-    def settle(self, error: Exception) -> None:
+    def _settle(self, error: Exception) -> None:
         """End this rank with a message if one line explains `error`; return if it is a bug.
 
         One line explains a full disk, bad data, and a collective that failed because another rank ended.
         Only one rank of each machine prints it.
         """
-        self._end_if_explained(error)
-        if self._peer_store is None or not (isinstance(error, RuntimeError) and UNREACHED.search(str(error))):
-            return
-        if is_out_of_memory(error):
+        message = None
+        if isinstance(error, BadData):  # a DataLoader puts its worker's traceback before the message
+            message = str(error).rpartition(f"{BadData.__module__}.{BadData.__name__}: ")[2]
+        elif isinstance(error, OSError):
+            error.filename = error.filename or self._run_dir  # a failed write names no file
+            message = about_path(error)
+        if message is not None:
+            self._write("left", {"failed": _named(error)})
+            problem, _, hint = message.partition("\nhint: ")
+            self._give_up(f"rank {self.rank} {self._where}: {problem}", hint=hint)
+        is_collectives = isinstance(error, RuntimeError) and UNREACHED.search(str(error))
+        if self._store is None or not is_collectives or is_out_of_memory(error):
             return
         deadline = time.monotonic() + _SETTLE_SECONDS
         while time.monotonic() < deadline:
             self._look(has_failed=True)
             time.sleep(_LOOK_SECONDS / 10)
 
-    def _end_if_explained(self, error: BaseException) -> None:
-        """End this rank with one line about `error`; return if the error needs its traceback."""
-        if (message := one_line(error, self._run_dir)) is not None:
-            self._leave(_named(error))
-            problem, _, hint = message.partition("\nhint: ")
-            self._give_up(f"rank {self.rank} {self._where}: {problem}", hint=hint)
-
-    def _thread_failed(self, failed: threading.ExceptHookArgs) -> None:
-        """Handle an error in another thread, such as a tracker's; a traceback would interrupt the message."""
-        if failed.exc_value is not None:
-            self._end_if_explained(failed.exc_value)
-        threading.__excepthook__(failed)
-
     def _watch(self) -> None:
         """Look once a second, in a thread of its own."""
+        num_beats, waited, looked_at = 0, 0.0, time.monotonic()
         while not self._ended.wait(_LOOK_SECONDS):
             self._look(has_failed=False)
-            if self._record is None and self._compilers is not None:
+            if self._record is None:
                 self._compilers.look()
-            if self._standstill is not None:
-                self._standstill.look(self._num_beats)
             if time.monotonic() > self._ends_at:
                 self._confer(f"{STOPPED_AFTER} {self._limit_seconds:g} s, {self._where}")
-            waited = self._waited_seconds()
-            if self._num_beats == 0:
+            now = time.monotonic()
+            waited = 0.0 if num_beats != self._num_beats else waited + min(now - looked_at, _FROZEN_SECONDS)
+            num_beats, looked_at = self._num_beats, now
+            if num_beats == 0:
                 continue
-            limit = self._step_seconds if self._num_beats > 1 else self._first_step_seconds
-            alarmed = waited > limit / 2 and self._peer_store and self._peer_store.read("alarm")
-            if waited > limit or alarmed:
+            limit = self._step_seconds if num_beats > 1 else self._first_step_seconds
+            if waited > limit or (waited > limit / 2 and self._store and self._store.read("alarm")):
                 self._confer(
                     f"no progress for {limit:g} s (--ddp_timeout) {self._where}",
                     hint="if a step does take that long, raise --ddp_timeout",
                 )
-
-    def _waited_seconds(self) -> float:
-        """Return the seconds since the last beat, without those in which the process was frozen."""
-        now = time.monotonic()
-        frozen = now - self._looked_at - _LOOK_SECONDS
-        if frozen > _FROZEN_SECONDS:
-            self._frozen_seconds += frozen
-        self._looked_at = now
-        return now - self._beat_at - self._frozen_seconds
 
     def _look(self, *, has_failed: bool) -> None:
         """End this rank if a rank of this machine, the launcher or another machine is gone."""
         if (lost := self._lost()) is not None:
             self._give_up(lost)
         if (lost := self.machines.lost(has_failed=has_failed)) is not None:
-            self._give_up(lost, uses_peer_store=False)
+            self._give_up(lost, uses_store=False)
 
     def _lost(self) -> str | None:
         """Return a message about a rank of this machine, or the launcher, that ended too early; else None."""
-        for rank, pid in self._local_ranks.ended().items():
-            left = self._peer_store.read(f"left {rank}")
+        for rank in sorted(self._others) if self._store is not None else ():
+            if rank not in self._pids and (pid := self._store.read(f"pid {rank}")) is not None:
+                self._pids[rank] = pid
+            if rank not in self._pids or status_of(self._pids[rank]) is not None:
+                continue
+            left, who = self._store.read(f"left {rank}"), f"rank {rank} (pid {self._pids[rank]})"
             if left is None:
-                return f"rank {rank} (pid {pid}) {KILLED_OR_CRASHED} {self._where}"
+                return f"{who} {KILLED_OR_CRASHED} {self._where}"
             if left["failed"] is not None:
-                return f"rank {rank} (pid {pid}) failed {self._where}: {left['failed']}"
+                return f"{who} failed {self._where}: {left['failed']}"
         if self._launcher is not None and os.getppid() != self._launcher:
             return f"the launcher (pid {self._launcher}) {KILLED_OR_CRASHED} {self._where}"
         return None
 
     def _confer(self, problem: str, *, hint: str = "") -> NoReturn:
         """Publish this rank's place, read those of the others, and end with `problem` and its cause."""
-        stalls = {self.rank: stall_of(self.rank, os.getpid())}
-        if (store := self._peer_store) is not None:
-            store.write(f"stall {self.rank}", asdict(stalls[self.rank]))
-            store.write("alarm", self.rank)
+        stalls = {self.rank: stall()}
+        self._write("stall", stalls[self.rank])
+        if self._store is not None:
+            self._store.write("alarm", self.rank)
             deadline = time.monotonic() + _ANSWER_SECONDS
             for rank in {*range(self._num_ranks)} - stalls.keys():
-                while (stall := store.read(f"stall {rank}")) is None and time.monotonic() < deadline:
+                while (found := self._store.read(f"stall {rank}")) is None and time.monotonic() < deadline:
                     time.sleep(_LOOK_SECONDS / 4)
-                if stall is not None:
-                    stalls[rank] = Stall(**stall)
-        silent = sorted(set(range(self._num_ranks)) - stalls.keys())
-        states = [self._local_ranks.state_of(rank) for rank in silent]
-        cause = explain([stalls[rank] for rank in sorted(stalls)], states)
-        self._give_up(f"{problem}: {cause}", hint=hint, silent=silent)
+                if found is not None:
+                    stalls[rank] = found
+        silent = {rank: self._pids.get(rank) for rank in range(self._num_ranks) if rank not in stalls}
+        self._give_up(f"{problem}: {explain(stalls, silent)}", hint=hint, silent=silent)
 
-    def _leave(self, failed: str | None) -> None:
-        """Write in the peer store that this process ends, with its error if it failed."""
-        if self._peer_store is not None:
-            self._peer_store.write(f"left {self.rank}", {"failed": failed})
+    def _write(self, name: str, value: Any) -> None:
+        if self._store is not None:
+            self._store.write(f"{name} {self.rank}", value)
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         """Handle SIGTERM: it comes from a launcher that lost a rank, or from a user who stops the run."""
@@ -248,28 +228,33 @@ class Watchdog(Observer):
             return
         if (lost := self._lost()) is not None:
             self._give_up(lost)
-        self._leave(None)
+        self._write("left", {"failed": None})
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _give_up(
-        self, problem: str, *, hint: str = "", silent: list[int] | None = None, uses_peer_store: bool = True
+        self,
+        problem: str,
+        *,
+        hint: str = "",
+        silent: dict[int, int | None] | None = None,
+        uses_store: bool = True,
     ) -> NoReturn:
         """Print and record the problem on one rank per machine, kill the `silent` ranks, end this process.
 
-        Pass uses_peer_store=False if the store may be on the machine that is gone; then this rank prints.
+        Pass uses_store=False if the store may be on the machine that is gone; then this rank prints.
         """
         if not self._message_lock.acquire(blocking=False):
             time.sleep(10 * _PRINT_SECONDS)  # the other thread ends the process
             os._exit(1)
-        store = self._peer_store if uses_peer_store else None
-        prints = store is None or store.is_first(f"prints {os.environ.get('GROUP_RANK', '0')}", self.rank)
-        if prints is None:  # the launcher is gone, and its store too
-            prints = self.rank < min(self._local_ranks.living(), default=self.rank + 1)
-            time.sleep(2 * _LOOK_SECONDS)  # until other ranks have seen this rank alive
-        if prints:
+        prints = True
+        if self._store is not None and uses_store:
+            prints = self._store.is_first(f"prints {os.environ.get('GROUP_RANK', '0')}", self.rank)
+        if prints or (prints is None and self._is_first_here):  # None: the launcher and its store are gone
             self._report(problem, hint)
-            self._local_ranks.kill(silent or [])
+            for pid in (silent or {}).values():  # the launcher would wait 30 s for each
+                with suppress(ProcessLookupError):
+                    os.kill(pid or 0, signal.SIGKILL if pid else 0)
         else:
             time.sleep(_PRINT_SECONDS)
         os._exit(1)  # not sys.exit: the training thread may wait forever
@@ -301,50 +286,7 @@ _WAITING = re.compile(
     r"deepspeed/runtime/zero/\S+ in wait|slm_toolkit/run/peers/step_exchange\.py"
 )
 "a thread whose innermost frames are in these places waits for other ranks: in a collective or for the GPU"
-
-
-class LocalRanks:
-    """The processes of this machine's other ranks. Each rank writes its process id in the peer store."""
-
-    def __init__(self, peer_store: PeerStore | None) -> None:
-        rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
-        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self._peer_store = peer_store
-        self._others = {*range(rank - local_rank, rank - local_rank + num_local)} - {rank}
-        self._pids: dict[int, int] = {}
-        if peer_store is None:
-            self._others = set()
-        else:
-            peer_store.write(f"pid {rank}", os.getpid())
-
-    def ended(self) -> dict[int, int]:
-        """Return {rank: process id} of the ended ranks. Stops reading the store once it has all ids."""
-        for rank in sorted(self._others - self._pids.keys()):
-            if (pid := self._peer_store.read(f"pid {rank}")) is not None:
-                self._pids[rank] = pid
-        return {rank: pid for rank, pid in sorted(self._pids.items()) if _status(pid) is None}
-
-    def living(self) -> list[int]:
-        """Return the ranks that have not ended. A rank whose process id is unknown counts as living."""
-        return sorted(self._others - self.ended().keys())
-
-    def state_of(self, rank: int) -> str:
-        """Describe the state of a rank that does not answer, from this machine's process table."""
-        if (pid := self._pids.get(rank)) is None:
-            return f"rank {rank} does not answer"
-        state = _STATES.get(_status(pid), "does not answer: it is stuck in native code that holds the GIL")
-        return f"rank {rank} (pid {pid}) {state}"
-
-    def kill(self, ranks: list[int]) -> None:
-        """Kill ranks that can't end themselves, because the launcher would wait 30 s for each."""
-        for rank in self._pids.keys() & ranks:
-            if _status(self._pids[rank]) is not None:
-                with suppress(ProcessLookupError):
-                    os.kill(self._pids[rank], signal.SIGKILL)
-
-
 _STATES = {
-    None: "has ended",
     psutil.STATUS_STOPPED: "is stopped (SIGSTOP, a debugger?)",
     psutil.STATUS_TRACING_STOP: "is stopped (SIGSTOP, a debugger?)",
     psutil.STATUS_DISK_SLEEP: "waits for a disk or a network file system",
@@ -352,83 +294,52 @@ _STATES = {
 "by the state of a rank's process that does not answer"
 
 
-def _status(pid: int) -> str | None:
+def status_of(pid: int) -> str | None:
     """Return the state of a process; None if it has ended."""
-    try:
-        status = psutil.Process(pid).status()
-    except psutil.NoSuchProcess:
-        return None
-    return None if status == psutil.STATUS_ZOMBIE else status
+    with suppress(psutil.NoSuchProcess):
+        if (status := psutil.Process(pid).status()) != psutil.STATUS_ZOMBIE:
+            return status
+    return None
 
 
-@dataclass(frozen=True)
-class Stall:
-    """Where a rank is that has exceeded the time limit of a step."""
-
-    rank: int
-    pid: int
-    is_waiting: bool
-    "True if it waits for other ranks or for its GPU, which then waits for other ranks"
-    has_moved: bool
-    "True if its stack changed between two looks: it is slow, but works"
-    place: str
-    "`file:line in function`, and the line of slm_toolkit that called it"
-
-
-def stall_of(rank: int, pid: int) -> Stall:
-    """Look at the stack of this process's main thread twice, from another thread."""
-    first = _frames_of_main_thread()
-    time.sleep(_LOOK_SECONDS)
-    second = _frames_of_main_thread()
-    waiting = waits_for_others(second) or _gpu_is_busy()
-    return Stall(rank, pid, waiting, first != second, _place(second))
-
-
-def explain(stalls: list[Stall], silent: list[str]) -> str:
+def explain(stalls: dict[int, dict[str, Any]], silent: dict[int, int | None]) -> str:
     """Return a sentence that names the hanging ranks, their place, and the ranks that waited for them.
 
-    `silent`: a clause for each rank that did not answer.
+    `stalls`: what `stall` returned on each rank. `silent`: the ranks that did not answer with their process
+    ids, None on other machines.
     """
-    stuck = [stall for stall in stalls if not stall.is_waiting]
-    waiting = [stall for stall in stalls if stall.is_waiting]
-    verb = "waits" if silent else "hung"  # it may wait for the rank that does not answer
-    clauses = silent + [
-        f"rank {stall.rank} (pid {stall.pid}) "
-        f"{'is still at work' if stall.has_moved else verb} in {stall.place}"
-        for stall in stuck
-    ]
-    if not clauses:  # every rank waits, such as a single rank for its GPU
-        return "; ".join(f"rank {stall.rank} (pid {stall.pid}) waits in {stall.place}" for stall in waiting)
-    if not waiting:
-        return "; ".join(clauses)
-    ranks = ", ".join(str(stall.rank) for stall in waiting)
-    return f"{'; '.join(clauses)}, while rank{'s' * (len(waiting) > 1)} {ranks} waited"
+    clauses = []
+    for rank, pid in silent.items():
+        state = "does not answer"
+        if pid is not None:
+            state = _STATES.get(status_of(pid), f"{state}: it is stuck in native code that holds the GIL")
+        clauses.append(f"rank {rank}{f' (pid {pid})' if pid else ''} {state}")
+    stuck = [rank for rank in sorted(stalls) if not stalls[rank]["is_waiting"]]
+    waiting = [str(rank) for rank in sorted(stalls) if rank not in stuck]
+    if not silent and not stuck:  # all wait, such as a single rank for its GPU
+        stuck, waiting = sorted(stalls), []
+    for rank in stuck:
+        # it may wait for a rank that does not answer
+        verb = "is still at work" if stalls[rank]["has_moved"] else "is" if silent else "hung"
+        clauses.append(f"rank {rank} (pid {stalls[rank]['pid']}) {verb} in {stalls[rank]['place']}")
+    ranks = f", while rank{'s' * (len(waiting) > 1)} {', '.join(waiting)} waited" if waiting else ""
+    return "; ".join(clauses) + ranks
 
 
-class Standstill:
-    """Writes a line each time that this rank's main thread has made no step for a while, with its place.
+def stall() -> dict[str, Any]:
+    """Look at the stack of this process's main thread twice, from another thread.
 
-    `folder`: of the script; the place names the line there that called the innermost function.
+    is_waiting: it waits for other ranks, or for its GPU, which then waits for other ranks. has_moved: its
+    stack changed between the looks. place: the innermost function, and our line that called it.
     """
-
-    def __init__(self, folder: str = _OURS) -> None:
-        self._folder, self._num_steps, self._since = folder, -1, 0.0
-
-    def look(self, num_steps: int) -> None:
-        """Call it every second. A rank that waits for other ranks is silent."""
-        now = time.monotonic()
-        if num_steps != self._num_steps:
-            self._num_steps, self._since = num_steps, now
-        elif now > self._since + _STANDSTILL_SECONDS:
-            self._since, frames = now, _frames_of_main_thread()
-            if not waits_for_others(frames):
-                rank = os.environ.get("RANK", "0")
-                print(f"rank {rank} is in {_place(frames, self._folder)}", file=sys.stderr, flush=True)
-
-
-def _place(frames: list[str], folder: str = _OURS) -> str:
-    ours = next((frame for frame in frames[1:] if frame.startswith(folder)), None)
-    return _with_short_path(frames[0]) + (f", called from {_with_short_path(ours)}" if ours else "")
+    before = _frames_of_main_thread()
+    time.sleep(_LOOK_SECONDS)
+    frames = _frames_of_main_thread()
+    place = _with_short_path(frames[0])
+    if ours := next((frame for frame in frames[1:] if frame.startswith(_OURS)), None):
+        place += f", called from {_with_short_path(ours)}"
+    is_waiting = waits_for_others(frames) or _gpu_is_busy()
+    return {"pid": os.getpid(), "is_waiting": is_waiting, "has_moved": before != frames, "place": place}
 
 
 def _with_short_path(frame: str) -> str:
@@ -461,48 +372,3 @@ def _gpu_is_busy() -> bool:
     query.start()
     query.join(_LOOK_SECONDS)
     return answers != [True]
-
-
-# Explain errors that are not bugs in one line: a folder that can't be written, bad data.
-
-
-def one_line(error: BaseException | None, run_dir: Path | None) -> str | None:
-    """Return a message about `error`, with a hint on a second line; None for a bug: print its traceback."""
-    if isinstance(error, BadData):  # a DataLoader puts its worker's traceback before the message
-        return str(error).rpartition(f"{BadData.__module__}.{BadData.__name__}: ")[2]
-    seen: list[int] = []  # not the errors: pynvml's can't be compared
-    while error is not None and id(error) not in seen:
-        if SAYS_DISK_FULL.search(str(error)):
-            return _no_room(error, run_dir)
-        is_of_run = run_dir is not None and str(run_dir) in str(error)
-        if isinstance(error, OSError) and error.filename and is_of_run:
-            return (
-                f"can't write {error.filename}: {error.strerror}\n"
-                f"hint: check that {run_dir} still exists and its disk is writable"
-            )
-        seen.append(id(error))
-        error = error.__cause__ or error.__context__
-    return None
-
-
-def _no_room(error: BaseException, run_dir: Path | None) -> str:
-    """Return a message that names the full disk.
-
-    If the error names no file, it is the disk of the run, of the caches or of temporary files: the one with
-    the least room now.
-    """
-    file_name, reason = (error.filename, error.strerror) if isinstance(error, OSError) else (None, None)
-    cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    places = [Path(file_name)] if file_name else [run_dir or Path.cwd(), cache, Path(tempfile.gettempdir())]
-    free_bytes, place = min((_free_bytes(place), place) for place in places)
-    return (
-        f"no room to write {'' if file_name else 'under '}{place} ({free_bytes:,} bytes free now): "
-        f"{reason or first_line(error)}\n"
-        "hint: free some space, put --output_dir on another disk, or keep fewer checkpoints "
-        "(--save_total_limit)"
-    )
-
-
-def _free_bytes(place: Path) -> int:
-    folder = next(folder for folder in (place, *place.parents) if folder.is_dir())
-    return shutil.disk_usage(folder).free

@@ -134,12 +134,15 @@ def use_kernels(model: PreTrainedModel, config: RunConfig) -> None:
 
 
 def _loss_arithmetic(config: RunConfig) -> Arithmetic:
-    """Return what computes a fused loss between its matrix products. A rehearsal on a CPU imitates a GPU."""
-    if config.uses_triton and torch.cuda.is_available():
+    """Return what computes a fused loss between its matrix products. A rehearsal on a CPU imitates a GPU.
+
+    torch.compile needs Triton on a GPU, so a run that compiles has Triton's loss, too.
+    """
+    if not (config.uses_triton or config.compiles):
+        return "pytorch"
+    if torch.cuda.is_available():
         return "triton"
-    if config.uses_triton and config.rehearse is not None:
-        return "nothing"
-    return "pytorch"
+    return "pytorch" if config.rehearse is None else "nothing"
 
 
 _FP8_CAPABILITY = (8, 9)

@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import set_seed  # set_seed of transformers also imports peft and bitsandbytes
 from safetensors import SafetensorError
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import (
     AttentionInterface,
@@ -348,4 +348,4 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 def _versions(result: Any) -> list[int]:
     """Return how often each tensor of a result has been changed in place."""
-    return [part._version for part in tree_leaves(result) if isinstance(part, torch.Tensor)]
+    return [part._version for part in tree_iter(result) if isinstance(part, torch.Tensor)]

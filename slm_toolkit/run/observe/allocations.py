@@ -4,7 +4,6 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -12,8 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from slm_toolkit.predict.memory.allocator import CachingAllocator, Request
-from slm_toolkit.record.memory_timeline import OF_MODULES, PARTS, MemoryTimeline, Segment
+from slm_toolkit.record.memory_parts import PARTS
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "fsdp")
 _GATHERS = ("all_gather", "allgather", "split_with_sizes_copy")  # FSDP2 splits its buffers with the last one
@@ -26,12 +24,10 @@ _CAT = torch.ops.aten.cat.default
 class Allocation:
     """One tensor storage: where it was made and, once known, its part of memory (parameters, ...)."""
 
-    __slots__ = ("module", "nbytes", "op", "part", "phase", "stream")
+    __slots__ = ("module", "nbytes", "op", "part", "phase")
 
-    def __init__(self, nbytes: int, phase: str, module: str, op: str, stream: int) -> None:
+    def __init__(self, nbytes: int, phase: str, module: str, op: str) -> None:
         self.nbytes, self.phase, self.module, self.op = nbytes, phase, module, op
-        self.stream = stream
-        "number of the stream in which it was made; 0 is the default stream"
         self.part: str | None = None
 
 
@@ -58,8 +54,6 @@ class AllocationTrace(TorchDispatchMode):
         self.phase, self.module = "setup", ""
         self.events: list[Event] = []
         self._live: dict[int, tuple[Allocation, Any]] = {}
-        self._device = torch.get_device_module(device_type)
-        self._streams = [self._device.current_stream()]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -131,7 +125,7 @@ class AllocationTrace(TorchDispatchMode):
                 self._change(allocation, nbytes - allocation.nbytes)
                 allocation.nbytes = nbytes
             return allocation
-        allocation = Allocation(nbytes, self.phase, self.module, op, self._stream())
+        allocation = Allocation(nbytes, self.phase, self.module, op)
 
         def freed(_: Any) -> None:
             freed_allocation = self._live.pop(key)[0]
@@ -140,13 +134,6 @@ class AllocationTrace(TorchDispatchMode):
         self._live[key] = (allocation, weakref.ref(storage, freed))
         self._change(allocation, nbytes)
         return allocation
-
-    def _stream(self) -> int:
-        """Return the current stream's number. On a CPU, FSDP2 switches torch's stand-ins for streams."""
-        stream = self._device.current_stream()
-        if stream not in self._streams:
-            self._streams.append(stream)
-        return self._streams.index(stream)
 
     def _change(self, allocation: Allocation, delta_bytes: int) -> None:
         if delta_bytes:
@@ -176,51 +163,6 @@ def part_of(allocation: Allocation) -> str:
     if allocation.module in ("", "lm_head", "loss"):
         return "logits_and_loss"
     return "activations" if allocation.phase == "forward" else "temporary"
-
-
-def reserved_bytes(events: list[Event]) -> int:
-    """Return the bytes that PyTorch's allocator reserves on a GPU for the events' allocations."""
-    allocator = CachingAllocator()
-    allocator.repeat(requests_of(events))
-    return allocator.reserved_bytes
-
-
-def requests_of(events: list[Event]) -> Iterator[Request]:
-    """Yield the events as an allocator's requests. A resized storage is copied, then the old one freed.
-
-    Two differences between fake tensors and a GPU are left out. Of the setup, only storages that are alive
-    when the first step begins are requested, because a GPU never has the whole unsharded model. And DTensor
-    derives shapes during the first optimizer step, for which a GPU allocates nothing.
-    """
-    unlike_a_gpu = _temporary_in_first_update(events)
-    setup = list(takewhile(lambda event: event.phase == "setup", events))
-    num_bytes_of: dict[Allocation, int] = {}
-    for event in setup:
-        num_bytes_of[event.allocation] = num_bytes_of.get(event.allocation, 0) + event.delta_bytes
-    number_and_bytes: dict[Allocation, tuple[int, int]] = {}
-    for allocation, num_bytes in num_bytes_of.items():
-        if num_bytes:
-            number_and_bytes[allocation] = len(number_and_bytes), num_bytes
-            yield "a", len(number_and_bytes) - 1, num_bytes, allocation.stream
-    for number, event in enumerate(events[len(setup) :], len(number_and_bytes)):
-        if event.allocation in unlike_a_gpu:
-            continue
-        old_number, old_bytes = number_and_bytes.pop(event.allocation, (None, 0))
-        num_bytes = old_bytes + event.delta_bytes
-        if num_bytes:
-            number_and_bytes[event.allocation] = number, num_bytes
-            yield "a", number, num_bytes, event.allocation.stream
-        if old_number is not None:
-            yield "f", old_number
-
-
-def _temporary_in_first_update(events: list[Event]) -> set[Allocation]:
-    """Return the storages that the first optimizer step allocates and frees."""
-    sizes: dict[Allocation, int] = {}
-    for event in takewhile(lambda event: event.phase != "between", events):
-        if event.allocation.phase == "optimizer":
-            sizes[event.allocation] = sizes.get(event.allocation, 0) + event.delta_bytes
-    return {allocation for allocation, num_bytes in sizes.items() if not num_bytes}
 
 
 @contextmanager
@@ -268,29 +210,15 @@ def following_modules(model: torch.nn.Module, trace: AllocationTrace) -> Iterato
             handle.remove()
 
 
-def timeline_of(events: list[Event], *, first: int) -> MemoryTimeline:
-    """Return the timeline of the events from index `first` on; earlier events give the memory before it."""
-    alive = dict.fromkeys(PARTS, 0)
-    total = highest = peak_index = 0
-    segments: list[Segment] = []
-    place: tuple[str, str] | None = None
+def peak_of(events: list[Event], *, first: int) -> dict[str, Any]:
+    """Return the record's `memory_at_peak` among the events from index `first` on, with all memory before."""
+    total = highest = peak = 0
     for index, event in enumerate(events):
-        alive[part_of(event.allocation)] += event.delta_bytes
         total += event.delta_bytes
-        if index < first:
-            continue
-        event_place = (event.phase, event.module)
-        if event_place != place or total > segments[-1].num_bytes:
-            if event_place == place:
-                segments.pop()
-            place = event_place
-            segments.append(Segment(*place, total, dict(alive)))
-        if total > highest:
-            highest, peak_index = total, index
-    by_module: dict[str, int] = {}
-    for event in events[: peak_index + 1]:
-        if part_of(event.allocation) in OF_MODULES:
-            name = event.allocation.module
-            by_module[name] = by_module.get(name, 0) + event.delta_bytes
-    modules_at_peak = {name: num_bytes for name, num_bytes in by_module.items() if num_bytes}
-    return MemoryTimeline(tuple(segments), modules_at_peak, reserved_bytes(events))
+        if index >= first and total > highest:
+            highest, peak = total, index
+    parts = dict.fromkeys(PARTS, 0)
+    for event in events[: peak + 1]:
+        parts[part_of(event.allocation)] += event.delta_bytes
+    at = events[peak]
+    return {"phase": at.phase, "module": at.module, "num_bytes": highest, "parts": parts}

@@ -3,20 +3,20 @@
 import ctypes
 import gc
 import math
-import resource
 import sys
 import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from slm_toolkit.record.step_breakdown import Anatomy, anatomy_of, read_trace
 from slm_toolkit.run.engine.training_state import parameter_name
@@ -39,15 +39,16 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._phases: list[tuple[str, Any, Any]] = []
-        "phases of the current step"
-        self._unread: deque[tuple[Any, Any, list[tuple[str, Any, Any]]]] = deque()
-        "start, end and phases of steps that the device may not have finished yet"
+        "name, start and end of the phases of the current step"
+        self._unread: deque[list[tuple[str, Any, Any]]] = deque()
+        "of steps that the device may not have finished yet: the step, then its phases"
         self._last_end: Any = None
         "end of the step before; None after a pause"
         self._start: Any = None
         "beginning of the current step"
-        self._seconds = array("d")
-        self._phase_seconds: dict[str, array] = {}
+        self._num_read = 0
+        self._seconds = {"step": array("d")}
+        "of steps and phases; a phase's last zeros are missing"
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -55,8 +56,8 @@ class StepClock:
         self._phases = []
         yield
         self._last_end = self._now()
-        self._unread.append((self._start, self._last_end, self._phases))
-        while self._unread and (self.device.type != "cuda" or self._unread[0][1].query()):
+        self._unread.append([("step", self._start, self._last_end), *self._phases])
+        while self._unread and (self.device.type != "cuda" or self._unread[0][0][2].query()):
             self._read_first()
 
     def pause(self) -> None:
@@ -70,24 +71,20 @@ class StepClock:
     def phase(self, name: str) -> Iterator[None]:
         """Measure a part of the step. The times of parts with the same name are added up."""
         start = self._now()
-        with torch.profiler.record_function(f"phase:{name}"):
+        with record_function(f"phase:{name}"):
             yield
         self._phases.append((name, start, self._now()))
 
     @property
     def seconds(self) -> list[float]:
         self._drain()
-        return self._seconds.tolist()
-
-    @property
-    def last_seconds(self) -> float | None:
-        self._drain()
-        return self._seconds[-1] if self._seconds else None
+        return self._seconds["step"].tolist()
 
     def phase_seconds(self) -> dict[str, list[float]]:
         """Return, for each phase, its seconds in each step."""
         self._drain()
-        return {name: seconds.tolist() for name, seconds in self._phase_seconds.items()}
+        phases = {name: seconds.tolist() for name, seconds in self._seconds.items() if name != "step"}
+        return {name: each + [0.0] * (self._num_read - len(each)) for name, each in phases.items()}
 
     def _now(self) -> Any:
         if self.device.type != "cuda":
@@ -96,11 +93,6 @@ class StepClock:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def _between(self, start: Any, end: Any) -> float:
-        if self.device.type != "cuda":
-            return round(end - start, 7)
-        return start.elapsed_time(end) / 1e3  # milliseconds
-
     def _drain(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -108,14 +100,12 @@ class StepClock:
             self._read_first()
 
     def _read_first(self) -> None:
-        start, end, phases = self._unread.popleft()
-        for name, phase_start, phase_end in phases:
-            seconds = self._phase_seconds.setdefault(name, array("d"))
-            seconds.extend([0.0] * (len(self._seconds) + 1 - len(seconds)))
-            seconds[-1] += self._between(phase_start, phase_end)
-        self._seconds.append(self._between(start, end))
-        for seconds in self._phase_seconds.values():
-            seconds.extend([0.0] * (len(self._seconds) - len(seconds)))
+        for name, start, end in self._unread.popleft():
+            seconds = self._seconds.setdefault(name, array("d"))
+            seconds.extend([0.0] * (self._num_read + 1 - len(seconds)))
+            is_cuda = self.device.type == "cuda"  # its events count milliseconds
+            seconds[-1] += start.elapsed_time(end) / 1e3 if is_cuda else round(end - start, 7)
+        self._num_read += 1
 
 
 def num_compiled_graphs() -> int:
@@ -125,28 +115,13 @@ def num_compiled_graphs() -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    give_back_memory(device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def give_back_memory(device: torch.device) -> None:
-    """Free memory that is still cached after preparing, compiling or probing, so that no peak includes it."""
+    """Begin to measure peaks anew, without memory that is cached after preparing, compiling or probing."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
     elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc keeps freed memory below its top
         trim(0)
-
-
-def peak_memory(device: torch.device) -> dict[str, int | None]:
-    """Return this rank's peaks: allocated and reserved since the reset (None on CPU), RSS since start."""
-    on_gpu = device.type == "cuda"
-    return {
-        "peak_allocated_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
-        "peak_reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None,
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # Linux counts in KiB
-    }
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
@@ -191,7 +166,7 @@ class GradientCounter:
         self.num_bytes = tensor_bytes(gradients)
         dtypes = [gradient.dtype for gradient in gradients if gradient is not None]
         self.dtypes = frozenset(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        with torch.profiler.record_function(READING_GRADIENTS):
+        with record_function(READING_GRADIENTS):
             norms = gradient_norms(self.module, self.engine)
         scale = self._loss_scale()
         self.norms = {name: None if norm is None else norm / scale for name, norm in norms.items()}
@@ -253,17 +228,6 @@ def num_trainable(model: torch.nn.Module) -> int:
     return sum(getattr(param, "ds_numel", param.numel()) for param in trained)
 
 
-def state_bytes(
-    accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer, gradients: int
-) -> dict[str, int]:
-    """Return the bytes of each part of this rank's training state between two steps.
-
-    `gradients`: their bytes, counted before the optimizer's step.
-    """
-    state = training_state(accelerator, model, optimizer)
-    return {"gradients": gradients, **{part: tensor_bytes(tensors) for part, tensors in state.items()}}
-
-
 def training_state(
     accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, list[torch.Tensor]]:
@@ -287,6 +251,23 @@ def deepspeed_engine(accelerator: Accelerator) -> Any:
     """Return DeepSpeed's engine; None under any other engine."""
     wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
     return wrapped.engine if wrapped is not None else None
+
+
+@contextmanager
+def each_step_in(context: Callable[[], AbstractContextManager[Any]], stepper: Any) -> Iterator[None]:
+    """Run each `stepper.step` in a new context. For DeepSpeed, which steps inside backward; else None."""
+    if stepper is None:
+        yield
+        return
+    take_step = stepper.step
+
+    def step_inside(*arguments: Any, **options: Any) -> Any:
+        with context():
+            return take_step(*arguments, **options)
+
+    stepper.step = step_inside
+    yield
+    stepper.step = take_step
 
 
 def _deepspeed_state(engine: Any) -> dict[str, list[torch.Tensor]]:
@@ -332,22 +313,14 @@ def profile_steps(step: Callable[[], object], folder: Path, accelerator: Acceler
         with_stack=False,
         acc_events=True,  # changes nothing for a single cycle, and silences torch 2.11's warning
     )
-    engine = deepspeed_engine(accelerator)
-    if engine is not None:  # DeepSpeed steps inside backward, and torch names only Adam's part of the step
-        zero_step = engine.optimizer.step
-
-        def named_step(*arguments: Any, **options: Any) -> Any:
-            with torch.profiler.record_function("phase:optimizer"):
-                return zero_step(*arguments, **options)
-
-        engine.optimizer.step = named_step
-    profiler.start()
-    for _ in range(PROFILER_STEPS):
-        step()
-        if has_gpu:
-            torch.cuda.synchronize()
-        profiler.step()  # the last call writes the trace
-    profiler.stop()
+    # torch names only Adam's part of DeepSpeed's step
+    engine, phase = deepspeed_engine(accelerator), partial(record_function, "phase:optimizer")
+    with each_step_in(phase, engine and engine.optimizer), profiler:
+        for _ in range(PROFILER_STEPS):
+            step()
+            if has_gpu:
+                torch.cuda.synchronize()
+            profiler.step()  # the last call writes the trace
     anatomy = anatomy_of(read_trace(path))
     if has_gpu and anatomy.device != "cuda":
         say(

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
@@ -58,15 +58,9 @@ _KINETO_DTYPES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class _Operator:
-    """One operator that the profiler recorded, with the shapes, dtypes and scalars of its arguments."""
-
-    name: str
-    shapes: list[list[int]]
-    dtypes: list[str]
-    scalars: list[Any]
-    "values of the arguments; None for a tensor"
+Calls = dict[str, list[Any]]
+"""the profiler's events by the operator's name: with shapes and dtypes of the arguments, and scalars, where
+None stands for a tensor"""
 
 
 class NumericsProbe:
@@ -113,27 +107,27 @@ class NumericsProbe:
 
     def result(self, gradients: GradientCounter) -> Numerics:
         """Return the merged numerics of all ranks. Every rank must call it."""
-        operators = _operators(self.profile)
+        calls = _calls(self.profile)
         state = training_state(self.accelerator, self.model, self.optimizer)
         num_steps = (
             self.engine.global_steps - self.steps_before if self.engine is not None else self.num_steps
         )
-        attention, recomputed = _attention(operators)
+        attention, recomputed = _attention(calls)
         module = self.accelerator.unwrap_model(self.model)
         own_numerics = Numerics(
             parameter_dtype=_dtypes(self.model.parameters()),
             autocast=self._only("autocast"),
             compute_dtype=self._only("head")
-            or (self.vocab_size and _product_dtype(operators, num_columns=self.vocab_size)),
+            or (self.vocab_size and _product_dtype(calls, num_columns=self.vocab_size)),
             residual_dtype=self._only("residual"),
             logits_dtype=self._only("logits"),
-            cross_entropy_dtype=_argument_dtype(operators, "aten::cross_entropy_loss")
-            or _argument_dtype(operators, "aten::exp_")  # only `run/kernels/loss_kernels.py` calls it
+            cross_entropy_dtype=_argument_dtype(calls["aten::cross_entropy_loss"])
+            or _argument_dtype(calls["aten::exp_"])  # only `run/kernels/loss_kernels.py` calls it
             or self._only("loss of head"),  # a loss by torch.compile or Triton shows no operator
-            loss_kernel=self._loss_kernel(operators),
+            loss_kernel=self._loss_kernel(calls),
             loss_dtype=self._only("loss"),
-            gradient_dtype="+".join(sorted(gradients.dtypes)) or None,
-            reduction_dtype=_reduction_dtype(operators, num_params=num_trainable(self.model))
+            gradient_dtype=_joined(gradients.dtypes),
+            reduction_dtype=_reduction_dtype(calls, num_params=num_trainable(self.model))
             if self.accelerator.num_processes > 1
             else None,
             master_weight_dtype=_state_dtypes(
@@ -152,13 +146,13 @@ class NumericsProbe:
             accumulation=self.num_forwards // num_steps if num_steps else None,
             tokens_per_step=self.num_tokens // max(1, num_steps) or None,
             attention=attention,
-            optimizer_kernel=self._optimizer_kernel(operators),
-            compiled=any(operator.name.startswith("Torch-Compiled Region") for operator in operators),
+            optimizer_kernel=self._optimizer_kernel(calls),
+            compiled=any(name.startswith("Torch-Compiled Region") for name in calls),
             recomputed=recomputed,
-            float8=_float8(operators),
+            float8=_float8(calls),
             tf32=torch.backends.cuda.matmul.fp32_precision == "tf32",
             batch_hashes=[self.batch_hash.hexdigest()[:12]] if self.num_tokens else [],
-            attention_call=_attention_call(operators),
+            attention_call=_attention_call(calls),
             **model_settings(module),
             without_gradient=without_gradient(gradients.norms),
             optimizer_settings=optimizer_settings(self.optimizer, self.engine),
@@ -169,7 +163,7 @@ class NumericsProbe:
     def _only(self, kind: str) -> Any:
         """Return the only value seen of a kind; `a+b` for several dtypes; None if there was none."""
         values = self.seen[kind]
-        return "+".join(sorted(map(str, values))) if len(values) > 1 else next(iter(values), None)
+        return _joined(map(str, values)) if len(values) > 1 else next(iter(values), None)
 
     def _saw_forward(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if not torch.is_grad_enabled():
@@ -203,9 +197,9 @@ class NumericsProbe:
         self.seen["clip"].add(0.0 if max_norm == float("inf") else float(max_norm))
         return self.clip_grad_norm(parameters, max_norm, *args, **kwargs)
 
-    def _loss_kernel(self, operators: list[_Operator]) -> str:
+    def _loss_kernel(self, calls: Calls) -> str:
         """Return the loss that ran: hf, fused_linear, or "own" of a script's own."""
-        if any(operator.name == "aten::cross_entropy_loss" for operator in operators):
+        if calls["aten::cross_entropy_loss"]:
             return "hf"
         return "own" if self.seen["logits"] else "fused_linear"
 
@@ -217,10 +211,10 @@ class NumericsProbe:
         inner = self.optimizer.optimizer
         return float(inner.max_grad_norm) if isinstance(inner, AdamWWithMasterWeights) else self._only("clip")
 
-    def _optimizer_kernel(self, operators: list[_Operator]) -> str | None:
+    def _optimizer_kernel(self, calls: Calls) -> str | None:
         """Return the optimizer's kernel; of DeepSpeed's CPU Adam, which is no torch operator, the class."""
         inner = type(getattr(self.engine.optimizer, "optimizer", None)).__name__ if self.engine else ""
-        return inner if inner == "DeepSpeedCPUAdam" else _first_match(operators, _OPTIMIZER_KERNELS)
+        return inner if inner == "DeepSpeedCPUAdam" else _first_match(calls, _OPTIMIZER_KERNELS)[0]
 
     def _optimizer_class(self) -> str:
         if self.engine is None:
@@ -257,8 +251,12 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _joined(names: Iterable[str]) -> str | None:
+    return "+".join(sorted(set(names))) or None
+
+
 def _dtypes(tensors: Any) -> str | None:
-    return "+".join(sorted({_name(tensor.dtype) for tensor in tensors})) or None
+    return _joined(_name(tensor.dtype) for tensor in tensors)
 
 
 def _state_dtypes(tensors: list[torch.Tensor], *, rounded: Callable[[list[bool]], bool]) -> str | None:
@@ -277,52 +275,50 @@ def _state_dtypes(tensors: list[torch.Tensor], *, rounded: Callable[[list[bool]]
     return _dtypes(tensors)
 
 
-def _operators(profiled: profile) -> list[_Operator]:
-    """Return all operators except those with which the probe reads the gradients."""
+def _calls(profiled: profile) -> Calls:
+    """Return all events except those with which the probe reads the gradients."""
     events = profiled.profiler.kineto_results.events()  # private: the public events have no dtypes
     reading = [(event.start_ns(), event.end_ns()) for event in events if event.name() == READING_GRADIENTS]
-    return [
-        _Operator(event.name(), event.shapes(), event.dtypes(), event.concrete_inputs())
-        for event in events
-        if not any(start <= event.start_ns() <= end for start, end in reading)
-    ]
+    calls = defaultdict(list)
+    for event in events:
+        if not any(start <= event.start_ns() <= end for start, end in reading):
+            calls[event.name()].append(event)
+    return calls
 
 
-def _first_match(operators: list[_Operator], table: tuple[tuple[str, str], ...]) -> str | None:
-    names = {operator.name for operator in operators}
-    return next((kernel for pattern, kernel in table if any(re.match(pattern, name) for name in names)), None)
+def _first_match(calls: Calls, table: tuple[tuple[str, str], ...]) -> tuple[str | None, list[str]]:
+    """Return the first kernel of `table` that ran, and the names of its operators."""
+    for pattern, kernel in table:
+        if names := [name for name in calls if calls[name] and re.match(pattern, name)]:
+            return kernel, names
+    return None, []
 
 
-def _attention(operators: list[_Operator]) -> tuple[str | None, bool | None]:
+def _attention(calls: Calls) -> tuple[str | None, bool | None]:
     """Return the kernel that ran, and True if it was recomputed: more forwards ran than backwards.
 
     (None, None) if torch.compile fused attention into a kernel of its own.
     """
-    kernel = _first_match(operators, _ATTENTION_KERNELS)
-    if kernel is None:
-        return None, None
-    pattern = next(pattern for pattern, name in _ATTENTION_KERNELS if name == kernel)
-    names = [operator.name for operator in operators if re.match(pattern, operator.name)]
-    if kernel == "eager":  # the backward of aten::_softmax has another name
-        num_backward = sum(operator.name == "aten::_softmax_backward_data" for operator in operators)
-        return kernel, len(names) > num_backward
-    forward = [name for name in names if "backward" not in name.lower()]
-    num_forward = forward.count(forward[0])  # wrappers repeat each call under another name
+    kernel, names = _first_match(calls, _ATTENTION_KERNELS)
     backward = [name for name in names if "backward" in name.lower()]
-    return kernel, num_forward > backward.count(backward[0]) if backward else None
+    if kernel == "eager":  # the backward of aten::_softmax has another name
+        backward = ["aten::_softmax_backward_data"]
+    if not backward:
+        return kernel, None
+    forward = next(name for name in names if name not in backward)  # wrappers repeat each call
+    return kernel, len(calls[forward]) > len(calls[backward[0]])
 
 
-def _attention_call(operators: list[_Operator]) -> list[Settings] | None:
+def _attention_call(calls: Calls) -> list[Settings] | None:
     """Return how SDPA was called. Its arguments: query, key, value, mask, dropout, is_causal, scale."""
-    calls = [op for op in operators if op.name == "aten::scaled_dot_product_attention"]
-    return _distinct(
-        {
-            "mask": "given" if op.shapes[3] else "causal" if op.scalars[5] else "none",
-            "dropout": op.scalars[4],
-            "scale": rounded(op.scalars[6] or op.shapes[0][-1] ** -0.5),  # None: SDPA's default
-        }
-        for op in calls
-    )
+    found = []
+    for call in calls["aten::scaled_dot_product_attention"]:
+        query, _, _, mask_shape, *_ = call.shapes()
+        _, _, _, _, dropout, is_causal, scale, *_ = call.concrete_inputs()
+        mask = "given" if mask_shape else "causal" if is_causal else "none"
+        scale = rounded(scale or query[-1] ** -0.5)  # None: SDPA's default
+        found.append({"mask": mask, "dropout": dropout, "scale": scale})
+    return _distinct(found)
 
 
 def _distinct(settings: Iterable[Settings]) -> list[Settings] | None:
@@ -332,39 +328,37 @@ def _distinct(settings: Iterable[Settings]) -> list[Settings] | None:
     return found or None
 
 
-def _argument_dtype(operators: list[_Operator], name: str) -> str | None:
-    dtypes = {_KINETO_DTYPES.get(op.dtypes[0], op.dtypes[0]) for op in operators if op.name == name}
-    return "+".join(sorted(dtypes)) or None
+def _argument_dtype(calls: list[Any]) -> str | None:
+    """Return the dtypes of the first arguments."""
+    return _joined(_KINETO_DTYPES.get(call.dtypes()[0], call.dtypes()[0]) for call in calls)
 
 
-def _float8(operators: list[_Operator]) -> str | None:
+def _float8(calls: Calls) -> str | None:
     """Return the float8 dtypes in a GPU's scaled matrix products, or in the casts that emulate them."""
-    dtypes = {dtype for op in operators if op.name in _FLOAT8_OPERATORS for dtype in op.dtypes[:2]}
-    return "+".join(sorted(name.lower()[5:] for name in dtypes if name.startswith("c10::Float8"))) or None
+    of_products = (dtype for name in _FLOAT8_OPERATORS for call in calls[name] for dtype in call.dtypes()[:2])
+    return _joined(name.lower()[5:] for name in of_products if name.startswith("c10::Float8"))
 
 
-def _product_dtype(operators: list[_Operator], *, num_columns: int) -> str | None:
+def _product_dtype(calls: Calls, *, num_columns: int) -> str | None:
     """Return the dtype of the matrix products whose result has `num_columns` columns."""
-    products = [op for op in operators if op.name == "aten::mm" and op.shapes[1][1:] == [num_columns]]
-    return _argument_dtype(products, "aten::mm")
+    return _argument_dtype([call for call in calls["aten::mm"] if call.shapes()[1][1:] == [num_columns]])
 
 
-def _reduction_dtype(operators: list[_Operator], *, num_params: int) -> str | None:
+def _reduction_dtype(calls: Calls, *, num_params: int) -> str | None:
     """Return the dtypes in which collectives reduced gradients; None if they reduced less than half of them.
 
     A dtype with less than 1% of the elements does not count: norms, flags and losses are reduced, too, but
     they are a few elements among millions.
     """
-    elements: dict[str, int] = defaultdict(int)
-    for operator in operators:
-        if _REDUCTION.match(operator.name):
-            for shape, dtype in zip(operator.shapes, operator.dtypes, strict=True):
-                if dtype in _KINETO_DTYPES:
-                    elements[_KINETO_DTYPES[dtype]] += math.prod(shape)
-    total = sum(elements.values())
+    elements: Counter[str] = Counter()
+    for call in (call for name in calls if _REDUCTION.match(name) for call in calls[name]):
+        for shape, dtype in zip(call.shapes(), call.dtypes(), strict=True):
+            if dtype in _KINETO_DTYPES:
+                elements[_KINETO_DTYPES[dtype]] += math.prod(shape)
+    total = elements.total()
     if total < num_params / 2:
         return None
-    return "+".join(sorted(dtype for dtype, count in elements.items() if count > 0.01 * total)) or None
+    return _joined(dtype for dtype, count in elements.items() if count > 0.01 * total)
 
 
 # Read the settings that decide what a model learns off the live model and optimizer, as one line each.

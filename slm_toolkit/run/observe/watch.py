@@ -1,6 +1,8 @@
 """Combine one rank's measurements of a training run into fields of its record."""
 
 import dataclasses
+import resource
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from statistics import median
@@ -18,9 +20,9 @@ from slm_toolkit.run.observe.measure import (
     StepClock,
     deepspeed_engine,
     num_compiled_graphs,
-    peak_memory,
     reset_peak_memory,
-    state_bytes,
+    tensor_bytes,
+    training_state,
 )
 from slm_toolkit.run.observe.probe import NumericsProbe, optimizer_settings
 from slm_toolkit.run.peers.step_exchange import gather_to_all
@@ -29,6 +31,8 @@ MOST_PROBED_STEPS = 5
 "limit for a model that compiles again and again"
 _MOST_STEADY_STEPS = 2000
 "steps of the live rate: older ones are left out, so that showing it takes no time in a long run"
+_KEPT_STEPS = 4
+"a bad step is noticed up to two steps later: see `StepExchange`"
 
 
 class RunWatch:
@@ -52,12 +56,12 @@ class RunWatch:
         self.num_probed_steps = 0
         self._probe_next = True
         self.num_tokens_drawn = 0
+        self.drawn: deque[list[torch.Tensor]] = deque(maxlen=_KEPT_STEPS)
+        "token ids of the last steps, by micro-step"
         self.num_padding: torch.Tensor | int = 0
-        self._before_step: tuple[int, torch.Tensor | int] = (0, 0)
-        "num_tokens_drawn and num_padding before the current step"
         self.num_graphs_compiled: list[int] = []
         self.phase = self.clock.phase
-        self.gpu_before, self.gpu, self.host = gpu.state, GpuWatch(gpu.handle), HostWatch()
+        self.gpu_before, self.gpu, self.host = gpu, GpuWatch(gpu.handle), HostWatch()
         reset_peak_memory(accelerator.device)
 
     @contextmanager
@@ -67,6 +71,7 @@ class RunWatch:
         While torch.compile still compiles, later steps are probed too, because a step that traces does not
         run the compiled kernels. So are those after one that overflowed in fp16: it updated nothing.
         """
+        self.drawn.append([])
         probing = self._probe_next
         if not probing and len(self.num_graphs_compiled) == self.num_probed_steps:
             reset_peak_memory(self.accelerator.device)  # compiling and probing took more memory than training
@@ -74,7 +79,6 @@ class RunWatch:
             self.gradients = GradientCounter(self.accelerator, self.model)
         probe = NumericsProbe(self.accelerator, self.model, self.optimizer) if probing else nullcontext()
         graphs = num_compiled_graphs()
-        self._before_step = self.num_tokens_drawn, self.num_padding
         with probe, self.clock.step():
             yield
         compiled = num_compiled_graphs() - graphs
@@ -93,6 +97,7 @@ class RunWatch:
 
     def drew(self, batch: dict[str, torch.Tensor]) -> None:
         """Count the tokens of a batch that was just taken from the data."""
+        self.drawn[-1].append(batch["input_ids"])
         self.num_tokens_drawn += batch["input_ids"].numel()
         if "padding" in batch:
             self.num_padding = self.num_padding + batch["padding"].sum()
@@ -119,45 +124,40 @@ class RunWatch:
         tokens_per_step = self.num_tokens() * self.accelerator.num_processes / len(self.num_graphs_compiled)
         return median(block_rates(seconds[start:], tokens_per_step))
 
-    def last_tokens_per_second(self) -> float:
-        """Return the last step's tokens per second of all ranks, without padding. Every rank must call it."""
-        drawn, padding = self._before_step
-        ranks = gather_to_all((self.num_tokens() - drawn + int(padding), self.clock.last_seconds))
-        return sum(num_tokens for num_tokens, _ in ranks) / max(seconds for _, seconds in ranks)
-
     def observed(self) -> dict[str, Any]:
         """Return the record's fields: of all ranks, but for the load of the host. Every rank must call it."""
         device = self.accelerator.device
         phases = self.clock.phase_seconds()  # waits for the device
-        self.gpu.sample_last_again()
-        if deepspeed_engine(self.accelerator) is not None:  # its step is part of backward
+        engine = deepspeed_engine(self.accelerator)
+        if engine is not None:  # its step is part of backward
             phases = {name: seconds for name, seconds in phases.items() if name == "data"}
-        ranks = gather_to_all(
-            {
-                "step_seconds": self.clock.seconds,
-                "phase_seconds": phases,
-                "num_graphs_compiled": self.num_graphs_compiled,
-                "state_bytes": state_bytes(
-                    self.accelerator, self.model, self.optimizer, self.gradients.num_bytes
-                ),
+        state = training_state(self.accelerator, self.model, self.optimizer)
+        state_bytes = {part: tensor_bytes(tensors) for part, tensors in state.items()}
+        own = {
+            "step_seconds": self.clock.seconds,
+            "phase_seconds": phases,
+            "num_graphs_compiled": self.num_graphs_compiled,
+            "state_bytes": {"gradients": self.gradients.num_bytes, **state_bytes},
+            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # counted in KiB
+            "drawn": self.num_tokens_drawn,
+            "in_loss": self.loss_recorder.num_tokens,
+            "padding": int(self.num_padding),
+        }
+        if device.type == "cuda":
+            own |= {
+                "peak_allocated_bytes": torch.cuda.max_memory_allocated(device),
+                "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
                 "gpu_watch": {
                     "num_processes_before": self.gpu_before.num_processes,
                     "used_bytes_before": self.gpu_before.used_bytes,
-                    "energy_joules": self.gpu.energy_joules,
-                    "throttle_reasons": self.gpu.throttle_reasons,
-                    "clock_mhz": self.gpu.clock_mhz,
-                    "utilization": self.gpu.utilization,
+                    **self.gpu.facts(),
                     "allocator": allocator_retries(device),
                 },
-                **peak_memory(device),
-                "drawn": self.num_tokens_drawn,
-                "in_loss": self.loss_recorder.num_tokens,
-                "padding": int(self.num_padding),
             }
-        )
+        ranks = gather_to_all(own)
         by_rank = {name: [rank[name] for rank in ranks] for name in ranks[0]}
         drawn, in_loss, padding = (sum(by_rank.pop(name)) for name in ("drawn", "in_loss", "padding"))
-        settings = optimizer_settings(self.optimizer, deepspeed_engine(self.accelerator))
+        settings = optimizer_settings(self.optimizer, engine)
         observed = by_rank | {
             "numerics": self.numerics and {**self.numerics, "optimizer_settings_at_end": settings},
             "parameter_grad_norms": {} if self.gradients.overflowed else self.gradients.norms,
@@ -165,12 +165,9 @@ class RunWatch:
             "num_graphs_compiled": list(map(max, zip(*by_rank["num_graphs_compiled"], strict=True))),
             "tokens_counted": {"drawn": drawn, "in_loss": in_loss},
             "num_padding_tokens": padding,
-            "host_ram": self.host.ram(),
-            "other_busy_cores": self.host.other_busy_cores(),
+            **self.host.facts(),
             "num_cores": num_cores(),
         }
         if not self.num_graphs_compiled:  # without a step there are no gradients to count
             observed["state_bytes"] = []
-        if device.type != "cuda":
-            observed |= {"gpu_watch": [], "peak_allocated_bytes": None, "peak_reserved_bytes": None}
         return observed

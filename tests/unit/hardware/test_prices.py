@@ -74,8 +74,3 @@ def test_a_price_is_a_finite_number_above_zero(usd: str, tmp_path: Path) -> None
 def test_a_file_without_prices_is_refused(text: str, problem: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"{problem}.*\nhint: --prices takes"):
         own_prices(str(written(tmp_path, text)))
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="can't read .*none.yaml: .*\nhint: "):
-        own_prices(str(tmp_path / "none.yaml"))

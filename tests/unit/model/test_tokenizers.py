@@ -56,9 +56,3 @@ def test_a_model_with_a_tokenizer_beside_it_brings_it(tmp_path: Path) -> None:
     own = find_model(own_config(tmp_path, vocab_size=1000))
     (tmp_path / "tokenizer.json").write_text("{}")
     check_tokenizer(RunConfig(dataset="a.md"), own)
-
-
-def test_what_trains_nothing_needs_no_tokenizer() -> None:
-    assert slm_here("compare", "--model", "slm-100m", *TEXT, "--dry_run", "--num_processes", "2").code == 0
-    estimated = slm_here("estimate", "--model", "slm-100m", "--gpu", "h100-80gb", "--strategy", "ddp", *TEXT)
-    assert "tokenizer" not in estimated.err

@@ -81,5 +81,5 @@ def test_rows_say_what_is_trained_and_deepspeeds_estimator_is_not_asked() -> Non
     assert (whole["peft"], whole["lora_r"], whole["adapted_modules"]) == ("none", None, None)
     shown = slm_here("estimate", "--strategy", "single", "--peft", "qlora", "--gpu", "l4")
     assert shown.code == 0, shown.err
-    for words in ("qlora, rank 16", "2,325,312 trained parameters", "dequantization"):
+    for words in ("qlora, rank 16", "dequantization"):
         assert words in shown.out

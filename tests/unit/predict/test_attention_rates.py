@@ -80,7 +80,7 @@ def test_sdpa_is_cudnn_on_new_gpus_with_todays_torch_only() -> None:
     h100, a100 = gpu_of_name("h100-80gb"), gpu_of_name("a100-80gb")
     assert kernel_of("sdpa", h100, TODAY) == "cudnn"
     assert kernel_of("sdpa", a100, TODAY) == kernel_of("sdpa", h100, PAPER) == "flash_2"
-    assert kernel_of("sdpa_flash", h100, TODAY) == kernel_of("flash_attention_2", h100, TODAY) == "flash_2"
+    assert kernel_of("flash_attention_2", h100, TODAY) == "flash_2"
     assert kernel_of("flash_attention_3", h100, TODAY) == "flash_3"
 
 

@@ -77,12 +77,6 @@ def test_small_messages_take_the_protocol_and_the_tree_with_the_least_latency() 
     assert transfer_seconds(reduced, CLUSTER) == pytest.approx(tree, rel=1e-2)
 
 
-def test_an_unknown_network_is_unknown_only_between_nodes() -> None:
-    unknown = dataclasses.replace(CLUSTER, given_node_bytes_per_second=None)
-    assert transfer_seconds(BETWEEN, unknown) is None
-    assert transfer_seconds(IN_NODE, unknown) == transfer_seconds(IN_NODE, CLUSTER)
-
-
 def test_a_measurement_between_nodes_stands_for_what_crosses_them() -> None:
     # 10 calls of 1 ms and 15e9 bytes at 15 GB/s; inside a node the data sheet still holds
     cluster = dataclasses.replace(CLUSTER, measured=measured(num_nodes=2))
@@ -116,8 +110,6 @@ def test_pcie_is_a_range_until_it_is_measured(tmp_path: Path) -> None:
     (probed,) = estimated(*given, "l40s", "--network", str(tmp_path / "network.json"))
     assert not probed["depends_on_pcie"]
     assert probed["step_high_seconds"] == pytest.approx(probed["step_seconds"] / TODAY.low)
-    done = slm_here("estimate", *given, "l40s")
-    assert "slm_toolkit.run.network_probe measures yours" in done.out
 
 
 def test_a_network_json_is_used_instead_of_data_sheets(tmp_path: Path) -> None:
@@ -132,8 +124,8 @@ def test_a_network_json_is_used_instead_of_data_sheets(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"gpu": None, "backend": "gloo"}, "was measured between CPU processes (gloo), not a100-80gb"),
-        ({"gpu": "NVIDIA H100 80GB HBM3"}, "was measured between NVIDIA H100 80GB HBM3s, not a100-80gb"),
+        ({"gpu": None, "backend": "gloo"}, "was measured between CPU processes, not a100-80gb"),
+        ({"gpu": "NVIDIA H100 80GB HBM3"}, "was measured between NVIDIA H100 80GB HBM3, not a100-80gb"),
     ],
 )
 def test_a_network_of_something_else_is_refused(changes: dict, said: str, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from slm_toolkit.predict.memory.machine import (
 )
 from slm_toolkit.predict.memory.peak import MemoryEstimate
 from slm_toolkit.predict.setup.setup import Setup
-from slm_toolkit.record.memory_timeline import PARTS
+from slm_toolkit.record.memory_parts import PARTS
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy
 
 P = 130_569_920  # parameters of slm-100m
@@ -182,20 +182,11 @@ def test_huge_numbers_overflow_nothing() -> None:
     assert {row["verdict"] for row in rows} == {"does not fit"}
 
 
-def test_the_table_says_what_a_row_is_and_shows_parts_of_a_single_one() -> None:
+def test_the_table_says_what_a_row_is() -> None:
     single = slm_here("estimate", "--strategy", "fsdp_full_shard", "--gpu", "h200", "--kernels", "plain")
     assert single.code == 0, single.err
-    for words in (
-        "estimated: slm-100m, h200, GPUs: 8",
-        "closed forms, nothing ran",
-        "logits and loss",
-        "█",
-        "fits",
-    ):
+    for words in ("estimated: slm-100m, h200, GPUs: 8", "closed forms, nothing ran", "fits"):
         assert words in single.out
-    assert "the estimate of ZeRO-3, which people also use for FSDP full shard" in single.out
-    assert "139.80 GiB" in single.out  # of the h200, with its source
     grid = slm_here("estimate", "--seq_len", "512", "1024")
     assert grid.code == 0, grid.err
-    assert "█" not in grid.out
     assert "sequence" not in grid.out.splitlines()[0]  # a column: rows differ

@@ -49,7 +49,6 @@ def test_a_step_sends_the_papers_multiple_of_the_model(strategy: str, times: int
 
 
 HIDDEN = 77_306_112  # slm-100m: 9 layers of 4 x 832 x 832 and 3 x 832 x 2332
-NUM_MATRICES = 63
 
 
 @pytest.mark.parametrize(
@@ -58,8 +57,6 @@ NUM_MATRICES = 63
         ("ddp", 2 * HIDDEN * 7 / 8),  # every update to every rank, in bf16
         # each rank's eighth to the owners, and back
         ("fsdp_full_shard", 2 * 2 * HIDDEN / 8 * 7 / 8),
-        ("ds_zero3", 2 * 2 * HIDDEN / 8 * 7 / 8),
-        ("ds_zero2", 2 * 2 * HIDDEN * 7 / NUM_MATRICES / 8 * 7 / 8),  # 7 matrices lie on two ranks
     ],
 )
 def test_muon_sends_updates_to_where_matrices_are_whole(strategy: str, exchanged: float) -> None:
@@ -89,14 +86,6 @@ def test_a_hybrid_gathers_inside_a_node_and_reduces_shards_between_copies(tmp_pa
     found = traffic(hybrid(tmp_path, copies=2, shards=8), num_gpus=16)
     assert (found["intra_node"], found["inter_node"]) == pytest.approx((3 * M * 7 / 8, M / 8))
     assert traffic(own_strategy(tmp_path, FSDP1_HYBRID), num_gpus=16) == found
-
-
-def test_a_hybrid_with_two_copies_in_a_node_sends_half_of_the_reduction_out(tmp_path: Path) -> None:
-    # M / 4 over four copies: 2 x 3/4 x M/4 = 3/8 M, on a ring with two ranks in each node: half leaves
-    found = traffic(hybrid(tmp_path, copies=4, shards=4), num_gpus=16)
-    assert found["reduce_between_copies"] == pytest.approx(3 / 8 * M)
-    assert found["inter_node"] == pytest.approx(3 / 16 * M)
-    assert found["intra_node"] == pytest.approx(3 * M * 3 / 4 + 3 / 16 * M)
 
 
 def test_each_part_of_zero_plus_plus_saves_what_its_paper_says(tmp_path: Path) -> None:

@@ -10,10 +10,17 @@ from rich.console import Console
 from torch.profiler import record_function
 
 from slm_toolkit.record.step_breakdown import Anatomy, anatomy_of, read_trace
-from slm_toolkit.report.tables.step_breakdown import anatomy_table
+from slm_toolkit.report.tables.profiled import anatomy_table
 from slm_toolkit.run.observe.measure import PROFILED_STEPS, TRACE_FILE, profile_steps
 
 MAIN, AUTOGRAD, GLOO = 1, 2, 3  # threads
+WAITS = (
+    "CompiledFunctionBackward",
+    "ScaledDotProductFlashAttentionForCpuBackward0",
+    "torch::autograd::AccumulateGrad",
+    "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad",
+    "c10d::_allgather_base_",
+)
 
 
 def event(name: str, start: float, end: float, *, cat: str = "cpu_op", tid: int = MAIN, **args: int) -> dict:
@@ -24,112 +31,100 @@ def annotation(name: str, start: float, end: float, *, tid: int = MAIN) -> dict:
     return event(name, start, end, cat="user_annotation", tid=tid)
 
 
-def kernel(name: str, start: float, end: float, *, stream: int = 7, correlation: int = 0) -> dict:
-    args = {"correlation": correlation} if correlation else {}
-    return event(name, start, end, cat="kernel", tid=stream, **args)
-
-
-def launch(instant: float, correlation: int) -> dict:
-    return event("cudaLaunchKernel", instant, instant + 1, cat="cuda_runtime", correlation=correlation)
+def kernel(name: str, start: float, end: float, *, correlation: int = 0) -> dict:
+    return event(name, start, end, cat="kernel", tid=7, correlation=correlation)
 
 
 def microseconds(anatomy: Anatomy) -> dict[str, float]:
     """The parts that are not 0, without `_seconds`."""
-    fields = [field.name for field in dataclasses.fields(Anatomy) if field.name.endswith("_seconds")]
-    found = {name.removesuffix("_seconds"): round(getattr(anatomy, name) * 1e6, 6) for name in fields}
-    return {name: value for name, value in found.items() if value}
-
-
-def of_step(*events: dict, end: float = 100) -> dict[str, float]:
-    """The parts of a step from 0 to `end` microseconds on a CPU."""
-    anatomy = anatomy_of([annotation("ProfilerStep#3", 0, end), *events])
-    assert anatomy.step_seconds == pytest.approx(end / 1e6)
-    return microseconds(anatomy)
-
-
-def test_a_cpu_step_goes_to_its_innermost_ops() -> None:
-    parts = of_step(
-        annotation("phase:data", 0, 10),
-        event("aten::stack", 2, 5),  # compute even there: 3, which leaves 7 of data
-        annotation("phase:forward", 10, 40),
-        event("aten::linear", 10, 30),  # itself matmul 10..12, 28..30
-        event("aten::copy_", 12, 14),  # a cast: other 2
-        event("aten::addmm", 14, 28),  # with the two ends of linear: 14 + 4 = 18
-        event("aten::scaled_dot_product_attention", 30, 38),  # whatever is inside: 8
-        event("aten::copy_", 31, 33),
-        annotation("phase:optimizer", 50, 90),
-        event("aten::mm", 60, 80),  # in the optimizer: 20; Python around it is idle
-    )
-    # idle: 100 - 7 - 3 - 2 - 18 - 8 - 20 = 42
-    assert parts.pop("idle") == 42
-    assert parts == {"data": 7, "other_compute": 5, "matmul": 18, "attention": 8, "optimizer": 20}
-
-
-def test_eager_attention_is_its_bmm_and_softmax() -> None:
-    parts = of_step(
-        event("aten::matmul", 0, 20),  # folds its inputs: 0..5, a matmul until bmm says whose
-        event("aten::bmm", 5, 20),
-        event("aten::softmax", 20, 30),  # 2 of its own
-        event("aten::_softmax", 22, 30),
-        event("aten::log_softmax", 30, 40),  # the loss's
-        event("aten::_log_softmax", 30, 40),
-    )
-    assert parts == {"matmul": 5, "attention": 23, "other_compute": 12, "idle": 60}
-
-
-def test_communication_under_compute_is_overlapped_and_alone_it_is_exposed() -> None:
-    parts = of_step(
-        event("autograd::engine::evaluate_function: MmBackward0", 0, 60),
-        event("aten::mm", 10, 50),
-        annotation("gloo:all_reduce", 30, 80, tid=GLOO),
-        event("aten::copy_", 30, 70, tid=GLOO),  # gloo's thread computes nothing of the model's
-    )
-    assert parts.pop("communication_overlapped") == 20  # 30..50, and alone 50..80
-    assert parts == {"matmul": 40, "communication_exposed": 30, "idle": 30}
+    values = dataclasses.asdict(anatomy).items()
+    return {
+        name.removesuffix("_seconds"): round(value * 1e6, 6)
+        for name, value in values
+        if name.endswith("_seconds") and value
+    }
 
 
 @pytest.mark.parametrize(
-    "wrapper",
+    ("events", "expected"),
     [
-        "CompiledFunctionBackward",
-        "ScaledDotProductFlashAttentionForCpuBackward0",
-        "torch::autograd::AccumulateGrad",
-        "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad",
-        "c10d::_allgather_base_",
+        pytest.param(
+            [
+                annotation("phase:data", 0, 10),
+                event("aten::stack", 2, 5),  # compute even there: 3, which leaves 7 of data
+                event("aten::linear", 10, 30),
+                event("aten::addmm", 14, 28),  # inside linear
+                event("aten::scaled_dot_product_attention", 30, 38),  # with all that is inside
+                event("aten::copy_", 31, 33),
+                annotation("phase:optimizer", 50, 90),
+                event("aten::mm", 60, 80),  # in the optimizer: 20; Python around it is idle
+            ],
+            {"data": 7, "other_compute": 3, "matmul": 20, "attention": 8, "optimizer": 20, "idle": 42},
+            id="ops",
+        ),
+        pytest.param(
+            [
+                event("aten::matmul", 0, 20),  # folds its inputs: 0..5
+                event("aten::bmm", 5, 20),
+                event("aten::softmax", 20, 30),  # 2 of its own
+                event("aten::_softmax", 22, 30),
+                event("aten::log_softmax", 30, 40),  # the loss's
+            ],
+            {"matmul": 5, "attention": 23, "other_compute": 12, "idle": 60},
+            id="eager attention",
+        ),
+        pytest.param(
+            [
+                event("autograd::engine::evaluate_function: MmBackward0", 0, 60),
+                event("aten::mm", 10, 50),
+                annotation("gloo:all_reduce", 30, 80, tid=GLOO),
+                annotation("gloo:all_reduce", 40, 80, tid=GLOO + 1),  # two at a time count once
+                event("aten::copy_", 30, 70, tid=GLOO),  # gloo's thread computes nothing of the model's
+            ],
+            # overlapped 30..50, and alone 50..80
+            {"communication_overlapped": 20, "matmul": 40, "communication_exposed": 30, "idle": 30},
+            id="communication",
+        ),
+        *(
+            pytest.param(
+                [
+                    annotation("FSDP::pre_forward (model.layers.0)", 0, 100),
+                    event(wrapper, 0, 100),
+                    event("fsdp::all_gather_copy_in", 0, 20),
+                    event("aten::copy_", 5, 15),
+                    annotation("gloo:all_gather", 10, 100, tid=GLOO),
+                ],
+                {"other_compute": 20, "communication_exposed": 80, "communication_overlapped": 10},
+                id=wrapper,
+            )
+            for wrapper in WAITS
+        ),
+        pytest.param(
+            [
+                event("Torch-Compiled Region: 0/0", 0, 70),
+                event("## Call CompiledFxGraph fjth7 ##", 10, 60),
+                event("aten::mm", 20, 30),
+            ],
+            {"other_compute": 40, "matmul": 10, "idle": 50},
+            id="compiled graph",
+        ),
+        pytest.param(
+            [
+                annotation("phase:backward", 0, 100),  # DeepSpeed steps in here
+                event("autograd::engine::evaluate_function: MmBackward0", 0, 40, tid=AUTOGRAD),
+                event("aten::mm", 0, 40, tid=AUTOGRAD),
+                annotation("Optimizer.step#AdamW.step", 50, 90),
+                event("aten::_fused_adamw_", 60, 80),
+            ],
+            {"matmul": 40, "optimizer": 20, "idle": 40},
+            id="autograd's own thread",
+        ),
     ],
 )
-def test_an_op_that_only_waits_for_a_collective_is_no_compute(wrapper: str) -> None:
-    parts = of_step(
-        annotation("FSDP::pre_forward (model.layers.0)", 0, 100),
-        event(wrapper, 0, 100),
-        event("fsdp::all_gather_copy_in", 0, 20),
-        event("aten::copy_", 5, 15),
-        annotation("gloo:all_gather", 10, 100, tid=GLOO),
-    )
-    assert parts == {"other_compute": 20, "communication_exposed": 80, "communication_overlapped": 10}
-
-
-def test_two_collectives_at_a_time_count_once() -> None:
-    first = annotation("gloo:all_reduce", 0, 60, tid=GLOO)
-    second = annotation("gloo:all_reduce", 40, 90, tid=GLOO + 1)
-    assert of_step(first, second) == {"communication_exposed": 90, "idle": 10}
-
-
-def test_a_compiled_graphs_own_time_is_compute() -> None:
-    graph = event("## Call CompiledFxGraph fjth7 ##", 10, 60)
-    parts = of_step(event("Torch-Compiled Region: 0/0", 0, 70), graph, event("aten::mm", 20, 30))
-    assert parts == {"other_compute": 40, "matmul": 10, "idle": 50}
-
-
-def test_autograds_own_thread_computes_and_the_optimizer_is_found_inside_backward() -> None:
-    parts = of_step(
-        annotation("phase:backward", 0, 100),  # DeepSpeed steps in here
-        event("autograd::engine::evaluate_function: MmBackward0", 0, 40, tid=AUTOGRAD),
-        event("aten::mm", 0, 40, tid=AUTOGRAD),
-        annotation("Optimizer.step#AdamW.step", 50, 90),
-        event("aten::_fused_adamw_", 60, 80),
-    )
-    assert parts == {"matmul": 40, "optimizer": 20, "idle": 40}
+def test_a_cpu_step_is_split_by_its_ops(events: list[dict], expected: dict[str, float]) -> None:
+    anatomy = anatomy_of([annotation("ProfilerStep#3", 0, 100), *events])
+    assert anatomy.step_seconds == pytest.approx(100e-6)
+    assert (microseconds(anatomy), anatomy.device) == (expected, "cpu")
 
 
 def test_seconds_are_the_mean_of_the_steps() -> None:
@@ -141,107 +136,68 @@ def test_seconds_are_the_mean_of_the_steps() -> None:
         ]
     )
     assert anatomy.num_steps == 2
-    assert anatomy.step_seconds == pytest.approx(150e-6)  # (100 + 200) / 2
-    assert microseconds(anatomy) == {"matmul": 10, "idle": 140}
+    assert microseconds(anatomy) == {"matmul": 10, "idle": 140}  # of (100 + 200) / 2
 
 
-def test_a_gpu_step_is_told_by_kernels_and_by_what_launched_them() -> None:
+def test_a_gpu_step_is_split_by_kernels_and_by_the_optimizer_that_launched_them() -> None:
+    launches = [
+        event("cudaLaunchKernel", instant, instant + 1, cat="cuda_runtime", correlation=number)
+        for number, instant in ((1, 31), (2, 43), (3, 45))
+    ]
     anatomy = anatomy_of(
         [
+            *launches,
             annotation("ProfilerStep#3", 0, 200),
             event("ProfilerStep#3", 10, 180, cat="gpu_user_annotation", tid=7),  # inside the CPU's window
             annotation("phase:data", 0, 10),
             event("Memcpy HtoD (Pageable -> Device)", 10, 15, cat="gpu_memcpy", tid=7),  # other 5
             kernel("nvjet_tst_128x256_64x4_2x1_v_bz_TNT", 15, 45),  # matmul 30
             kernel("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits>", 45, 55),  # attention 10
-            event("aten::bmm", 20, 25),
-            launch(22, correlation=1),
-            kernel("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>", 55, 65, correlation=1),
-            event("aten::mm", 25, 30),  # 65..70: a kernel of no telling name, launched by mm
-            launch(26, correlation=2),
-            kernel("void some_kernel<4>", 65, 70, correlation=2),
-            event("aten::_foreach_copy_", 30, 35),  # 70..75: FSDP's copy, no optimizer: other 5
-            launch(31, correlation=3),
-            kernel("void multi_tensor_apply_kernel<CopyFunctor>", 70, 75, correlation=3),
-            kernel("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage)", 60, 95, stream=20),
+            kernel("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>", 55, 65),  # matmul 10
+            kernel("triton_red_fused_mm_flash_attention_0", 65, 70),  # Inductor's: other 5
+            # 70..75: FSDP's copy, no optimizer: other 5
+            kernel("void multi_tensor_apply_kernel<CopyFunctor>", 70, 75, correlation=1),
+            event("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 60, 95, cat="kernel", tid=20),
             annotation("phase:optimizer", 40, 50),
-            event("aten::add_", 42, 44),
-            launch(43, correlation=4),
-            kernel("void vectorized_elementwise_kernel<4, AddFunctor>", 100, 120, correlation=4),
-            kernel("void multi_tensor_apply_kernel<FusedAdamMathFunctor>", 120, 150),  # no launch known
+            kernel("void vectorized_elementwise_kernel<4, AddFunctor>", 100, 120, correlation=2),
+            kernel("void multi_tensor_apply_kernel<FusedAdamMathFunctor>", 120, 150, correlation=3),
             annotation("nccl:all_reduce", 30, 190),  # the host's, not the device's
         ]
     )
     assert anatomy.device == "cuda"
-    assert anatomy.step_seconds == pytest.approx(200e-6)
     assert microseconds(anatomy) == {
         "data": 10,
-        "other_compute": 10,  # 5 + 5
-        "matmul": 35,  # 30 + 5
-        "attention": 20,  # 10 + bmm's 10
+        "other_compute": 15,
+        "matmul": 40,
+        "attention": 10,
         "communication_exposed": 20,  # 75..95
         "communication_overlapped": 15,  # 60..75
-        "optimizer": 50,  # 20 + 30
+        "optimizer": 50,
         "idle": 55,  # 95..100 and 150..200
     }
 
 
-def test_a_trace_without_steps_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"no ProfilerStep#N annotation\nhint: .*step\(\)"):
-        anatomy_of([event("aten::mm", 0, 10)])
+PARTS = [field.name for field in dataclasses.fields(Anatomy) if field.name.endswith("_seconds")]
 
 
-PARTS = [f.name for f in dataclasses.fields(Anatomy) if f.name.endswith("_seconds")]
-"the last of them is contained in the others"
-
-
-def made(**seconds: float) -> Anatomy:
-    return Anatomy(**dict.fromkeys(PARTS, 0.0) | seconds, num_steps=3, device="cuda")
-
-
-ANATOMIES = {
-    "ddp": made(matmul_seconds=0.03, idle_seconds=0.01),
-    "fsdp_shard_grad_op": made(
-        matmul_seconds=1.2345, communication_exposed_seconds=0.7655, communication_overlapped_seconds=0.5
-    ),
-}
-
-
-def printed(width: int) -> str:
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_a_table_has_shares_and_drops_columns_before_it_cuts_one(width: int) -> None:
+    made = Anatomy(**dict.fromkeys(PARTS, 0.0), num_steps=3, device="cuda")
+    matmul, exposed = {"matmul_seconds": 1.2345}, {"communication_exposed_seconds": 0.7655}
+    other = {"communication_overlapped_seconds": 0.5, "device": "cuda"}
+    anatomies = {
+        "ddp": dataclasses.replace(made, matmul_seconds=0.03, idle_seconds=0.01),
+        "fsdp_shard_grad_op": dataclasses.replace(made, **matmul, **exposed, **other),
+    }
     console = Console(width=width, color_system=None)
     with console.capture() as capture:
-        console.print(anatomy_table(ANATOMIES, width=width), crop=False)
-    return capture.get()
-
-
-def test_all_parts_but_the_overlapped_one_add_up() -> None:
-    for number, part in enumerate(PARTS):
-        total = 0.0 if part == "communication_overlapped_seconds" else number + 1.0
-        assert made(**{part: number + 1.0}).step_seconds == total
-
-
-@pytest.mark.parametrize("width", range(40, 201, 4))
-def test_no_figure_is_cut_at_any_width(width: int) -> None:
-    text = printed(width)
-    assert "…" not in text
-    rows = [line for line in text.splitlines() if line.startswith("│")]
-    for row, anatomy in zip(rows, ANATOMIES.values(), strict=True):
-        assert f"{anatomy.step_seconds * 1000:,.1f}" in row
-        assert f"{anatomy.communication_exposed_seconds * 1000:,.1f}" in row
-        assert len(row) <= max(width, 42)  # 18 + 7 + 7 for what is never dropped, 3 x 2 + 4 around it
-    # ten columns of 18 + 7 + 12 + 9 + 8 + 9 + 10 + 8 + 9 + 10 = 100, and 10 x 2 + 11 around them
-    assert ("2,000.0 │ 1,234.5  62% │" in text) == (width >= 131)
-
-
-def test_a_wide_table_has_every_part_with_its_share() -> None:
-    text = printed(200)
-    (row,) = [line for line in text.splitlines() if line.startswith("│ fsdp")]
+        console.print(anatomy_table(anatomies, width=width), crop=False)
+    (row,) = [line for line in capture.get().splitlines() if line.startswith("│ fsdp")]
     cells = [cell.strip() for cell in row.strip("│").split("│")]
-    assert cells == [  # 1234.5 / 2000 = 61.7 %, 765.5 / 2000 = 38.3 %, 500 / 2000 = 25 %
-        *("fsdp_shard_grad_op", "2,000.0", "1,234.5  62%", *["0.0   0%"] * 3),
-        *("765.5  38%", *["0.0   0%"] * 2, "500.0  25%"),
-    ]
-    assert "left out" not in text
+    assert cells[:2] == ["fsdp_shard_grad_op", "2,000.0"]
+    assert "38%" in cells  # 765.5 / 2000 is never dropped
+    # 1234.5 / 2000 = 61.7 %, 500 / 2000 = 25 %
+    assert (cells[2:] == ["62%", *["0%"] * 3, "38%", "0%", "0%", "25%"]) == (width == 200)
 
 
 def test_a_real_model_is_profiled_and_the_trace_adds_up(tmp_path: Path) -> None:

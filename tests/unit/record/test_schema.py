@@ -84,10 +84,6 @@ def test_report_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
     made = dataclasses.asdict(made_record(losses=[1.0, None]))
     assert problems(made) == []
     assert len(problems({**made, "status": "fine"})) == 1
-    with pytest.raises(SystemExit) as ended:
-        main(["report", "results", "--schema", "--json"])
-    assert ended.value.code == 2
-    assert "--schema with json, records" in capsys.readouterr().err
 
 
 ASKED = made_record().asked

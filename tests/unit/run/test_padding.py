@@ -96,8 +96,6 @@ def test_what_padding_would_change_is_refused(tmp_path: Path) -> None:
     for name, reason in (("gemma2-2m", "caps its logits"), ("phi3-2m", "gate and up in one matrix")):
         (problem,) = kernel_problems(odd_model(name, tmp_path), config)
         assert reason in problem
-    with pytest.raises(ValueError, match="Phi3DecoderLayer has no FFN of gate_proj, up_proj, down_proj"):
-        built(odd_model("phi3-2m", tmp_path), pad_widths=True)
     assert "an adapter fits the unpadded model" in RunConfig(pad_widths=True, peft="lora").problems()[0]
     yaml = Path(find_strategy("ds_zero3").path).read_text().replace("init_flag: false", "init_flag: true")
     in_shards = tmp_path / "z.yaml"

@@ -1,14 +1,13 @@
-"""Process groups of a run: how long their collectives wait, and which setting their failures name."""
+"""Process groups of a run: how long their collectives wait."""
 
 from datetime import timedelta
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from slm_toolkit.config.run_config import MOST_DDP_TIMEOUT
-from slm_toolkit.run.peers.machines import interface_variable, let_collectives_wait
+from slm_toolkit.run.peers.machines import let_collectives_wait
 
 
 def test_no_group_gives_up_before_ddp_timeout() -> None:
@@ -23,18 +22,3 @@ def test_no_group_gives_up_before_ddp_timeout() -> None:
     finally:
         dist.destroy_process_group()
     assert waits == [timedelta(seconds=MOST_DDP_TIMEOUT)] * 4
-
-
-@pytest.mark.parametrize(
-    ("message", "on_gpu", "variable"),
-    [
-        ("NCCL error in: ProcessGroupNCCL.cpp:77, unhandled system error", True, "NCCL_SOCKET_IFNAME"),
-        ("Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc:144]", True, "GLOO_SOCKET_IFNAME"),
-        ("[gloo/transport/tcp/pair.cc:534] Connection closed by peer", False, "GLOO_SOCKET_IFNAME"),
-        ("wait timed out", True, "NCCL_SOCKET_IFNAME"),
-    ],
-)
-def test_a_failure_names_the_interface_of_the_library_that_failed(
-    message: str, on_gpu: bool, variable: str
-) -> None:
-    assert interface_variable(RuntimeError(message), on_gpu=on_gpu) == variable

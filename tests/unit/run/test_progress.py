@@ -1,4 +1,4 @@
-"""The progress of a training: its stages before the first step, and a GPU that is nearly full."""
+"""The progress of a training: its stages before the first step, and its steps."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,23 +22,6 @@ def shown_in(folder: Path) -> display.TrainingProgress:
         num_steps=10,
     )
     return display.TrainingProgress(run, watch=None)
-
-
-def test_the_first_retry_of_the_allocator_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    counts = iter((0, 2, 5))
-    retries = {"num_ooms": 0}
-    monkeypatch.setattr(
-        display, "allocator_retries", lambda device: retries | {"num_alloc_retries": next(counts)}
-    )
-    shown = shown_in(tmp_path)
-    printed = []
-    for step in (1, 2, 3):
-        shown.show(step, loss=2.0, tokens_per_second=100.0)
-        printed.append("nearly full" in capsys.readouterr().err)
-    assert printed == [False, True, False]
-    assert shown.num_retries == 5
 
 
 def test_a_stage_is_read_by_the_comparison_and_is_no_step(tmp_path: Path) -> None:

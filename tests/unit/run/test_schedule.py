@@ -20,10 +20,6 @@ def rates(num_steps: int, **flags: object) -> list[float]:
     [
         # 8 steps, 2 of warm-up: 6 steps from the peak on; cos(0), cos(pi / 6), cos(2 pi / 6), ...
         ("cosine", [0, 0.5, 1, 0.933013, 0.75, 0.5, 0.25, 0.066987]),
-        ("linear", [0, 0.5, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]),
-        ("constant_with_warmup", [0, 0.5, 1, 1, 1, 1, 1, 1]),
-        # sqrt(2 / step) from step 2 on
-        ("inverse_sqrt", [0, 0.5, 1, 0.816497, 0.707107, 0.632456, 0.577350, 0.534522]),
         # 0.1 + 0.9 x the cosine above, and a warm-up that begins at 1 / 2
         (OWN_SCHEDULE, [0.5, 1, 1, 0.939711, 0.775, 0.55, 0.325, 0.160289]),
     ],

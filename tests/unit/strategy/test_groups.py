@@ -12,7 +12,7 @@ from slm_toolkit.compare.grid import plan_runs
 from slm_toolkit.hardware.gpus import Machine
 from slm_toolkit.run.peers.launch_info import Launch, check_environment
 from slm_toolkit.strategy.groups import fit_groups, group_options, with_group_options
-from slm_toolkit.strategy.settings import PARALLEL_SIZES, PREFIX, parallel_sizes, product_problem
+from slm_toolkit.strategy.settings import PREFIX
 from slm_toolkit.strategy.strategy import Strategy, find_strategy
 
 
@@ -78,18 +78,6 @@ def test_the_launchers_options_go_before_the_file() -> None:
     assert sizes(strategy) == (3, 2)
     plain = find_strategy("ddp")
     assert with_group_options(plain, {}.get) is plain
-
-
-def test_sizes_multiply_as_accelerate_multiplies_them() -> None:
-    from accelerate import ParallelismConfig
-
-    section = {f"{PREFIX}{name}": size for name, size in zip(PARALLEL_SIZES, (2, 3, 5, 7, 1), strict=True)}
-    five = parallel_sizes(section)
-    assert ParallelismConfig(**five).total_size == 2 * 3 * 5 * 7
-    assert product_problem(five, 210) is None
-    assert product_problem(five, 8) == (
-        "dp_replicate_size 2 x dp_shard_size 3 x tp_size 5 x cp_size 7 with 8 ranks"
-    )
 
 
 def mesh(folder: Path, *lines: str) -> str:

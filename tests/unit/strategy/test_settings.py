@@ -40,12 +40,6 @@ def test_a_value_that_deepspeed_refuses_counts_as_absent(value: object) -> None:
     assert zero(sub_group_size=value) == zero()
 
 
-def test_a_batch_or_an_accumulation_that_is_auto_is_left_to_the_flags() -> None:
-    json = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 4}
-    settings = deepspeed_settings(json, stage=2)
-    assert (settings.micro_batch_size, settings.num_micro_steps) == (None, 4)
-
-
 @pytest.mark.parametrize(
     ("section", "name", "reshards"),
     [
@@ -98,7 +92,3 @@ def test_a_strategy_without_a_file_has_the_defaults() -> None:
     strategy = Strategy("fsdp_full_shard", "fsdp2", 8, reshard_after_forward=True)
     assert strategy.sharding == Sharding()
     assert (strategy.num_machines, strategy.mixed_precision, strategy.offloads) == (1, None, False)
-
-
-def test_a_strategy_is_a_key() -> None:
-    assert {find_strategy("ds_zero3"), find_strategy("ds_zero3")} == {find_strategy("ds_zero3")}

@@ -205,7 +205,7 @@ def test_a_checked_run_has_no_optimizer_of_the_json_and_says_so(tmp_path: Path) 
         ({"kernels": "compiled"}, "can't be compiled"),
         ({"packing": "none"}, "needs documents"),
         ({"peft": "qlora"}, "can't be quantized"),
-        ({}, "can't be offloaded"),
+        ({}, "are all on the CPU"),
     ],
 )
 def test_a_rehearsal_without_a_gpu_has_no_tensors_for_all(flags: dict, says: str) -> None:

@@ -1,13 +1,14 @@
 """Time all_reduce, all_gather and reduce_scatter among the ranks of a launch, by message size.
 
-    slm launch -m slm_toolkit.run.network_probe                          # this machine's GPUs
+    slm launch bench/network_probe.py                          # this machine's GPUs
     slm launch --config_file accel_configs/ddp.yaml --num_machines 2 --num_processes 16 \\
         --machine_rank 0 --main_process_ip node0 \\
-        -m slm_toolkit.run.network_probe --output network.json           # on each node, with its own rank
+        bench/network_probe.py --output network.json           # on each node, with its own rank
 
 Tensors are bfloat16, like the gradients and weights that training sends by default.
 """
 
+import argparse
 import os
 import shlex
 import sys
@@ -22,7 +23,6 @@ import torch.distributed as dist
 from accelerate import PartialState
 
 from slm_toolkit.base.errors import user_errors
-from slm_toolkit.config.parser import Parser, with_underscores
 from slm_toolkit.hardware.network import (
     COLLECTIVES,
     NETWORK_FILE,
@@ -47,27 +47,17 @@ _MOST_IN_A_ROW = 50
 _PROBE_SECONDS = 30.0  # limit of the time that the ranks measure
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = Parser(prog="slm_toolkit.run.network_probe", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path(NETWORK_FILE),
-        metavar="FILE",
-        help=f"file that rank 0 writes (default: {NETWORK_FILE})",
-    )
-    arguments = with_underscores(sys.argv[1:] if argv is None else argv)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path(NETWORK_FILE), metavar="FILE")
+    args = parser.parse_args()
     with user_errors():
-        args = parser.parse_args(arguments)
         launch = find_launch()
         num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         check_devices(launch, num_gpus=torch.cuda.device_count(), local_processes=num_local)
         state = PartialState(cpu=not torch.cuda.is_available())
         if state.num_processes < 2:
-            raise ValueError(
-                "the network probe needs two or more processes\n"
-                "hint: accelerate launch --num_processes 2 or more"
-            )
+            raise ValueError("the network probe needs two or more processes\nhint: --num_processes 2 or more")
     timings = measure(state.device)
     if state.is_main_process:
         on_gpu = state.device.type == "cuda"
@@ -79,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
             gpu=torch.cuda.get_device_name() if on_gpu else None,
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             versions=installed_versions(),
-            command=shlex.join(launch.command or ("python", "-m", parser.prog, *arguments)),
+            command=shlex.join(launch.command or ("python", *sys.argv)),
             timings=tuple(timings),
         )
         write_network(network, args.output)
