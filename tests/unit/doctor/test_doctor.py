@@ -261,5 +261,5 @@ def test_comments_stay_with_their_keys() -> None:
 def test_gpus_are_counted_in_the_file(tmp_path: Path) -> None:
     text = "  fsdp_version: 2\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\nnum_processes: 6\n"
     own = own_strategy(tmp_path, f"distributed_type: FSDP\nfsdp_config:\n{text}")
-    words = ("doctor", "--model", "slm-100m-hw", BATCH, "4", "--strategy", own)
-    assert "fits on each of 6 x" in slm_here(*words, env={"COLUMNS": "300"}).out
+    finding = doctored("--model", "slm-100m-hw", "--host_ram_gib", "1", "--strategy", own, code=1)["host-ram"]
+    assert "of host RAM for 6 ranks" in finding["sentence"]
