@@ -49,7 +49,7 @@ def test_a_users_own_script_is_compared_with_a_grid_of_its_arguments(tmp_path: P
     ("flags", "said"),
     [
         ({"script": "train.py", "arguments": "--batch 2"}, "arguments must be a list of words"),
-        ({"script": "train.py", "parity": 4}, "--parity with --script"),
+        ({"script": ROOT / "tests" / "scripts" / "loop.py", "parity": 4}, "--script with --parity"),
         ({"arguments": ["--batch", "2"]}, "your own script's arguments need --script"),
         ({"parity": 4, "max_steps": 4}, "--max_steps with --parity"),
     ],
