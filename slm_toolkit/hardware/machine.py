@@ -49,6 +49,11 @@ _SCARCE = 0.05
 "share of free RAM below which the kernel, or an OOM daemon, most likely killed the process"
 
 
+_COUNTERS = ("memory.events", "memory.oom_control")
+"files of a cgroup, in version 2 and version 1, with a line `oom_kill N`"
+_LIMITS = ("memory.max", "memory.limit_in_bytes")
+
+
 @dataclass(frozen=True)
 class RamState:
     """The free RAM of this machine, and the kernel's count of OOM kills until now."""
@@ -65,12 +70,17 @@ def look_at_host_ram() -> RamState:
     import psutil  # takes 10 ms, and no estimate needs it
 
     memory = psutil.virtual_memory()
-    # our cgroup, of version 2: a line `0::/path`
-    cgroup = Path("/sys/fs/cgroup", _text(Path("/proc/self/cgroup")).strip().rpartition(":")[2].lstrip("/"))
-    counts = _oom_kills_in(Path("/proc/vmstat")) + _oom_kills_in(cgroup / "memory.events")
-    limit = _text(cgroup / "memory.max").strip()
-    limit_bytes = int(limit) if limit.isdigit() and int(limit) < memory.total else None
-    return RamState(memory.available, memory.total, sum(counts) if counts else None, limit_bytes)
+    counts = [
+        count for path in (Path("/proc/vmstat"), *_of_cgroups(_COUNTERS)) for count in _oom_kills_in(path)
+    ]
+    limits = [int(text) for path in _of_cgroups(_LIMITS) if (text := _text(path).strip()).isdigit()]
+    limit_bytes = min(limits, default=memory.total)
+    return RamState(
+        memory.available,
+        memory.total,
+        sum(counts) if counts else None,
+        limit_bytes if limit_bytes < memory.total else None,
+    )
 
 
 def who_killed(before: RamState, after: RamState, *, least_available_bytes: int) -> str:
@@ -82,7 +92,7 @@ def who_killed(before: RamState, after: RamState, *, least_available_bytes: int)
     )
     if least_available_bytes < _SCARCE * after.total_bytes:
         return f"likely by the kernel, because host RAM ran out ({gib})"
-    return f"likely not because host RAM ran out: the kernel counted no oom_kill, and {gib}"
+    return f"likely not because host RAM ran out: {gib}"
 
 
 def killed_for_ram(before: RamState, after: RamState) -> str | None:
@@ -92,6 +102,18 @@ def killed_for_ram(before: RamState, after: RamState) -> str | None:
     gib = (after.limit_bytes or after.total_bytes) / 2**30
     limit = f"its cgroup may use {gib:.1f} GiB" if after.limit_bytes else f"of {gib:.1f} GiB"
     return f"by the kernel, because host RAM ran out: its oom_kill count rose ({limit})"
+
+
+def _of_cgroups(names: tuple[str, str]) -> list[Path]:
+    """Return the paths of a file of our cgroups, by its names in version 2 and version 1 of cgroups."""
+    paths, cgroup = [], Path("/proc/self/cgroup")
+    for line in _text(cgroup).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            paths.append(Path("/sys/fs/cgroup", path.lstrip("/"), names[0]))
+        elif "memory" in controllers.split(","):
+            paths.append(Path("/sys/fs/cgroup/memory", path.lstrip("/"), names[1]))
+    return paths
 
 
 def _oom_kills_in(path: Path) -> list[int]:
