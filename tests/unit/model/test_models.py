@@ -116,15 +116,12 @@ def test_a_config_json_is_counted_as_training_from_it_builds_it(
 
 def test_an_estimate_says_what_of_a_models_config_it_leaves_out(tmp_path: Path) -> None:
     config = {**SMALL_LLAMA, "model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 512}
-    config |= {"hidden_act": "gelu", "attention_dropout": 0.1}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    for verb in ("estimate", "doctor", "recommend"):
+    for verb in ("estimate", "doctor"):
         done = slm_here(
             verb, "--model", str(tmp_path), "--gpu", "l4", "--seq_len", "1024", "--strategy", "single"
         )
         assert "sliding_window 512: sdpa and eager attention compute all 1024 tokens" in done.err, done.err
-        assert "hidden_act gelu: estimated as silu" in done.err
-        assert "attention_dropout 0.1: estimated without dropout" in done.err
 
 
 def test_every_published_preset_has_a_hub_id_of_its_name() -> None:

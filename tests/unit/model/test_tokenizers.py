@@ -24,10 +24,8 @@ def own_config(folder: Path, *, vocab_size: int) -> str:
         (("train", "--model", "qwen2.5-1.5b"), "Qwen/Qwen2.5-1.5B"),
         (("train", "--model", "qwen2.5-1.5b", "--num_machines", "2"), "Qwen/Qwen2.5-1.5B"),
         (("compare", "--model", "slm-1m", "slm-100m"), "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T"),
-        (("recommend", "--model", "slm-2b", "--tokens", "1B", "--gpu", "h100-80gb:8"), "TinyLlama/"),
         (("train", "--model", "OWN"), "HUB_ID_OR_FOLDER"),
         (("compare", "--model", "OWN"), "HUB_ID_OR_FOLDER"),
-        (("recommend", "--model", "OWN", "--tokens", "1B", "--gpu", "h100-80gb:1"), "HUB_ID_OR_FOLDER"),
     ],
 )
 def test_text_with_a_model_of_another_vocabulary_is_refused(
