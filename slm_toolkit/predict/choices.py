@@ -9,9 +9,9 @@ from math import inf
 from typing import Any
 
 from slm_toolkit.config.run_config import DEFAULT_BATCH, FLAGS, KERNEL_SETS, RunConfig
-from slm_toolkit.hardware.gpus import Gpu, find_gpu, gpus_here
+from slm_toolkit.hardware.gpus import Gpu, find_gpu, gpus_here, num_cores
 from slm_toolkit.hardware.machine import has_compiler
-from slm_toolkit.model.model_spec import ModelSpec
+from slm_toolkit.model.model_spec import ModelSpec, flops_per_token
 from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED, Estimate, estimate
 from slm_toolkit.predict.setup.other_trainers import OtherTrainer
@@ -24,8 +24,11 @@ _COMPILE_SECONDS = 10
 "of the first step on an H100: 9.3, 9.3 and 17.6 s for three models (results/h100-80gb, 2026-11-27)"
 _FOREVER = 10**9
 "steps of a comparison on a GPU, and of a run there whose length nobody gave"
-_ON_CPU = "because compiling takes about 20 s and gains 7 % on a CPU"
-"of slm-10m on two cores, without torch's cache (docs/accuracy.md, 2026-11-28)"
+_COMPILE_SECONDS_ON_CPU = 20
+"of the first step of slm-10m on two cores, without torch's cache (docs/accuracy.md, 2026-11-28)"
+_CPU_FLOPS, _CPU_GAIN = 1.1e11, 1.07
+"""FLOPs per second of one core (AMD EPYC) in bf16 with fused kernels, and how much faster compiled ones are:
+1.05 times for slm-10m, 1.09 times with a vocabulary of 32,000 (same place)"""
 _LEAST_GAIN = 1.03
 "times the tokens per second; a batch twice as large that gains less is not worth its memory"
 _SURE = 0.95
@@ -73,7 +76,11 @@ def choices(
     fused, compiled = (
         allowed_kernels(name, filled(), specs, strategies, missing) for name in ("fused", "compiled")
     )
-    chosen["kernels"], why = (compiled, "without an estimate of its speed") if has_gpu else (fused, _ON_CPU)
+    chosen["kernels"], why = compiled, "without an estimate of its speed"
+    if not has_gpu:
+        saved = _saved_on_cpu(filled()[0], specs[0], strategies[0], num_gpus)
+        chosen["kernels"] = compiled if saved > _COMPILE_SECONDS_ON_CPU else fused
+        why = f"because compiling takes about {_COMPILE_SECONDS_ON_CPU} s and saves about {saved:.0f} s here"
     with suppress(ValueError):  # no closed form for one of the rows
         for kernels in () if gpu is None else (compiled, fused):
             chosen["kernels"] = kernels
@@ -157,6 +164,14 @@ def _missing_here(has_gpu: bool) -> set[str]:
     if has_gpu and (missing or find_spec("triton") is None):
         missing.add("triton")
     return missing
+
+
+def _saved_on_cpu(config: RunConfig, spec: ModelSpec, strategy: Strategy, num_ranks: int) -> float:
+    """Return the seconds that compiled kernels save over fused ones in a run on this machine's CPU."""
+    sequences = sequences_per_step(config, strategy, num_ranks)
+    tokens = (config.with_steps(sequences).steps_asked or 0) * sequences * config.seq_len  # 0 with epochs
+    flops = tokens * flops_per_token(spec, seq_len=config.seq_len)
+    return (1 - 1 / _CPU_GAIN) * flops / (_CPU_FLOPS * num_cores())
 
 
 def _num_steps(configs: list[RunConfig], strategy: Strategy, num_ranks: int) -> int:

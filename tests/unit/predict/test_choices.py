@@ -111,6 +111,8 @@ def test_a_short_run_does_not_pay_for_compiling(monkeypatch: pytest.MonkeyPatch)
     ):
         assert chosen(RunConfig(model="slm-1b", **length), **run)[0] == kernels, length
     on_cpu = {"gpu": None, "has_gpu": False, "num_gpus": 2}
-    assert chosen(RunConfig(model="slm-10m", max_steps=5000), **on_cpu)[0] == "fused"
+    monkeypatch.setattr(module, "num_cores", lambda: 2)
+    assert chosen(RunConfig(model="slm-10m", max_steps=33), **on_cpu)[0] == "fused"
+    assert chosen(RunConfig(model="slm-10m", max_steps=5000), **on_cpu)[0] == "compiled"
     monkeypatch.setattr(machine.shutil, "which", lambda name: None)  # no compiler
     assert chosen(RunConfig(model="slm-1b"), gpu="h100-80gb", runs_here=True)[0] == "loss+norm"
