@@ -85,7 +85,7 @@ def json_of(text: str, path: object, *, hint: str) -> Any:
 def yaml_of(text: str, path: object, *, hint: str) -> Any:
     """Parse a YAML text into plain values: mappings with text keys, lists, text, numbers, true, false, null.
 
-    Raises ValueError for everything else: tags, aliases, dates.
+    Raises ValueError for everything else: tags, dates, many aliases.
     """
     node = yaml_node(text, path, hint=hint)
     loader = YAML_LOADER("")

@@ -46,7 +46,7 @@ def test_plain_values_are_read_as_they_were_written(value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "read"), [("[" * 41 + "]" * 41, json_of), ("- " * 41 + "x", yaml_of)], ids=["json", "yaml"]
+    ("text", "read"), [("[" * 41 + "1" + "]" * 41, json_of), ("- " * 41 + "x", yaml_of)], ids=["json", "yaml"]
 )
 def test_depth_is_limited(text: str, read: Callable) -> None:
     assert read(text[1:-1] if read is json_of else text[2:], "x", hint="h") is not None
