@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import yaml
 from hypothesis import HealthCheck, given, settings
@@ -31,7 +30,6 @@ from hypothesis import strategies as st
 from slm_toolkit.cli.launch import plan_launch
 from slm_toolkit.cli.main import main as slm_main
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.launch.rendezvous import PATIENCE_VARIABLE, patience_seconds
 from slm_toolkit.model.model_spec import PRESETS
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -138,15 +136,6 @@ def read_tokenizer(data: bytes, folder: Path, *, is_template: bool = False) -> N
     _load(RunConfig(dataset=chats, tokenizer_name="."), folder)
 
 
-def read_environment(data: bytes, folder: Path) -> None:
-    from slm_toolkit.run.peers.launch_info import find_launch
-
-    with patch.dict(os.environ, dict.fromkeys((PATIENCE_VARIABLE, "WORLD_SIZE"), _text(data))):
-        with contextlib.suppress(ValueError):
-            patience_seconds()
-        find_launch()
-
-
 COMMANDS = {
     "strategy": "estimate --strategy FILE --gpu h100-80gb --num_gpus 8; "
     "compare --dry_run --strategy FILE --num_processes 8 --output_dir out",
@@ -167,7 +156,6 @@ READERS: dict[str, Callable[[bytes, Path], None]] = {
     "dataset": read_dataset,
     "tokenizer": read_tokenizer,
     "chat_template": partial(read_tokenizer, is_template=True),
-    "environment": read_environment,
 }
 
 

@@ -29,7 +29,6 @@ from slm_toolkit.hardware.network import (
     CollectiveTiming,
     MeasuredNetwork,
     bus_bytes_per_second,
-    fit,
     write_network,
 )
 from slm_toolkit.record.run_record import installed_versions
@@ -43,7 +42,6 @@ _ALIGNED_BYTES = 16  # NCCL is slower if a shard is not a multiple of this
 _NUM_WARMUPS = 5
 _NUM_REPEATS = 30  # so that the median is robust against other programs' noise
 _REPEAT_SECONDS = 0.002  # a repeat lasts this long, so that the barrier's skew does not matter
-_MOST_IN_A_ROW = 50
 _PROBE_SECONDS = 30.0  # limit of the time that the ranks measure
 
 
@@ -73,18 +71,8 @@ def main() -> None:
             timings=tuple(timings),
         )
         write_network(network, args.output)
-        print_fits(network)
         print(f"network: {args.output}")
     state.destroy_process_group()
-
-
-def print_fits(network: MeasuredNetwork) -> None:
-    """Print the line fitted to each collective's times, which predicts from them."""
-    for collective in COLLECTIVES:
-        line = fit(network, collective)
-        rate = line.bus_bytes_per_second
-        bandwidth = "larger tensors took no longer" if rate is None else f"{rate / 1e9:.2f} GB/s"
-        print(f"{collective}: latency {line.latency_seconds * 1e6:.1f} us, {bandwidth}")
 
 
 def measure(device: torch.device) -> list[CollectiveTiming]:
@@ -109,7 +97,7 @@ def _timing(collective: str, size_bytes: int, device: torch.device) -> Collectiv
     operation, num_bytes = _operation(collective, size_bytes, device)
     warmups = [_seconds_each(operation, device, num_in_a_row=1) for _ in range(_NUM_WARMUPS)]
     pilot_seconds = max(gather_to_all(min(warmups)))  # all ranks must repeat equally often
-    num_in_a_row = min(max(round(_REPEAT_SECONDS / pilot_seconds), 1), _MOST_IN_A_ROW)
+    num_in_a_row = max(round(_REPEAT_SECONDS / pilot_seconds), 1)
     rank_seconds = [_seconds_each(operation, device, num_in_a_row=num_in_a_row) for _ in range(_NUM_REPEATS)]
     all_seconds = tuple(max(of_ranks) for of_ranks in zip(*gather_to_all(rank_seconds), strict=True))
     timing = CollectiveTiming(collective, num_bytes, median(all_seconds), all_seconds)

@@ -174,7 +174,6 @@ def clean_results(out: Path, done: list[dict[str, Any]], only: str | None) -> It
         yield {
             "name": name,
             "red": bad,
-            "distances": distances(records),
             "seconds": round(time.monotonic() - started, 1),
         }
         shutil.rmtree(out / "runs" / name.replace(" ", "_"), ignore_errors=True)
@@ -215,39 +214,6 @@ def _own_models(folder: Path) -> list[str]:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{name}.json").write_text(config.to_json_string(use_diff=False))
     return [str(folder / f"{name}.json") for name in made]
-
-
-def distances(records: list[RunRecord]) -> dict[str, float]:
-    """The largest of all rows: loss and norm, in the first five steps and over all, from fp32 and from one
-    process of the same numerics; and a parameter's norm in step 1."""
-    references = [record for record in records if record.is_parity_reference]
-    fp32 = next(record for record in references if record.asked["config"]["numerics"] == "fp32")
-    found: dict[str, float] = {}
-    for record in records:
-        if record is fp32 or record.status != "ok":
-            continue
-        numerics = record.asked["config"]["numerics"]
-        control = next(each for each in references if each.asked["config"]["numerics"] == numerics)
-        pairs = [("control" if record is control else "fp32", fp32, record), ("alike", control, record)]
-        if record.fp32_pass is not None:
-            names = ("losses", "grad_norms", "parameter_grad_norms")
-            steps = dataclasses.replace(record, **{name: record.fp32_pass[name] for name in names})
-            pairs.append(("pass", fp32, steps))
-        for name, reference, run in pairs:
-            loss = [abs(a - b) for a, b in zip(run.losses, reference.losses, strict=False)]
-            norm = [
-                max(a / b, b / a) - 1 for a, b in zip(run.grad_norms, reference.grad_norms, strict=False) if a
-            ]
-            norms = [
-                max(a / b, b / a) - 1
-                for key, b in reference.parameter_grad_norms.items()
-                if (a := run.parameter_grad_norms.get(key)) and b
-            ]
-            sizes = {"loss": max(loss), "loss5": max(loss[:5]), "norm": max(norm or [0.0])}
-            sizes |= {"norm5": max(norm[:5] or [0.0]), "parameter": max(norms or [0.0])}
-            for kind, size in sizes.items():
-                found[f"{name} {kind}"] = max(found.get(f"{name} {kind}", 0.0), size)
-    return {key: float(f"{value:.2g}") for key, value in found.items()}
 
 
 def _planned(
@@ -576,7 +542,7 @@ class ZLoss(torch.autograd.Function):
 def _line(result: dict[str, Any]) -> str:
     if "name" in result:
         red = "RED " + "; ".join(result["red"]) if result["red"] else "clean"
-        return f"{result['name']}: {red} {result['distances']} {result['seconds']} s"
+        return f"{result['name']}: {red} {result['seconds']} s"
     caught = [name for name in ("parity", "plain", "probe") if result[name]]
     words = ", ".join(caught) or "NOTHING"
     return f"{result['where']}: {result['fault']}: {words} ({result['seconds']} s) {result['said'][:150]}"

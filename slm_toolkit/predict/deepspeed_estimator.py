@@ -5,9 +5,6 @@ It counts model states only: neither activations, nor logits, nor communication 
 
 from dataclasses import dataclass
 
-ESTIMATOR_VERSION = (
-    "0.19.8"  # source of the arithmetic: deepspeed/runtime/zero/stage_1_and_2.py and stage3.py
-)
 _BUFFER_FACTOR = 1.5  # its default additional_buffer_factor
 
 

@@ -19,7 +19,6 @@ def test_real_processes_are_measured(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     network = read_network(tmp_path / "network.json")
     assert f"network: {tmp_path / 'network.json'}" in done.out
-    assert all(f"{collective}: latency " in done.out for collective in COLLECTIVES)
     assert (network.world_size, network.num_nodes, network.gpus_per_node) == (2, 1, 2)
     assert "bench/network_probe.py" in network.command
     for collective in COLLECTIVES:
