@@ -104,7 +104,7 @@ def _timing(collective: str, size_bytes: int, device: torch.device) -> Collectiv
     if dist.get_rank() == 0:
         rate = f"{bus_bytes_per_second(timing, dist.get_world_size()) / 1e9:.2f} GB/s"
         line = f"{collective} of {num_bytes:,} bytes: {timing.seconds * 1e3:.3f} ms, {rate}"
-        print(line, file=sys.stderr, flush=True)
+        print(line, file=sys.stderr)
     return timing
 
 
