@@ -3,7 +3,6 @@
 Outputs that need no training are written by bench/generate_docs.py; test_generated_docs.py compares them.
 """
 
-import argparse
 import re
 import shlex
 import shutil
@@ -19,7 +18,7 @@ from slm_toolkit.config.flags import add_flags
 from slm_toolkit.config.parser import Parser, with_underscores
 from slm_toolkit.model.names import find_model
 
-PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 OTHER_PROGRAMS = ("hf", "lm_eval", "pip", "pytest", "mkdocs", "bash", "for")
 
 
@@ -48,12 +47,16 @@ INLINE = sorted(
 @pytest.mark.parametrize(("name", "words"), COMMANDS, ids=lambda value: str(value))
 def test_a_command_parses(name: str, words: list[str]) -> None:
     words = [word for word in words if "=" not in word or not word.partition("=")[0].isupper()]
-    if words[0] == "slm":
-        parsed(words)
+    if words[0] == "slm" and "--help" in words:  # prints and exits
+        assert words[1] in _VERBS
+    elif words[0] == "slm":
+        _parser(words[1]).parse_args(with_underscores(words[1:]))
     elif words[:2] == ["accelerate", "launch"]:
         launcher, arguments = words[2 : words.index("-m")], words[words.index("-m") + 2 :]
         assert (ROOT / launcher[launcher.index("--config_file") + 1]).is_file()
-        training_arguments(arguments)
+        parser = Parser(prog="train")
+        add_flags(parser, grid=False)
+        parser.parse_args(with_underscores(arguments))
     elif words[0] == "python" and words[1] == "-m":
         assert (ROOT / (words[2].replace(".", "/") + ".py")).is_file()
     elif words[0] == "python":
@@ -72,20 +75,6 @@ def test_a_command_named_in_a_sentence_has_flags_that_exist(name: str, command: 
     import_module(f"slm_toolkit.cli.{words[1]}").fill(parser)
     flags = {word.partition("=")[0] for word in words if word.startswith("--")}
     assert flags <= parser._option_string_actions.keys()
-
-
-def parsed(words: list[str]) -> argparse.Namespace | None:
-    """The arguments of an `slm` command; None for --help, which prints and exits."""
-    if "--help" in words:
-        assert words[1] in _VERBS
-        return None
-    return _parser(words[1]).parse_args(with_underscores(words[1:]))
-
-
-def training_arguments(words: list[str]) -> None:
-    parser = Parser(prog="train")
-    add_flags(parser, grid=False)
-    parser.parse_args(with_underscores(words))
 
 
 @pytest.mark.quick
@@ -148,7 +137,7 @@ def test_a_models_size_is_the_one_in_the_table(name: str, printed: str) -> None:
     ("name", "formula"),
     re.findall(
         r"^\| `(\w+)\.yaml` \|.*\| ([\d+/N ]+) \|$",
-        PAGES["getting_started.md"] + (ROOT / "README.md").read_text(),
+        PAGES["getting_started.md"] + PAGES["README.md"],
         re.M,
     ),
 )
