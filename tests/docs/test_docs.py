@@ -38,7 +38,7 @@ INLINE = sorted(
     {
         (name, command)
         for name, text in PAGES.items()
-        for command in re.findall(r"(?<!`)`(slm \w[^`]*)`", " ".join(text.split()))
+        for command in re.findall(r"(?<!`)`(slm [a-z][^`]*)`", " ".join(text.split()))
     }
 )
 

@@ -58,15 +58,6 @@ def test_the_examples_of_every_help_parse(verb: str) -> None:
         _parser(words[1]).parse_args(with_underscores(words[1:]))
 
 
-def test_the_grid_is_explained_once_and_only_where_there_is_one() -> None:
-    for verb in LONG:
-        text = slm_here(verb, "--help", "all").out
-        assert text.count("take several values") == (verb in ("compare", "estimate", "recommend"))
-    assert "--model, --model_name_or_path STR ..." in slm_here("compare", "--help").out
-    assert slm_here("report", "--help").out.startswith("usage: slm report [records ...] [flags]\n")
-    assert "--model, --model_name_or_path STR\n" in slm_here("train", "--help").out
-
-
 def test_the_scripts_help_shows_the_basic_flags_of_runs(capsys: pytest.CaptureFixture[str]) -> None:
     for words, names in (([], {name for name, flag in FLAGS.items() if flag.basic}), (["all"], {*FLAGS})):
         with pytest.raises(SystemExit):

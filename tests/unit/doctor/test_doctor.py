@@ -8,7 +8,6 @@ import pytest
 from conftest import own_strategy, slm_here
 from doctor_cases import MEANT
 
-from slm_toolkit.doctor.fix import as_yaml
 from slm_toolkit.hardware.gpus import visible
 from slm_toolkit.strategy.strategy import shipped_strategies
 
@@ -36,13 +35,6 @@ def doctored(*arguments: str, code: int = 0, **options: object) -> dict[str, dic
 
 def grave(found: dict[str, dict]) -> set[str]:
     return {name for name, finding in found.items() if finding["severity"] != "could be faster"}
-
-
-@pytest.fixture
-def faulty(tmp_path: Path) -> Path:
-    path = tmp_path / "mine.yaml"
-    path.write_text(MANY_FAULTS)
-    return path
 
 
 @pytest.mark.parametrize("strategy", shipped_strategies())
@@ -116,7 +108,9 @@ def test_a_yaml_of_cpus_is_judged_as_one_of_cpus(engine: str, tmp_path: Path) ->
     assert ("use-cpu" in on_gpus) == is_idle
 
 
-def test_fix_writes_a_copy_that_keeps_comments_and_order(faulty: Path, tmp_path: Path) -> None:
+def test_fix_writes_a_copy_that_keeps_comments_and_order(tmp_path: Path) -> None:
+    faulty = tmp_path / "mine.yaml"
+    faulty.write_text(MANY_FAULTS)
     found = doctored(*H100S, "--strategy", str(faulty), code=1)
     # the section's own faults come up once the engine has a name that accelerate knows
     assert grave(found) == {"unknown-key", "distributed-type", "gpu-ids", "fsdp-version-missing"}
@@ -205,15 +199,10 @@ def test_what_estimates_do_not_know_is_no_reason_to_stop() -> None:
 
 BAD = [  # flags, the file's text, the error
     ((), "distributed_type: [", "is not YAML"),
-    ((), "just words\n", "contains no settings"),
     ((), None, "no such file"),
     (("--gpu", "h1000"), "distributed_type: MULTI_GPU\n", "h1000"),
     (("--fix", "."), MANY_FAULTS, "mine.yaml exists: nothing was written"),
-    (
-        ("--num_gpus", "7", "--gpus_per_node", "4"),
-        MANY_FAULTS,
-        "7 GPUs can't be the same number on each node of up to 4",
-    ),
+    (("--num_gpus", "7", "--gpus_per_node", "4"), MANY_FAULTS, "7 GPUs can't be the same number"),
 ]
 
 
@@ -228,38 +217,3 @@ def test_bad_input_ends_with_a_hint(
     assert says in done.err
     assert "hint: " in done.err
     assert text is None or (tmp_path / "mine.yaml").read_text() == text
-
-
-def test_it_is_readable_at_80_columns_and_in_a_pipe(faulty: Path) -> None:
-    done = slm_here("doctor", *H100S, "--strategy", faulty.name, cwd=faulty.parent, env={"COLUMNS": "80"})
-    lines = done.out.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert lines[-1].startswith("4 wrong")
-
-
-def test_comments_stay_with_their_keys() -> None:
-    text = """\
-        # head
-        fsdp_config: # how it shards
-            # about the strategy
-            fsdp_sharding_strategy: FULL_SHARD # old
-            # about offload
-            fsdp_offload_params: False # off
-        # about ranks
-        num_processes: 8 # all of the node
-        num_processes: 4 # half of it
-        # end
-        """
-    content = {"fsdp_config": {"fsdp_offload_params": True, "fsdp_version": 2}, "num_processes": 4}
-    assert as_yaml(content, textwrap.dedent(text)) == (
-        "# head\nfsdp_config: # how it shards\n  # about offload\n  fsdp_offload_params: true # off\n"
-        "  fsdp_version: 2\n# about ranks\nnum_processes: 4 # half of it\n# end\n"
-    )
-    assert as_yaml({"a": 1}, "{a: 2} # in one line\n") == "a: 1\n"
-
-
-def test_gpus_are_counted_in_the_file(tmp_path: Path) -> None:
-    text = "  fsdp_version: 2\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\nnum_processes: 6\n"
-    own = own_strategy(tmp_path, f"distributed_type: FSDP\nfsdp_config:\n{text}")
-    finding = doctored("--model", "slm-100m-hw", "--host_ram_gib", "1", "--strategy", own, code=1)["host-ram"]
-    assert "of host RAM for 6 ranks" in finding["sentence"]

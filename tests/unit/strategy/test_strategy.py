@@ -50,21 +50,11 @@ def test_a_shipped_yaml_means_what_its_name_says(
     name: str, engine: str, zero_stage: int | None, reshard: bool | None
 ) -> None:
     strategy = find_strategy(name)
-    assert (strategy.engine, strategy.zero_stage, strategy.reshard_after_forward) == (
-        engine,
-        zero_stage,
-        reshard,
-    )
+    found = (strategy.engine, strategy.zero_stage, strategy.reshard_after_forward)
+    assert found == (engine, zero_stage, reshard)
     of_two_nodes = ("fsdp_hybrid_shard", "ds_zeropp", "ds_zeropp_quantized")
     assert strategy.num_processes == (1 if name == "single" else 4 if name in of_two_nodes else 2)
     assert strategy.offloads == name.endswith(("_offload", "_nvme"))
-
-
-def test_every_key_of_a_shipped_yaml_is_annotated_on_its_line() -> None:
-    for path in config_dir("accel_configs").glob("*.yaml"):
-        first, *lines = path.read_text().splitlines()
-        assert first.startswith("# "), f"{path.name} does not say what it is"
-        assert [line for line in lines if "#" not in line] == [], path.name
 
 
 def test_the_jsons_leave_to_the_flags_what_the_flags_decide() -> None:
@@ -104,7 +94,6 @@ JSON = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file:
     ("text", "says"),
     [
         ("a: [1, 2", "is not YAML at line"),
-        ("- a\n- b\n", "contains no settings"),
         ("distributed_type: TPU\n", "not supported"),
         ("distributed_type: MULTI_GPU\nnum_processes: 0\n", "num_processes is 0"),
         ("distributed_type: MULTI_GPU\nhub_token: hf_abcdefgh\n", "is a secret"),
@@ -140,11 +129,9 @@ BATCH_AND_BF16 = {"train_micro_batch_size_per_gpu": 8, "bf16": {"enabled": True}
         ({"tensor_parallel": {"autotp_size": 2}}, {}, ["autotp_size: slm_toolkit does not run tensor"]),
         ({"zero_optimization": {"stage": 2, "zenflow": {}}}, {}, ["zenflow: ZenFlow applies most"]),
         ({"zero_optimization": ON_HOST}, {}, ["slm_toolkit does not run SuperOffload"]),
-        ({"compile": {"deepcompile": False}, "tensor_parallel": {"autotp_size": 1}}, {}, []),
         ({"zero_optimization": {"stage": 2, "zenflow": None, "offload_optimizer": None}}, {}, []),
         ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, {}, []),
         ({"optimizer": {"type": "Lamb"}}, {}, ["optimizer is Lamb: remove it"]),
-        ({"optimizer": "AdamW"}, {}, ["optimizer is None: remove it"]),
         ({"optimizer": {"type": "AdamW"}}, {"numerics": "stock"}, ["remove it"]),
         ({"fp16": {"enabled": True}}, {}, ["use --numerics fp16"]),
     ],
@@ -171,7 +158,6 @@ def test_a_part_that_is_not_run_is_refused_by_estimates_too(tmp_path: Path) -> N
     ("change", "says"),
     [
         ({"mixed_precision": False}, "write 'no' in quotes"),
-        ({"mixed_precision": "half"}, "mixed_precision is half"),
         ({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "use --kernels compiled"),
         ({"zero_optimization": {"stage": 3}}, "the model can't be saved"),
         ({"fsdp_config": {"fsdp_version": 2, "log_dir": "/x"}}, "log_dir is not a known key of fsdp_config"),
