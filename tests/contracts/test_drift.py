@@ -166,8 +166,8 @@ def test_files_in_which_ranks_wait_are_known() -> None:
     from slm_toolkit.run.faults.watchdog import _WAITING
 
     files = ("distributed/distributed_c10d.py", "autograd/graph.py", "cuda/streams.py", "cuda/__init__.py")
-    comm = Path(find_spec("deepspeed").origin).with_name("comm") / "comm.py"
-    for path in (*(Path(torch.__file__).with_name(file) for file in files), comm):
+    comm = Path(find_spec("deepspeed").origin).parent / "comm" / "comm.py"
+    for path in (*(Path(torch.__file__).parent / file for file in files), comm):
         assert path.is_file(), path
         assert _WAITING.search(str(path)), path
 

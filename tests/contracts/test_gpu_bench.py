@@ -71,14 +71,3 @@ def test_the_plan_has_each_arm_once_and_every_flag_of_it_exists() -> None:
     for arm in arms:
         if not arm.is_script:
             training_config([*arm.words, "--output_dir", "x"])
-
-
-@pytest.mark.slow
-def test_micro_benchmarks_are_timed(tmp_path: Path) -> None:
-    out = tmp_path / "micro.jsonl"
-    programs = (str(ROOT / "bench" / "gpu" / name) for name in ("pretend.py", "micro.py"))
-    words = (sys.executable, *programs, "--smoke", "--out", str(out))
-    assert run(*words).code == 0
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert {"matmul", "attention", "elementwise"} <= {row["kind"] for row in rows}
-    assert all(row["seconds"] > 0 for row in rows)

@@ -47,19 +47,17 @@ def test_a_term_without_a_row_is_that_of_the_same_chip(
 
 @pytest.mark.quick
 def test_calibrated_rates_are_those_that_were_measured() -> None:
-    true = Calibration(
-        **{"matmul_share": 0.70, "misaligned_share_1": 0.20, "misaligned_share_4": 0.45},
-        **{"attention_forward_share_64": 0.50, "attention_forward_half_64": 256.0},
-        **{"memory_share": 0.90, "optimizer_share": 0.80, "loss_share_hf": 0.75},
-    )
-    rates = rates_of(H200, calibrated(TODAY, true))
+    true = {"matmul_share": 0.70, "misaligned_share_1": 0.20, "misaligned_share_4": 0.45}
+    true |= {"attention_forward_share_64": 0.50, "attention_forward_half_64": 256.0}
+    true |= {"memory_share": 0.90, "optimizer_share": 0.80, "loss_share_hf": 0.75}
+    software = calibrated(TODAY, Calibration(**true))
+    rates = rates_of(H200, software)
     assert rates.matmul_flops == pytest.approx(0.70 * FLOPS)
     fitted = TODAY.misaligned_share.hopper
     assert [rates.misaligned_at(1536, width) for width in (4147, 4148, 4150)] == [0.20, 0.45, fitted]
-    # 989 TFLOP at 0.50 of 989 TFLOP/s, and half as fast at a sequence of 256; heads of 80 are padded to 96
-    given = {"gpu": H200, "software": calibrated(TODAY, true), "kernel": "cudnn"}
-    forward = pass_seconds("forward", FLOPS, head_dim=80, seq_len=256, **given)
-    assert forward == pytest.approx(4.0 * 96 / 80)
+    # 989 TFLOP at 0.50 of 989 TFLOP/s, and half as fast at a sequence of 256
+    given = {"gpu": H200, "software": software, "kernel": "cudnn", "head_dim": 64, "seq_len": 256}
+    assert pass_seconds("forward", FLOPS, **given) == pytest.approx(4.0)
     found = rates.memory_bytes, rates.optimizer_bytes, rates.loss_bytes("hf")
     assert found == pytest.approx((0.90 * MEMORY, 0.80 * MEMORY, 0.75 * MEMORY))
 

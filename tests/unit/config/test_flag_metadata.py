@@ -68,10 +68,3 @@ def test_rules_name_flags_and_choices_that_exist() -> None:
 )
 def test_a_value_out_of_its_range_is_a_sentence(flags: dict, says: str) -> None:
     assert RunConfig(**flags).problems() == [says]
-
-
-def test_a_flag_that_estimates_cover_only_in_part_names_what_to_do() -> None:
-    for name, flag in FLAGS.items():
-        assert not flag.closed_form_for or flag.no_closed_form
-        assert flag.has_closed_form(getattr(RunConfig, name))
-        assert flag.no_closed_form is None or flag.estimate == "counts"

@@ -39,12 +39,6 @@ def test_help_shows_five_to_fifteen_flags_and_help_all_every_flag(verb: str) -> 
     assert (short.code, whole.code) == (0, 0)
 
 
-@pytest.mark.parametrize("verb", sorted({*_VERBS} - {*LONG}))
-def test_a_verb_with_few_flags_has_one_help(verb: str) -> None:
-    assert slm_here(verb, "--help").out == slm_here(verb, "--help", "all").out
-    assert "--help all" not in slm_here(verb, "--help").out
-
-
 @pytest.mark.parametrize("verb", sorted({*_VERBS} - {"launch"}))
 def test_the_examples_of_every_help_parse(verb: str) -> None:
     text = slm_here(verb, "--help").out.partition("\nexamples:\n")[2].partition("\n\n")[0]
