@@ -2,9 +2,8 @@
 
 import dataclasses
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from faulty_files import HYBRID, Planted
@@ -16,8 +15,7 @@ from slm_toolkit.model.names import find_model
 from slm_toolkit.strategy.strategy import config_dir
 
 
-@dataclass(frozen=True)
-class Meant:
+class Meant(NamedTuple):
     """What a strategy is for: a model that needs it, where its communication can hide."""
 
     model: str

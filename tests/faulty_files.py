@@ -1,26 +1,26 @@
 """Faults to plant in shipped files, flags, machines and shells, a row each, by `slm doctor`'s names."""
 
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct
 
 from slm_toolkit.doctor.finding import REMOVE
 
 
-@dataclass(frozen=True)
-class Planted:
+class Planted(Struct, frozen=True):
     """A fault: what to change in a clean case so that the finding `name` is the only grave one."""
 
     name: str
     base: str
     "the shipped strategy it is planted in"
-    yaml: dict[str, Any] = field(default_factory=dict)
+    yaml: dict[str, Any] = {}
     "by key, with dots"
-    json: dict[str, Any] = field(default_factory=dict)
-    more_text: dict[str, str] = field(default_factory=dict)
+    json: dict[str, Any] = {}
+    more_text: dict[str, str] = {}
     "appended to the yaml, or in place of the json"
-    flags: dict[str, Any] = field(default_factory=dict)
-    host: dict[str, Any] = field(default_factory=dict)
-    case: dict[str, Any] = field(default_factory=dict)
+    flags: dict[str, Any] = {}
+    host: dict[str, Any] = {}
+    case: dict[str, Any] = {}
     "fields of the Case, and model, for another ModelSpec"
     also: tuple[str, ...] = ()
     "what else is then true"
@@ -51,27 +51,27 @@ def _shell(**variables: str) -> dict[str, Any]:
     return {"variables": variables}
 
 
-LAUNCH = (
-    Planted("duplicate-key", DDP, more_text={"yaml": "num_processes: 4\n"}, tag="yaml"),
+ALL = (
+    # of launches
+    Planted("duplicate-key", DDP, more_text={"yaml": "num_processes: 4\n"}),
     Planted("unknown-key", DDP, {"num_nodes": 1}, tag="of the file"),
     Planted("unknown-key", HYBRID, {"parallelism_config.tp_size": 1}, tag="without its prefix"),
     Planted("distributed-type", DDP, {"distributed_type": "DDP"}, tag="synonym"),
     Planted("distributed-type", ZERO2, {"distributed_type": REMOVE}, tag="absent"),
-    Planted("unquoted-no", DDP, {"mixed_precision": False}, tag="mixed_precision"),
-    Planted("ignored-section", DDP, {f"{_F}version": 2}, tag="fsdp_config under MULTI_GPU"),
+    Planted("unquoted-no", DDP, {"mixed_precision": False}),
+    Planted("ignored-section", DDP, {f"{_F}version": 2}),
     Planted("more-processes-than-gpus", DDP, {"num_processes": 9}),
     Planted("processes-without-engine", "single", {"num_processes": 2}),
     Planted("main-process-ip-local", DDP, {**_TWO_MACHINES, "main_process_ip": "127.0.0.1"}, case=_16),
     Planted("deepspeed-launcher", ZERO2, _TWO_MACHINES, case=_16),
-    Planted("gpu-ids", DDP, {"gpu_ids": 0}, tag="a number"),
+    Planted("gpu-ids", DDP, {"gpu_ids": 0}),
     Planted("mixed-precision-unknown", DDP, {"mixed_precision": "float16"}),
     Planted("mixed-precision-differs", DDP, {"mixed_precision": "fp16"}),
-    Planted("compiled-by-yaml", DDP, {"dynamo_backend": "INDUCTOR"}, tag="key"),
+    Planted("compiled-by-yaml", DDP, {"dynamo_backend": "INDUCTOR"}),
     Planted("not-passed-on", DDP, {"compute_environment": "AMAZON_SAGEMAKER"}, tag="compute_environment"),
     Planted("not-passed-on", ZERO2, {f"{_D}deepspeed_multinode_launcher": "pdsh"}, tag="launcher"),
-    Planted("use-cpu", "single", {"use_cpu": True}, tag="obeyed"),
-)
-OF_FSDP = (
+    Planted("use-cpu", "single", {"use_cpu": True}),
+    # of FSDP
     Planted("fsdp-version-missing", FSDP, {f"{_F}version": REMOVE}),
     Planted("fsdp1", FSDP, {f"{_F}version": 1}),
     Planted(
@@ -81,15 +81,14 @@ OF_FSDP = (
         tag="shards otherwise",
     ),
     Planted("refused", FSDP, {f"{_F}reshard_after_forward": "FULL_SHARD"}, tag="reshard"),
-    Planted("sharding-strategy-ignored", FSDP, {f"{_F}sharding_strategy": "SHARD_GRAD_OP"}, tag="other"),
-    Planted("tied-embeddings", FSDP, host=_OLD_TORCH, case={"model": "smollm2-1.7b"}, tag="torch"),
-    Planted("no-wrap-policy", FSDP, {f"{_F}auto_wrap_policy": REMOVE}, tag="absent"),
+    Planted("sharding-strategy-ignored", FSDP, {f"{_F}sharding_strategy": "SHARD_GRAD_OP"}),
+    Planted("tied-embeddings", FSDP, host=_OLD_TORCH, case={"model": "smollm2-1.7b"}),
+    Planted("no-wrap-policy", FSDP, {f"{_F}auto_wrap_policy": REMOVE}),
     Planted("size-based-wrap", FSDP, {f"{_F}auto_wrap_policy": "SIZE_BASED_WRAP"}),
     Planted("groups-do-not-divide", HYBRID, {f"{_P}dp_shard_size": 6}),
-)
-OF_DEEPSPEED = (
+    # of DeepSpeed
     Planted("refused", ZERO2, more_text={"json": '{"zero_optimization": '}, tag="cut off"),
-    Planted("set-twice", ZERO2, {"mixed_precision": "bf16"}, tag="mixed_precision"),
+    Planted("set-twice", ZERO2, {"mixed_precision": "bf16"}),
     Planted(
         "refused",
         ZERO3,
@@ -118,8 +117,7 @@ OF_DEEPSPEED = (
     Planted("no-overlap", ZERO2, json={f"{_Z}overlap_comm": REMOVE}),
     Planted("zero3-never-releases", ZERO3, json={f"{_Z}stage3_max_reuse_distance": 5e9}),
     Planted("zero3-gathers-all", ZERO3, json={f"{_Z}stage3_max_live_parameters": 3e9}),
-)
-OF_FLAGS = (
+    # of flags
     Planted(
         "flash-attn-in-fp32", DDP, flags={"attn_implementation": "flash_attention_2", "numerics": "fp32"}
     ),
@@ -127,7 +125,6 @@ OF_FLAGS = (
     Planted(
         *("flag-contradiction", ZERO3),
         flags={"peft": "qlora"},
-        tag="qlora",
     ),
     Planted("json-contradicts-flag", ZERO2, json={"train_micro_batch_size_per_gpu": 2}, tag="micro-batch"),
     Planted(
@@ -138,8 +135,7 @@ OF_FLAGS = (
         *("communication-dtype-differs", ZERO2),
         json={"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}},
     ),
-)
-OF_MACHINES = (
+    # of machines
     Planted("nvme-path", NVME, json={f"{_Z}offload_param.nvme_path": REMOVE}, tag="absent"),
     Planted(
         "nvme-path",
@@ -161,18 +157,21 @@ OF_MACHINES = (
     # 8 ranks x 4 bytes x 2.2e9 = 71 GB while all build the model
     Planted("host-ram", ZERO3, host={"ram_bytes": 64 * 2**30}, tag="short"),
     Planted("host-ram", FSDP, host={"ram_bytes": 128 * 2**30, "free_ram_bytes": 50 * 2**30}, tag="taken"),
-)
-OF_SHELLS = (
-    Planted("nccl-p2p-disabled", DDP, host=_shell(NCCL_P2P_DISABLE="1")),
-    Planted("nccl-shm-disabled", DDP, host=_shell(NCCL_SHM_DISABLE="1")),
-    Planted("nccl-ib-disabled", ZEROPP, host=_shell(NCCL_IB_DISABLE="1")),
-    Planted("cuda-launch-blocking", DDP, host=_shell(CUDA_LAUNCH_BLOCKING="1")),
-    Planted("distributed-debug", DDP, host=_shell(TORCH_DISTRIBUTED_DEBUG="DETAIL")),
-    Planted("no-memory-caching", DDP, host=_shell(PYTORCH_NO_CUDA_MEMORY_CACHING="1")),
+    # of shells
+    *(
+        Planted(name, base, host=_shell(**{variable: value}))
+        for name, base, variable, value in (
+            ("nccl-p2p-disabled", DDP, "NCCL_P2P_DISABLE", "1"),
+            ("nccl-shm-disabled", DDP, "NCCL_SHM_DISABLE", "1"),
+            ("nccl-ib-disabled", ZEROPP, "NCCL_IB_DISABLE", "1"),
+            ("cuda-launch-blocking", DDP, "CUDA_LAUNCH_BLOCKING", "1"),
+            ("distributed-debug", DDP, "TORCH_DISTRIBUTED_DEBUG", "DETAIL"),
+            ("no-memory-caching", DDP, "PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),
+        )
+    ),
     Planted("dynamo-disabled", DDP, flags={"kernels": "loss+compile"}, host=_shell(TORCHDYNAMO_DISABLE="1")),
     Planted("one-thread-per-rank", DDP, host={**_HERE, "num_cores": 8, **_shell()}),
-)
-OF_CLOSED_FORMS = (
+    # that closed forms find
     Planted("widths-off-tensor-cores", DDP, case={"model": "slm-500m"}),
     Planted("does-not-fit", DDP, case={"gpu_names": ("l4",)}, flags={"per_device_train_batch_size": 64}),
     Planted(
@@ -186,4 +185,3 @@ OF_CLOSED_FORMS = (
     ),
     Planted("offload-of-what-fits", OFFLOAD, case={"gpu_names": ("h200",)}),
 )
-ALL = (*LAUNCH, *OF_FSDP, *OF_DEEPSPEED, *OF_FLAGS, *OF_MACHINES, *OF_SHELLS, *OF_CLOSED_FORMS)

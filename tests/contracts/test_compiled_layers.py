@@ -7,12 +7,13 @@ import contextlib
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.memory.activations import Kernels, layer_memory
 from slm_toolkit.predict.setup.adapters import KNOWN, Adapters
 from slm_toolkit.predict.setup.setup import AUTOCAST, BF16, FP32
+from slm_toolkit.run.model.model import hf_config
 
 SHAPE = ModelSpec("tiny", 2, 64, 4, 2, 16, 160, 128)
 BATCH, SEQ_LEN, RANK = 3, 24, 8
@@ -25,10 +26,7 @@ def saved_of_compiled_layer(
 ) -> float:
     """The bytes per token that a compiled Llama layer saves for backward, without weights."""
     dtype = torch.bfloat16 if compute == BF16 else torch.float32
-    shape = {"hidden_size": SHAPE.hidden_size, "intermediate_size": SHAPE.ffn_size}
-    shape |= {"num_hidden_layers": SHAPE.num_layers, "num_attention_heads": SHAPE.num_heads}
-    shape |= {"num_key_value_heads": SHAPE.num_kv_heads, "vocab_size": SHAPE.vocab_size}
-    model = LlamaForCausalLM(LlamaConfig(**shape, attn_implementation="sdpa"))
+    model = LlamaForCausalLM(hf_config(SHAPE, seq_len=SEQ_LEN))
     if targets:
         peft = pytest.importorskip("peft")
         adapters = peft.LoraConfig(r=RANK, target_modules=list(targets), lora_dropout=dropout)

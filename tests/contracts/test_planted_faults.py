@@ -1,17 +1,15 @@
 """Three faults of bench/fault_list.py, planted in real trainings: `slm compare --parity` turns red."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
-from conftest import ROOT
+from conftest import run
 
 
 def test_three_planted_faults_are_caught(tmp_path: Path) -> None:
-    words = [sys.executable, str(ROOT / "bench" / "planted_faults.py"), "--sample", "--out", str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = run(sys.executable, "bench/planted_faults.py", "--sample", "--out", str(tmp_path), timeout=900)
+    assert done.code == 0, done.err[-2000:]
     results = [json.loads(line) for line in (tmp_path / "sample.jsonl").read_text().splitlines()]
     assert len(results) == 3
     assert [result["fault"] for result in results if not result["parity"]] == []

@@ -18,12 +18,6 @@ def test_every_generated_page_and_output_is_up_to_date() -> None:
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_a_page_begins_with_its_question(name: str) -> None:
-    text = re.sub(r"<!--.*?-->\n\n", "", TEXTS[name])
-    assert re.match(r"# .+\n\nThis page answers: .+\?\n", text)
-
-
-@pytest.mark.parametrize("name", TEXTS)
 def test_a_link_to_another_page_names_a_page_and_a_heading_that_exist(name: str) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", TEXTS[name]):
         if target.startswith("https://"):

@@ -1,6 +1,5 @@
 """Every recipe does two steps on CPU processes, and its head and its real commands are what it says."""
 
-import importlib.util
 import json
 import os
 import shutil
@@ -9,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import COMPILING_SECONDS, ROOT, WARM, Finished, free_port, run, slm
+from conftest import COMPILING_SECONDS, ROOT, WARM, Finished, free_port, run, slm_here
 
 from slm_toolkit.cli.main import _parser
 from slm_toolkit.cli.recipes import shipped_recipes
@@ -48,17 +47,11 @@ print('[{{"peak_rss_bytes": 1}}]')
 "in the place of what would train, or wants a GPU: writes down what it was asked; the other verbs are real"
 
 
-@pytest.mark.quick
-def test_the_table_above_has_every_recipe() -> None:
-    assert RUNS.keys() == RECIPES.keys()
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_short_and_plain_bash(name: str) -> None:
     path = ROOT / "recipes" / f"{name}.sh"
     lines = path.read_text().splitlines()
-    assert len(lines) <= 60
-    assert max(map(len, lines)) <= 110
+    assert max(len(lines), *map(len, lines)) <= 110
     assert "set -euo pipefail" in lines
     if shutil.which("shellcheck") is None:
         pytest.skip("no shellcheck here: apt-get install shellcheck")
@@ -100,11 +93,9 @@ def real_commands(name: str, folder: Path) -> list[list[str]]:
     [pytest.param(name, marks=[pytest.mark.nvme] if name == "nvme_offload" else []) for name in RECIPES],
 )
 def test_a_recipe_does_two_steps_on_this_machine(name: str, tmp_path: Path) -> None:
-    if missing := [
-        package for package in PACKAGES.get(name, []) if importlib.util.find_spec(package) is None
-    ]:
-        pytest.skip(f"no {missing[0]} here: pip install {missing[0]}")
-    done = tried(name, tmp_path) if name != "two_nodes_2b" else tried_on_two_nodes(tmp_path)
+    for package in PACKAGES.get(name, ()):
+        pytest.importorskip(package)
+    done = tried(name, tmp_path)
     assert done.code == 0, done.err
     records = [json.loads(path.read_text()) for path in sorted(tmp_path.rglob("record.json"))]
     assert sorted((record["strategy"], record["world_size"]) for record in records) == RUNS[name]
@@ -117,32 +108,27 @@ def test_a_recipe_does_two_steps_on_this_machine(name: str, tmp_path: Path) -> N
         assert done.out.count("\nsbatch ") == 2
 
 
-def tried(name: str, folder: Path, **variables: str) -> Finished:
-    script = str(ROOT / "recipes" / f"{name}.sh")
-    return run("bash", script, cwd=folder, env={**TRIED, **variables}, timeout=COMPILING_SECONDS)
-
-
-def tried_on_two_nodes(folder: Path) -> Finished:
-    """Both nodes of it on this one, two ranks each."""
-    variables = {"NODES": "2", "GPUS_PER_NODE": "2", "PORT": str(free_port())}
-    words = ("bash", str(ROOT / "recipes" / "two_nodes_2b.sh"))
-    env = {**WARM.env(), **TRIED, **variables, "NODE_RANK": "1"}
-    second = subprocess.Popen(words, cwd=folder, env=env, stdout=subprocess.DEVNULL)
+def tried(name: str, folder: Path) -> Finished:
+    """What a recipe does with TRY=1; both nodes of two are this one, two ranks each."""
+    words, variables, second = ("bash", str(ROOT / "recipes" / f"{name}.sh")), TRIED, None
+    if name == "two_nodes_2b":
+        variables = {**TRIED, "NODES": "2", "GPUS_PER_NODE": "2", "PORT": str(free_port())}
+        env = {**WARM.env(), **variables, "NODE_RANK": "1"}
+        second = subprocess.Popen(words, cwd=folder, env=env, stdout=subprocess.DEVNULL)
     try:
-        return tried("two_nodes_2b", folder, NODE_RANK="0", **variables)
+        return run(*words, cwd=folder, env={**variables, "NODE_RANK": "0"}, timeout=COMPILING_SECONDS)
     finally:
-        second.wait(timeout=60)
+        if second is not None:
+            second.wait(timeout=60)
 
 
-def test_the_list_has_every_recipes_question_and_figures() -> None:
-    done = slm("recipes")
-    assert done.code == 0, done.err
+@pytest.mark.quick
+def test_recipes_are_listed_and_one_is_printed_as_it_is() -> None:
+    listed = slm_here("recipes").out
     for recipe in RECIPES.values():
-        for said in (recipe.name, recipe.question, recipe.hardware):
-            assert said in done.out
-
-
-def test_one_is_printed_as_it_is_and_an_unknown_one_answered_with_the_names() -> None:
-    assert slm("recipes", "lora").out == (ROOT / "recipes" / "lora.sh").read_text()
-    done = slm("recipes", "qlorra")
+        assert recipe.name in listed
+        assert recipe.question in listed
+    assert RUNS.keys() == RECIPES.keys()
+    assert slm_here("recipes", "lora").out == (ROOT / "recipes" / "lora.sh").read_text()
+    done = slm_here("recipes", "qlorra")
     assert (done.code, "there are chat_fine_tune, " in done.err) == (2, True)

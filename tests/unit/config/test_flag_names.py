@@ -28,11 +28,8 @@ def refused(*words: str) -> str:
     [
         ("--lr 1e-3", "learning_rate", 1e-3),
         ("--epochs 3", "num_train_epochs", 3.0),
-        ("--steps 7", "max_steps", 7),
-        ("--max_seq_length 64", "seq_len", 64),
         ("--block-size=64", "seq_len", 64),
         ("--grad_accum 2", "gradient_accumulation_steps", 2),
-        ("--micro_batch_size 2", "per_device_train_batch_size", 2),
         ("--grad_clip 0.5", "max_grad_norm", 0.5),
     ],
 )
@@ -41,15 +38,14 @@ def test_a_name_with_the_same_meaning_is_taken_by_verbs_and_by_the_script(
 ) -> None:
     words = typed.split()
     assert getattr(training_config(words), field) == value
-    assert getattr(_parser("train").parse_args(with_underscores(["train", *words])), field) == value
-    found = getattr(_parser("compare").parse_args(with_underscores(["compare", *words])), field)
-    assert found in (value, [value])
+    for verb in ("train", "compare"):
+        found = getattr(_parser(verb).parse_args(with_underscores([verb, *words])), field)
+        assert found in (value, [value])
 
 
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        ("--bf16", {}),
         ("--bf16 true --fp16=false", {}),
         ("--fp16", {"numerics": "fp16"}),
         ("--torch_compile True --seed 1", {"kernels": "compiled", "seed": 1}),
@@ -80,7 +76,6 @@ def test_the_tables_name_flags_that_exist_and_no_name_twice(capsys: pytest.Captu
         ("--batch_size 4", "hint: --per_device_train_batch_size N: sequences of one process"),
         ("--precision bf16", "hint: --numerics: aligned (the default) computes in bf16"),
         ("--warmup_ratio 0.1", "hint: --warmup_steps N"),
-        ("--use_lora", "hint: --peft lora"),
         ("--deepspeed ds.json", "hint: --strategy NAME or FILE"),
         ("--lerning_rate 1", "hint: did you mean --learning_rate?"),
     ],
@@ -106,7 +101,6 @@ def test_a_removed_flag_is_answered_with_what_to_do_instead() -> None:
         ("fp16", "stock", True, False),
         ("fp16", "stock", False, True),  # accelerate's own fp16 needs a GPU
         ("fp16", "aligned", True, True),
-        ("fp8", "aligned", True, True),
     ],
 )
 def test_a_files_precision_that_contradicts_the_flags_is_refused(
@@ -137,15 +131,12 @@ def test_a_verb_without_training_flags_gives_no_hint_of_them() -> None:
     ("text", "meant"),
     [
         ("8xA100-40GB", (("a100-40gb",), (8,), None)),
-        ("8 x A100 40GB", (("a100-40gb",), (8,), None)),
         ("h100-80gb:8,16@2.49", (("h100-80gb",), (8, 16), 2.49)),
         ("4090", (("rtx-4090",), (), None)),
-        ("RTX4090:2", (("rtx-4090",), (2,), None)),
         ("NVIDIA GeForce RTX 4090", (("rtx-4090",), (), None)),
         ("NVIDIA A100-SXM4-40GB", (("a100-40gb",), (), None)),
         ("A100:8", (("a100-40gb", "a100-80gb", "a100-80gb-pcie"), (8,), None)),
         ("8xH100@3", (("h100-80gb", "h100-80gb-pcie"), (8,), 3)),
-        ("L4", (("l4",), (), None)),
         ("8xh200:8", None),
     ],
 )
@@ -166,27 +157,23 @@ def test_an_unknown_gpu_is_answered_with_the_closest_and_the_count() -> None:
     ("words", "counts", "meant"),
     [
         (["A100:8"], None, (["a100-40gb", "a100-80gb", "a100-80gb-pcie"], [8])),
-        (["8xA100-40GB"], None, (["a100-40gb"], [8])),
         (["h200", "l4"], [2], (["h200", "l4"], [2])),
         (["h200:8"], [4], None),
         (["h200:8", "l4:4"], None, None),
-        (["h200@2.5"], None, None),
     ],
 )
 def test_a_family_of_gpus_is_all_its_types_and_one_number(words: list, counts: list, meant: tuple) -> None:
-    if meant is not None:
+    if meant is None:
+        with pytest.raises(ValueError, match="hint: --gpu "):
+            gpus_asked(words, counts)
+    else:
         assert gpus_asked(words, counts) == meant
-        return
-    with pytest.raises(ValueError, match="hint: --gpu "):
-        gpus_asked(words, counts)
 
 
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
         ("slm1m", "slm-1m"),
-        ("SLM_1M", "slm-1m"),
-        ("slm700m", "slm-700m"),
         ("smolm2-135m", "smollm2-135m"),
         ("tinylama-1.1b", "tinyllama-1.1b"),
     ],

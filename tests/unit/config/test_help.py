@@ -39,12 +39,6 @@ def test_help_shows_five_to_fifteen_flags_and_help_all_every_flag(verb: str) -> 
     assert (short.code, whole.code) == (0, 0)
 
 
-@pytest.mark.parametrize("verb", sorted({*_VERBS} - {*LONG}))
-def test_a_verb_with_few_flags_has_one_help(verb: str) -> None:
-    assert slm_here(verb, "--help").out == slm_here(verb, "--help", "all").out
-    assert "--help all" not in slm_here(verb, "--help").out
-
-
 @pytest.mark.parametrize("verb", sorted({*_VERBS} - {"launch"}))
 def test_the_examples_of_every_help_parse(verb: str) -> None:
     text = slm_here(verb, "--help").out.partition("\nexamples:\n")[2].partition("\n\n")[0]
@@ -56,15 +50,6 @@ def test_the_examples_of_every_help_parse(verb: str) -> None:
         words = shlex.split(command.partition(" > ")[0])
         assert words[:2] == ["slm", verb]
         _parser(words[1]).parse_args(with_underscores(words[1:]))
-
-
-def test_the_grid_is_explained_once_and_only_where_there_is_one() -> None:
-    for verb in LONG:
-        text = slm_here(verb, "--help", "all").out
-        assert text.count("take several values") == (verb in ("compare", "estimate", "recommend"))
-    assert "--model, --model_name_or_path STR ..." in slm_here("compare", "--help").out
-    assert slm_here("report", "--help").out.startswith("usage: slm report [records ...] [flags]\n")
-    assert "--model, --model_name_or_path STR\n" in slm_here("train", "--help").out
 
 
 def test_the_scripts_help_shows_the_basic_flags_of_runs(capsys: pytest.CaptureFixture[str]) -> None:

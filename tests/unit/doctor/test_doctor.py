@@ -5,10 +5,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from conftest import own_strategy, slm_here
+from conftest import SMALL_LLAMA, own_strategy, slm_here
 from doctor_cases import MEANT
 
-from slm_toolkit.doctor.fix import as_yaml
 from slm_toolkit.hardware.gpus import visible
 from slm_toolkit.strategy.strategy import shipped_strategies
 
@@ -38,13 +37,6 @@ def grave(found: dict[str, dict]) -> set[str]:
     return {name for name, finding in found.items() if finding["severity"] != "could be faster"}
 
 
-@pytest.fixture
-def faulty(tmp_path: Path) -> Path:
-    path = tmp_path / "mine.yaml"
-    path.write_text(MANY_FAULTS)
-    return path
-
-
 @pytest.mark.parametrize("strategy", shipped_strategies())
 def test_a_shipped_file_is_free_of_faults(strategy: str) -> None:
     meant = MEANT[strategy]
@@ -56,11 +48,11 @@ def test_it_names_the_gain_of_aligned_widths_for_each_gpu_type(tmp_path: Path) -
     words = ("doctor", "--json", "--model", "slm-500m", BATCH, "16", *PLAIN)
     found = [f for f in json.loads(slm_here(*words).out) if f["name"] == "widths-off-tensor-cores"]
     gains = {f["gpu"]: f["speedup"] for f in found}
-    assert {(f["change"], f["severity"]) for f in found} == {("--pad_widths", "wrong")}
+    assert {f["change"] for f in found} == {"--pad_widths"}
     # the facts behind it: a misaligned product takes 1 / 0.152 of the time on Hopper, 1 / 0.316 on Ampere
     assert gains["h100-80gb"] > gains["a100-80gb"] > 1.25
-    shape = {"num_hidden_layers": 12, "hidden_size": 780, "num_attention_heads": 13, "vocab_size": 32_000}
-    (tmp_path / "config.json").write_text(json.dumps({**shape, "intermediate_size": 2048}))
+    shape = {"hidden_size": 780, "num_attention_heads": 13, "intermediate_size": 2048}
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL_LLAMA, **shape}))
     words = ("--model", str(tmp_path), "--gpu", "h100-80gb", "--strategy", "ddp", BATCH, "32")
     finding = doctored(*words, code=1)["widths-off-tensor-cores"]
     assert finding["change"] == "another shape"
@@ -89,9 +81,8 @@ def test_kernels_that_would_be_faster_are_named_with_what_they_give() -> None:
 
 
 def test_a_finding_is_printed_once_for_several_files_or_gpus(tmp_path: Path) -> None:
-    files = [str(tmp_path / "a.yaml"), str(tmp_path / "b.yaml")]
-    for file in files:
-        Path(file).write_text("distributed_type: MULTI_GPU\nnum_processes: 8\n")
+    text = "distributed_type: MULTI_GPU\nnum_processes: 8\n"
+    files = [own_strategy(tmp_path, text, name=name) for name in ("a", "b")]
     printed = slm_here("doctor", "--gpu", "l4", "--num_gpus", "1", "--strategy", *files).out
     assert printed.count("num_processes is 8 for 1 GPU") == 1
     assert all(f"{file}: num_processes" in printed for file in files)
@@ -99,8 +90,8 @@ def test_a_finding_is_printed_once_for_several_files_or_gpus(tmp_path: Path) -> 
     printed = slm_here(*asked, env={"COLUMNS": "200"}).out
     assert printed.count("change: --pad_widths") == printed.count("change: --kernels compiled") == 1
     assert "    also: a100-80gb, a100-40gb\n" in printed  # after the largest speedup, on the h100-80gb
-    nothing = ("--model", "slm-2b-hw", "--gpu", "h200", "--num_gpus", "1", "--strategy", "single")
-    done = slm_here("doctor", *nothing, "--kernels", "compiled", BATCH, "32")
+    single = ("--gpu", "h200", "--num_gpus", "1", "--strategy", "single", "--kernels", "compiled")
+    done = slm_here("doctor", "--model", "slm-2b-hw", *single, BATCH, "32")
     assert (done.code, done.out) == (0, "slm-2b-hw: no findings\n")
 
 
@@ -116,7 +107,9 @@ def test_a_yaml_of_cpus_is_judged_as_one_of_cpus(engine: str, tmp_path: Path) ->
     assert ("use-cpu" in on_gpus) == is_idle
 
 
-def test_fix_writes_a_copy_that_keeps_comments_and_order(faulty: Path, tmp_path: Path) -> None:
+def test_fix_writes_a_copy_that_keeps_comments_and_order(tmp_path: Path) -> None:
+    faulty = tmp_path / "mine.yaml"
+    faulty.write_text(MANY_FAULTS)
     found = doctored(*H100S, "--strategy", str(faulty), code=1)
     # the section's own faults come up once the engine has a name that accelerate knows
     assert grave(found) == {"unknown-key", "distributed-type", "gpu-ids", "fsdp-version-missing"}
@@ -143,9 +136,6 @@ def test_fix_writes_a_copy_that_keeps_comments_and_order(faulty: Path, tmp_path:
     done = slm_here("doctor", *H100S, "--strategy", str(faulty), "--fix", str(tmp_path / "out"))
     assert done.code == 1
     assert "by hand: main-process-ip-local: main_process_ip: the first machine's address" in done.err
-    done = slm_here("doctor", *H100S, "--strategy", "ddp", "--fix", cwd=folder)
-    assert (done.code, "ddp.yaml: nothing to correct" in done.err) == (0, True)
-    assert [path.name for path in folder.iterdir()] == ["mine.yaml"]
 
 
 def test_fix_corrects_a_json_and_the_yaml_points_to_it(tmp_path: Path) -> None:
@@ -161,9 +151,8 @@ def test_fix_corrects_a_json_and_the_yaml_points_to_it(tmp_path: Path) -> None:
     assert "deepspeed_config_file: fixed/mine.json" in (fixed / "mine.yaml").read_text()
     assert json.loads((tmp_path / "mine.json").read_text()) == deepspeed
     alone = tmp_path / "zero.json"
-    alone.write_text('{"zero_optimization": {"stage": 2, "cpu_offlaod": true}, "fp16": {"enabled": true}}')
-    found = doctored(*H100S, "--strategy", str(alone), "--fix", str(tmp_path / "alone"))
-    assert {"unknown-key", "json-contradicts-flag"} <= found.keys()
+    alone.write_text('{"zero_optimization": {"stage": 2}, "fp16": {"enabled": true}}')
+    doctored(*H100S, "--strategy", str(alone), "--fix", "alone", cwd=tmp_path)
     assert json.loads((tmp_path / "alone" / "zero.json").read_text())["fp16"] == {"enabled": "auto"}
 
 
@@ -205,15 +194,10 @@ def test_what_estimates_do_not_know_is_no_reason_to_stop() -> None:
 
 BAD = [  # flags, the file's text, the error
     ((), "distributed_type: [", "is not YAML"),
-    ((), "just words\n", "contains no settings"),
     ((), None, "no such file"),
     (("--gpu", "h1000"), "distributed_type: MULTI_GPU\n", "h1000"),
     (("--fix", "."), MANY_FAULTS, "mine.yaml exists: nothing was written"),
-    (
-        ("--num_gpus", "7", "--gpus_per_node", "4"),
-        MANY_FAULTS,
-        "7 GPUs can't be the same number on each node of up to 4",
-    ),
+    (("--num_gpus", "7", "--gpus_per_node", "4"), MANY_FAULTS, "7 GPUs can't be the same number"),
 ]
 
 
@@ -228,38 +212,3 @@ def test_bad_input_ends_with_a_hint(
     assert says in done.err
     assert "hint: " in done.err
     assert text is None or (tmp_path / "mine.yaml").read_text() == text
-
-
-def test_it_is_readable_at_80_columns_and_in_a_pipe(faulty: Path) -> None:
-    done = slm_here("doctor", *H100S, "--strategy", faulty.name, cwd=faulty.parent, env={"COLUMNS": "80"})
-    lines = done.out.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert lines[-1].startswith("4 wrong")
-
-
-def test_comments_stay_with_their_keys() -> None:
-    text = """\
-        # head
-        fsdp_config: # how it shards
-            # about the strategy
-            fsdp_sharding_strategy: FULL_SHARD # old
-            # about offload
-            fsdp_offload_params: False # off
-        # about ranks
-        num_processes: 8 # all of the node
-        num_processes: 4 # half of it
-        # end
-        """
-    content = {"fsdp_config": {"fsdp_offload_params": True, "fsdp_version": 2}, "num_processes": 4}
-    assert as_yaml(content, textwrap.dedent(text)) == (
-        "# head\nfsdp_config: # how it shards\n  # about offload\n  fsdp_offload_params: true # off\n"
-        "  fsdp_version: 2\n# about ranks\nnum_processes: 4 # half of it\n# end\n"
-    )
-    assert as_yaml({"a": 1}, "{a: 2} # in one line\n") == "a: 1\n"
-
-
-def test_gpus_are_counted_in_the_file(tmp_path: Path) -> None:
-    text = "  fsdp_version: 2\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\nnum_processes: 6\n"
-    own = own_strategy(tmp_path, f"distributed_type: FSDP\nfsdp_config:\n{text}")
-    finding = doctored("--model", "slm-100m-hw", "--host_ram_gib", "1", "--strategy", own, code=1)["host-ram"]
-    assert "of host RAM for 6 ranks" in finding["sentence"]

@@ -40,32 +40,6 @@ def test_a_layers_parameters_are_those_that_transformers_builds_in_its_order(nam
     assert [(tensor.name, tensor.num_elements) for tensor in layer_tensors(spec)] == built
 
 
-_SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
-_SHAPE += ("intermediate_size", "vocab_size")
-_QWEN3 = {"head_dim": 128, "tie_word_embeddings": True}
-
-
-PUBLISHED_SHAPES: dict[str, tuple[str, tuple[int, ...], dict[str, object]]] = {
-    "Qwen3-0.6B": ("qwen3", (28, 1024, 16, 8, 3072, 151_936), _QWEN3),
-    "gemma-2-2b": ("gemma2", (26, 2304, 8, 4, 9216, 256_000), {}),
-    "gemma-3-1b": ("gemma3_text", (26, 1152, 4, 1, 6912, 262_144), {}),
-    "SmolLM3-3B": ("smollm3", (36, 2048, 16, 4, 11_008, 128_256), {}),
-    "OLMo-2-0425-1B": ("olmo2", (16, 2048, 16, 16, 8192, 100_352), {}),
-    "Phi-4-mini": ("phi3", (32, 3072, 24, 8, 8192, 200_064), {"tie_word_embeddings": True}),
-    "granite-3.1-2b": ("granite", (40, 2048, 32, 8, 8192, 49_159), {"tie_word_embeddings": True}),
-}
-
-
-@pytest.mark.parametrize("name", PUBLISHED_SHAPES)
-def test_models_of_published_sizes_have_the_parameters_that_transformers_builds(name: str) -> None:
-    model_type, shape, keys = PUBLISHED_SHAPES[name]
-    config = {**SMALL, **dict(zip(_SHAPE, shape, strict=True)), **keys, "model_type": model_type}
-    spec = spec_from_config(config, name=name, path=name)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    assert spec.num_params == sum(param.numel() for param in model.parameters())
-
-
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_defaults_of_absent_keys_are_those_of_transformers_configurations(model_type: str) -> None:
     family = FAMILIES[model_type]
@@ -80,22 +54,16 @@ def test_defaults_of_absent_keys_are_those_of_transformers_configurations(model_
 @pytest.mark.parametrize(
     ("model_type", "keys", "says"),
     [
-        ("qwen3_moe", {"num_experts": 128}, "'qwen3_moe' is not supported"),
         ("gpt2", {}, "'gpt2' is not supported\nhint: there are llama, qwen2"),
         ("llama", {"num_experts": 8}, "num_experts 8: a llama with this is not trained here"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
-        ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop"),
-        ("phi3", {"attention_bias": True}, "attention_bias True"),
         ("olmo2", {"sliding_window": 64}, "sliding_window 64"),
         ("qwen2", {"mlp_bias": True, "num_experts": 8}, "mlp_bias True, num_experts 8"),
         ("llama", {"layer_types": ["sliding_attention"]}, "layer_types"),
-        ("llama", {"layer_types": [1]}, "layer_types"),
         ("llama", {"attention_dropout": 2}, "attention_dropout"),
         ("llama", {"attention_bias": "yes"}, "attention_bias"),
-        ("llama", {"hidden_size": "wide"}, "hidden_size"),
         ("llama", {"num_hidden_layers": 0}, "num_hidden_layers"),
         ("llama", {"num_attention_heads": 7}, "7 heads"),
-        ("llama", {"num_key_value_heads": 3}, "3 key-value heads"),
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantized already .*\nhint: .*qlora"),
     ],
 )
@@ -115,10 +83,7 @@ def test_a_model_that_is_not_known_is_refused(model_type: str, keys: dict, says:
         ("smollm3", {"sliding_window": 16, "use_sliding_window": True}, (16, 1)),  # the fourth has no RoPE
         ("qwen3", {"use_sliding_window": True, "max_window_layers": 1, **QWEN}, (16, 3)),
         ("phi3", {"sliding_window": 16}, (16, 4)),
-        ("phi3", {}, (None, 0)),
         ("mistral", {"num_key_value_heads": 4}, (4096, 4)),
-        ("mistral", {"sliding_window": None, "num_key_value_heads": 4}, (None, 0)),
-        ("qwen2", {"sliding_window": 64, "num_key_value_heads": 4}, (None, 0)),
     ],
 )
 def test_windows_are_those_of_transformers(model_type: str, keys: dict, expected: tuple) -> None:
@@ -157,8 +122,6 @@ def test_fused_kernels_are_put_into_copies_of_llamas_code_and_change_no_loss(nam
         losses[kernel] = model(input_ids=tokens, labels=tokens).loss.item()
     layer = decoder_layers(model)[0]
     assert type(layer.input_layernorm) is FusedRMSNorm
-    if name == "qwen3-2m":
-        assert type(layer.self_attn.q_norm) is FusedRMSNorm
     assert losses["norm"] == pytest.approx(losses["plain"], rel=1e-6)
 
 
@@ -166,11 +129,6 @@ def test_a_norm_of_another_function_is_not_fused() -> None:
     config = RunConfig(seq_len=32, numerics="fp32", kernels="norm")
     with pytest.raises(ValueError, match="no norm that computes like LlamaRMSNorm"):
         build_model(find_model(str(MODELS / "olmo2-3m")), config)
-
-
-def test_every_family_has_a_traced_model() -> None:
-    traced = {find_model(str(MODELS / name)).model_type for name in TODAY} | {"qwen2", "mistral"}
-    assert set(FAMILIES) == traced
 
 
 @pytest.mark.parametrize("name", ["gemma3-2m", "olmo2-3m", "phi3-2m"])
