@@ -15,11 +15,6 @@ def run_in(numerics: str, **changes: object) -> RunRecord:
     return dataclasses.replace(made, asked={**made.asked, "config": config}, **changes)
 
 
-def test_norms_whose_ratio_rounds_to_0_differ_without_end() -> None:
-    same = {"losses": [6.0], "run_name": PARITY_REFERENCE}
-    reference = run_in("fp32", grad_norms=[1e18], **same)
-    _, bad = judge([reference, run_in("aligned", **{**same, "run_name": "x"}, grad_norms=[5e-324])])
-    assert (bad.holds, bad.excess) == (False, math.inf)
 
 
 def test_only_the_steps_before_the_first_overflow_are_compared_with_fp32() -> None:
