@@ -1,7 +1,6 @@
 """Parity of runs that skipped steps, because their gradients overflowed in fp16."""
 
 import dataclasses
-import math
 
 from conftest import made_record
 
@@ -13,8 +12,6 @@ def run_in(numerics: str, **changes: object) -> RunRecord:
     made = made_record(engine="single", strategy="single", world_size=1)
     config = {**made.asked["config"], "numerics": numerics}
     return dataclasses.replace(made, asked={**made.asked, "config": config}, **changes)
-
-
 
 
 def test_only_the_steps_before_the_first_overflow_are_compared_with_fp32() -> None:

@@ -28,8 +28,6 @@ def written(folder: Path, **changes: object) -> Path:
     return path
 
 
-
-
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT / "results").parent))
 def test_every_shipped_record_is_as_the_schema_says(path: Path) -> None:
     assert problems(json.loads(path.read_text())) == []
@@ -106,7 +104,11 @@ ASKED, MODEL = made_record().asked, made_record().model
         ),
         ("status", "fine", "invalid field: status (invalid enum value 'fine')"),
         ("model", {"name": "slm-1m"}, "missing field: model."),
-        ("model", MODEL | {"num_layers": 2**53}, "invalid field: model.num_layers ("),  # kept a report for ever
+        (
+            "model",
+            MODEL | {"num_layers": 2**53},
+            "invalid field: model.num_layers (",
+        ),  # kept a report for ever
         ("step_seconds", [[1.0, -1.0]], "invalid field: step_seconds[0][1] (expected float > 0.0)"),
         ("schema_version", SCHEMA_VERSION + 1, "invalid field: schema_version (expected int <= 1)"),
         ("world_size", None, "invalid field: world_size (null, though the status is ok)"),

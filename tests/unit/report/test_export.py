@@ -84,8 +84,6 @@ def test_markdown_shows_html_as_it_was_typed_in_both_dialects() -> None:
         assert not re.search("<(script|img|b)[ >]", page)
 
 
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -108,5 +106,3 @@ def test_what_cannot_be_written_is_bad_input(
     assert said in done.err
     assert "hint: " in done.err
     assert done.out == ""
-
-

@@ -76,8 +76,6 @@ def test_what_differs_is_a_column_and_what_does_not_stands_above() -> None:
     assert [line.split("│")[1].strip() for line in lines if line.startswith("│")] == ["4", "16"]
 
 
-
-
 def test_a_record_is_read_back_equal_and_with_a_number_that_json_lacks_not_written(tmp_path: Path) -> None:
     made = made_record(losses=[1.0, None])
     path = write_record(made, tmp_path / "run")
@@ -97,11 +95,12 @@ def test_batches_are_listed_by_size_not_by_their_first_digit(tmp_path: Path) -> 
     assert [row["per_device_train_batch_size"] for row in rows] == [4, 8, 16, 128]
 
 
-
-
 @pytest.mark.parametrize("option", [(), ("--json",)])
 def test_a_record_that_no_run_wrote_or_a_report_can_not_compute_is_left_out(
-    option: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    option: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fails_for_odd(repeats: list, **options: object) -> Row:
         if repeats[0][1].run_name == "odd":

@@ -62,8 +62,6 @@ def test_one_slow_launch_of_three_does_not_move_the_rate() -> None:
     assert throughput(launches(1.0, 1.25, 10.0)).tokens_per_second == pytest.approx(8192 / 1.25)
 
 
-
-
 @pytest.mark.parametrize(
     ("changes", "factor"),
     [
