@@ -47,7 +47,6 @@ def ended(
         ("", ended(1, stopped_after_seconds=60, progress=AT_STEP_3), "timeout", "60 s, at step 3 of 20"),
         ("", ended(1, stopped_after_seconds=60), "timeout", "60 s, before its first step"),
         ("error: no such dataset\n", ended(2), "failed", "no such dataset"),
-        ("ValueError: wrong\nmore text\n", ended(1), "failed", "ValueError: wrong"),
         ("", ended(137), "failed", "was killed by signal 9: sender unknown"),
         ("", ended(0), "failed", "/record.json'"),
         (

@@ -6,27 +6,11 @@ from pathlib import Path
 
 import pytest
 from conftest import made_record
+from test_outcome import planned
 
-from slm_toolkit.compare.grid import PlannedRun, plan_runs
-from slm_toolkit.compare.local import LOG_FILE
-from slm_toolkit.compare.slurm import (
-    UNKNOWN,
-    SlurmJob,
-    _record_of,
-    _seconds,
-)
-from slm_toolkit.hardware.gpus import Machine
+from slm_toolkit.compare.slurm import UNKNOWN, SlurmJob, _record_of, _seconds
 from slm_toolkit.record.files import write_record
 from slm_toolkit.record.run_record import PROGRESS_FILE
-from slm_toolkit.strategy.strategy import find_strategy
-
-
-def planned(folder: Path) -> PlannedRun:
-    given = {"model": "slm-1m", "max_steps": 4, "output_dir": str(folder)}
-    machine = Machine(num_gpus=0, gpu=None)
-    (run,) = plan_runs(given, [find_strategy("ddp")], num_processes=2, machine=machine)
-    run.folder.mkdir()
-    return run
 
 
 @pytest.mark.parametrize(
@@ -40,8 +24,7 @@ def planned(folder: Path) -> PlannedRun:
 def test_slurms_word_the_step_and_the_log_are_in_the_reason(
     state: str, status: str, words: str, tmp_path: Path
 ) -> None:
-    run = planned(tmp_path)
-    (run.folder / LOG_FILE).write_text("step 2/4\nOSError: the disk is full\n")
+    run = planned(tmp_path, "step 2/4\nOSError: the disk is full\n")
     (run.folder / PROGRESS_FILE).write_text(json.dumps({"step": 2, "num_steps": 4}))
     record = _record_of(run, SlurmJob(7, state, "why Slurm thinks so", 65.0))
     assert (record.status, record.seconds_total) == (status, 65.0)
@@ -58,17 +41,16 @@ def test_slurms_word_the_step_and_the_log_are_in_the_reason(
         ("FAILED", "ok", "failed"),  # it broke after its record: not a run to trust
         ("FAILED", "oom", "oom"),
         ("CANCELLED", "oom", "oom"),  # one rank was out of memory, srun ended the others
-        ("NODE_FAIL", "failed", "failed"),
     ],
 )
 def test_the_runs_own_record_counts_unless_slurm_ended_it(
     state: str, of_record: str, status: str, tmp_path: Path
 ) -> None:
-    run = planned(tmp_path)
+    run = planned(tmp_path, "")
     write_record(dataclasses.replace(made_record(), status=of_record, reason="its own"), run.folder)
     record = _record_of(run, SlurmJob(7, state, "", 1.0))
     assert record.status == status
-    assert ("Slurm job 7" in record.reason) == (state in ("NODE_FAIL", "FAILED") and of_record != "oom")
+    assert ("Slurm job 7" in record.reason) == (status != of_record)
 
 
 def test_elapsed_times_are_seconds() -> None:

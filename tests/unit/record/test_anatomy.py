@@ -14,13 +14,6 @@ from slm_toolkit.report.tables.profiled import anatomy_table
 from slm_toolkit.run.observe.measure import PROFILED_STEPS, TRACE_FILE, profile_steps
 
 MAIN, AUTOGRAD, GLOO = 1, 2, 3  # threads
-WAITS = (
-    "CompiledFunctionBackward",
-    "ScaledDotProductFlashAttentionForCpuBackward0",
-    "torch::autograd::AccumulateGrad",
-    "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad",
-    "c10d::_allgather_base_",
-)
 
 
 def event(name: str, start: float, end: float, *, cat: str = "cpu_op", tid: int = MAIN, **args: int) -> dict:
@@ -45,83 +38,83 @@ def microseconds(anatomy: Anatomy) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize(
-    ("events", "expected"),
-    [
-        pytest.param(
-            [
-                annotation("phase:data", 0, 10),
-                event("aten::stack", 2, 5),  # compute even there: 3, which leaves 7 of data
-                event("aten::linear", 10, 30),
-                event("aten::addmm", 14, 28),  # inside linear
-                event("aten::scaled_dot_product_attention", 30, 38),  # with all that is inside
-                event("aten::copy_", 31, 33),
-                annotation("phase:optimizer", 50, 90),
-                event("aten::mm", 60, 80),  # in the optimizer: 20; Python around it is idle
-            ],
-            {"data": 7, "other_compute": 3, "matmul": 20, "attention": 8, "optimizer": 20, "idle": 42},
-            id="ops",
-        ),
-        pytest.param(
-            [
-                event("aten::matmul", 0, 20),  # folds its inputs: 0..5
-                event("aten::bmm", 5, 20),
-                event("aten::softmax", 20, 30),  # 2 of its own
-                event("aten::_softmax", 22, 30),
-                event("aten::log_softmax", 30, 40),  # the loss's
-            ],
-            {"matmul": 5, "attention": 23, "other_compute": 12, "idle": 60},
-            id="eager attention",
-        ),
-        pytest.param(
-            [
-                event("autograd::engine::evaluate_function: MmBackward0", 0, 60),
-                event("aten::mm", 10, 50),
-                annotation("gloo:all_reduce", 30, 80, tid=GLOO),
-                annotation("gloo:all_reduce", 40, 80, tid=GLOO + 1),  # two at a time count once
-                event("aten::copy_", 30, 70, tid=GLOO),  # gloo's thread computes nothing of the model's
-            ],
-            # overlapped 30..50, and alone 50..80
-            {"communication_overlapped": 20, "matmul": 40, "communication_exposed": 30, "idle": 30},
-            id="communication",
-        ),
-        *(
-            pytest.param(
-                [
-                    annotation("FSDP::pre_forward (model.layers.0)", 0, 100),
-                    event(wrapper, 0, 100),
-                    event("fsdp::all_gather_copy_in", 0, 20),
-                    event("aten::copy_", 5, 15),
-                    annotation("gloo:all_gather", 10, 100, tid=GLOO),
-                ],
-                {"other_compute": 20, "communication_exposed": 80, "communication_overlapped": 10},
-                id=wrapper,
-            )
-            for wrapper in WAITS
-        ),
-        pytest.param(
-            [
-                event("Torch-Compiled Region: 0/0", 0, 70),
-                event("## Call CompiledFxGraph fjth7 ##", 10, 60),
-                event("aten::mm", 20, 30),
-            ],
-            {"other_compute": 40, "matmul": 10, "idle": 50},
-            id="compiled graph",
-        ),
-        pytest.param(
-            [
-                annotation("phase:backward", 0, 100),  # DeepSpeed steps in here
-                event("autograd::engine::evaluate_function: MmBackward0", 0, 40, tid=AUTOGRAD),
-                event("aten::mm", 0, 40, tid=AUTOGRAD),
-                annotation("Optimizer.step#AdamW.step", 50, 90),
-                event("aten::_fused_adamw_", 60, 80),
-            ],
-            {"matmul": 40, "optimizer": 20, "idle": 40},
-            id="autograd's own thread",
-        ),
-    ],
-)
-def test_a_cpu_step_is_split_by_its_ops(events: list[dict], expected: dict[str, float]) -> None:
+# events of a step of 100 microseconds, and what becomes of them
+STEPS = {
+    "ops": (
+        [
+            annotation("phase:data", 0, 10),
+            event("aten::stack", 2, 5),  # compute even there: 3, which leaves 7 of data
+            event("aten::linear", 10, 30),
+            event("aten::addmm", 14, 28),  # inside linear
+            event("aten::scaled_dot_product_attention", 30, 38),  # with all that is inside
+            event("aten::copy_", 31, 33),
+            annotation("phase:optimizer", 50, 90),
+            event("aten::mm", 60, 80),  # in the optimizer: 20; Python around it is idle
+        ],
+        {"data": 7, "other_compute": 3, "matmul": 20, "attention": 8, "optimizer": 20, "idle": 42},
+    ),
+    "eager attention": (
+        [
+            event("aten::matmul", 0, 20),  # folds its inputs: 0..5
+            event("aten::bmm", 5, 20),
+            event("aten::softmax", 20, 30),  # 2 of its own
+            event("aten::_softmax", 22, 30),
+            event("aten::log_softmax", 30, 40),  # the loss's
+        ],
+        {"matmul": 5, "attention": 23, "other_compute": 12, "idle": 60},
+    ),
+    "communication": (
+        [
+            event("autograd::engine::evaluate_function: MmBackward0", 0, 60),
+            event("aten::mm", 10, 50),
+            annotation("gloo:all_reduce", 30, 80, tid=GLOO),
+            annotation("gloo:all_reduce", 40, 80, tid=GLOO + 1),  # two at a time count once
+            event("aten::copy_", 30, 70, tid=GLOO),  # gloo's thread computes nothing of the model's
+        ],
+        # overlapped 30..50, and alone 50..80
+        {"communication_overlapped": 20, "matmul": 40, "communication_exposed": 30, "idle": 30},
+    ),
+    "compiled graph": (
+        [
+            event("Torch-Compiled Region: 0/0", 0, 70),
+            event("## Call CompiledFxGraph fjth7 ##", 10, 60),
+            event("aten::mm", 20, 30),
+        ],
+        {"other_compute": 40, "matmul": 10, "idle": 50},
+    ),
+    "autograd's own thread": (
+        [
+            annotation("phase:backward", 0, 100),  # DeepSpeed steps in here
+            event("autograd::engine::evaluate_function: MmBackward0", 0, 40, tid=AUTOGRAD),
+            event("aten::mm", 0, 40, tid=AUTOGRAD),
+            annotation("Optimizer.step#AdamW.step", 50, 90),
+            event("aten::_fused_adamw_", 60, 80),
+        ],
+        {"matmul": 40, "optimizer": 20, "idle": 40},
+    ),
+}
+for wrapper in (
+    "CompiledFunctionBackward",
+    "ScaledDotProductFlashAttentionForCpuBackward0",
+    "torch::autograd::AccumulateGrad",
+    "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad",
+    "c10d::_allgather_base_",
+):
+    STEPS[wrapper] = (
+        [
+            annotation("FSDP::pre_forward (model.layers.0)", 0, 100),
+            event(wrapper, 0, 100),
+            event("fsdp::all_gather_copy_in", 0, 20),
+            event("aten::copy_", 5, 15),
+            annotation("gloo:all_gather", 10, 100, tid=GLOO),
+        ],
+        {"other_compute": 20, "communication_exposed": 80, "communication_overlapped": 10},
+    )
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_cpu_step_is_split_by_its_ops(name: str) -> None:
+    events, expected = STEPS[name]
     anatomy = anatomy_of([annotation("ProfilerStep#3", 0, 100), *events])
     assert anatomy.step_seconds == pytest.approx(100e-6)
     assert (microseconds(anatomy), anatomy.device) == (expected, "cpu")
@@ -183,15 +176,11 @@ PARTS = [field.name for field in dataclasses.fields(Anatomy) if field.name.endsw
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_a_table_has_shares_and_drops_columns_before_it_cuts_one(width: int) -> None:
     made = Anatomy(**dict.fromkeys(PARTS, 0.0), num_steps=3, device="cuda")
-    matmul, exposed = {"matmul_seconds": 1.2345}, {"communication_exposed_seconds": 0.7655}
-    other = {"communication_overlapped_seconds": 0.5, "device": "cuda"}
-    anatomies = {
-        "ddp": dataclasses.replace(made, matmul_seconds=0.03, idle_seconds=0.01),
-        "fsdp_shard_grad_op": dataclasses.replace(made, **matmul, **exposed, **other),
-    }
+    communication = {"communication_exposed_seconds": 0.7655, "communication_overlapped_seconds": 0.5}
+    anatomy = dataclasses.replace(made, matmul_seconds=1.2345, **communication)
     console = Console(width=width, color_system=None)
     with console.capture() as capture:
-        console.print(anatomy_table(anatomies, width=width), crop=False)
+        console.print(anatomy_table({"fsdp_shard_grad_op": anatomy}, width=width), crop=False)
     (row,) = [line for line in capture.get().splitlines() if line.startswith("│ fsdp")]
     cells = [cell.strip() for cell in row.strip("│").split("│")]
     assert cells[:2] == ["fsdp_shard_grad_op", "2,000.0"]

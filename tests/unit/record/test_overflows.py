@@ -1,7 +1,6 @@
 """Parity of runs that skipped steps, because their gradients overflowed in fp16."""
 
 import dataclasses
-import math
 
 from conftest import made_record
 
@@ -13,13 +12,6 @@ def run_in(numerics: str, **changes: object) -> RunRecord:
     made = made_record(engine="single", strategy="single", world_size=1)
     config = {**made.asked["config"], "numerics": numerics}
     return dataclasses.replace(made, asked={**made.asked, "config": config}, **changes)
-
-
-def test_norms_whose_ratio_rounds_to_0_differ_without_end() -> None:
-    same = {"losses": [6.0], "run_name": PARITY_REFERENCE}
-    reference = run_in("fp32", grad_norms=[1e18], **same)
-    _, bad = judge([reference, run_in("aligned", **{**same, "run_name": "x"}, grad_norms=[5e-324])])
-    assert (bad.holds, bad.excess) == (False, math.inf)
 
 
 def test_only_the_steps_before_the_first_overflow_are_compared_with_fp32() -> None:

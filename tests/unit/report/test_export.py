@@ -41,8 +41,9 @@ def rows_with(strategy: str) -> list[Row]:
 
 
 def test_csv_has_the_names_and_values_of_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    objects = json.loads(report(capsys, runs, "--json").out)
-    done = report(capsys, runs, "--export", runs / "rows.csv")
+    words = (runs, "--baseline", runs)
+    objects = json.loads(report(capsys, *words, "--json").out)
+    done = report(capsys, *words, "--export", runs / "rows.csv")
     read = list(csv.DictReader(io.StringIO((runs / "rows.csv").read_text())))
     assert "│ mine" in done.out  # the table is printed, too
     assert done.code == 1  # a run failed, whatever is printed
@@ -53,6 +54,7 @@ def test_csv_has_the_names_and_values_of_json(runs: Path, capsys: pytest.Capture
     assert (ddp["reason"], ddp["world_size"], ddp["kernels"]) == ("", "2", "plain")
     assert json.loads(ddp["losses"]) == [10.0] * 33
     assert json.loads(ddp["asked"])["seq_len"] == 1024
+    assert json.loads(ddp["baseline"])["speed"] == "tie"
     assert mine["reason"] == NASTY
     assert mine["final_loss"] == mine["engine"] == ""
 
@@ -82,18 +84,11 @@ def test_markdown_shows_html_as_it_was_typed_in_both_dialects() -> None:
         assert not re.search("<(script|img|b)[ >]", page)
 
 
-def test_the_baseline_is_a_column_as_in_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report(capsys, runs, "--baseline", runs, "--export", runs / "rows.csv")
-    ddp, _ = csv.DictReader(io.StringIO((runs / "rows.csv").read_text()))
-    assert json.loads(ddp["baseline"])["speed"] == "tie"
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("--csv", "rows.csv"), "--csv was removed: --export FILE.csv"),
         (("--export", "rows.txt"), "rows.txt is no .csv or .md or .html file"),
-        (("--export", "not/there/rows.csv"), "file in an existing folder"),
         (("--export", "FOLDER.html"), "file in an existing folder"),
     ],
 )
@@ -111,15 +106,3 @@ def test_what_cannot_be_written_is_bad_input(
     assert said in done.err
     assert "hint: " in done.err
     assert done.out == ""
-
-
-def test_rows_asked_alike_find_their_reference() -> None:
-    probed = {"compute_dtype": "bfloat16"}
-    made = [
-        made_record(strategy="ddp", numerics=probed),
-        made_record(strategy="ds_zero1", engine="deepspeed"),
-    ]
-    other = made_record(strategy="ds_zero2", engine="deepspeed", numerics={"compute_dtype": "float32"})
-    rows = ranked([Row([(Path("r"), record)]) for record in (*made, other)])
-    assert [row.numerics_differences for row in rows] == [[], [], ["compute float32 (not bfloat16)"]]
-    assert [row.numerics_reference for row in rows] == [None, None, "ddp"]

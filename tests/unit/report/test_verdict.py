@@ -62,13 +62,6 @@ def busy(name: str, cores: float) -> RunRecord:
                 "All need the same memory (3.00 GiB at the peak).",
             ],
         ),
-        (
-            [record("ddp"), record("ds_zero2", 0.505), record("ds_zero3", 1.0)],
-            [
-                "ddp and ds_zero2 tie for the fastest (16,222 to 16,384 tokens/s); ddp is 100% faster than "
-                "the other."
-            ],
-        ),
         (  # +-5 %: 100 and 93 overlap, as do 93 and 86; 100 and 86 do not
             [record("a", 0.5), record("b", 0.5 / 0.93), record("c", 0.5 / 0.86)],
             ["a and b tie for the fastest (15,237 to 16,384 tokens/s); a is 16% faster than the other."],

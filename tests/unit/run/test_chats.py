@@ -29,14 +29,6 @@ def test_every_chat_format_has_its_loss_on_the_answers(kind: str, tmp_path: Path
     assert data.facts[0]["num_labels"] == 3 * (len(answers) - answers.count(EOS) * (len(EOS) - 1))
 
 
-def test_a_chat_that_is_too_long_is_cut_and_left_out_where_its_answer_is(tmp_path: Path) -> None:
-    long = {"prompt": "why " * 60, "completion": "because"}
-    file = write_rows(tmp_path / "chat.jsonl", [long, ROWS["alpaca"] | ROWS["prompt_completion"]])
-    config = config_of(file, dataset_format="prompt_completion", packing="none")
-    (facts,) = load_data(config, SPEC, num_sequences=0).facts
-    assert (facts["num_rows"], facts["num_sequences"]) == (2, 1)
-
-
 def test_rows_of_tokens_are_taken_as_they_are(tmp_path: Path) -> None:
     rows = [
         {"input_ids": [5, 6, 7, 8, 3], "labels": [-100, -100, 7, 8, 3], "attention_mask": [1, 1, 1, 1, 0]},
@@ -62,11 +54,9 @@ def answered(turn: dict[str, Any]) -> dict[str, Any]:
     [
         ({"packing": "concat"}, [ROWS["messages"]], "answers would see other chats"),
         ({"dataset_format": "alpaca"}, [ROWS["messages"]], "no column 'instruction'"),
-        ({}, [{"messages": [{"who": "me"}]}], "a turn without text in 'role' and 'content'"),
         ({"seq_len": 8}, [ROWS["prompt_completion"]], "no answer fits in 8 tokens"),
         ({}, [answered({"content": "", "tool_calls": [{"id": 1}]})], "or with tool calls"),
         ({}, [answered({"content": None})], "without text in 'role' and 'content'"),
-        ({}, [answered({"content": [{"type": "image"}]})], "without text in 'role' and 'content'"),
     ],
     ids=str,
 )

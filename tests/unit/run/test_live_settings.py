@@ -108,18 +108,14 @@ def call(**changes: object) -> list[dict]:
     [
         ("optimizer_settings", groups(4.5e-4, 0.1, 0), "lr at the first step 0.00045 (not 0.0003)"),
         ("optimizer_settings", groups(3e-4, 0.2, 0), "weight decay at the first step 0.2 (not 0.1)"),
-        ("optimizer_settings", groups(3e-4, 0), "weight decay at the first step 0 (not 0.1)"),
         ("optimizer_settings", groups(3e-4, 0.1), "weight decay of norms at the first step 0.1 (not 0)"),
         ("optimizer_settings_at_end", groups(3e-4, 0.1, 0), "lr at the last step 0.0003 (not 3.06113e-05)"),
         ("optimizer_settings", [{"momentum": 0.95, "lr": 3e-4, "weight_decay": 0}], "optimizer at the first"),
         ("dropout", "0.1", "dropout 0.1 (not none)"),
         ("rope", [{"dtype": "float32", "last": 2.9e-6}], "last of RoPE's frequencies 2.9e-06 (not 0.000133"),
-        ("rope", [{"dtype": "bfloat16", "last": 0.000133352}], "RoPE frequencies bfloat16 (not float32)"),
         ("attention_call", call(scale=0.2), "attention scale 0.2 (not 0.125)"),
-        ("attention_call", call(dropout=0.1), "attention dropout 0.1 (not 0)"),
         ("attention_call", call(mask="none"), "attention mask none (not causal)"),
         ("norm_eps", "1e-05", "eps of the norms 1e-05 (not 1e-06)"),
-        ("tied", "tied", "embedding and head tied (not untied)"),
         ("frozen", "1: lm_head.weight", "not trained: 1: lm_head.weight (not none)"),
         (
             "master_weight_dtype",

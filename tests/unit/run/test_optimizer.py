@@ -2,6 +2,7 @@
 
 import math
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.run.engine import optimizer
 from slm_toolkit.run.engine.engine import build_optimizer
-from slm_toolkit.run.engine.muon import MOMENTUM, MUON_MOMENTUM, is_muon, orthogonalize
+from slm_toolkit.run.engine.muon import MOMENTUM, MUON_MOMENTUM, is_muon
 from slm_toolkit.run.engine.optimizer import MOMENTS, AdamWWithMasterWeights, LossScale
 from slm_toolkit.strategy.strategy import find_strategy
 
@@ -30,6 +31,10 @@ def some(*shape: int, count: int) -> list[torch.Tensor]:
     return [torch.randn(*shape, generator=generator).bfloat16().float() for _ in range(count)]
 
 
+def adamw(*params: torch.nn.Parameter, max_grad_norm: float = 0.0, **options: Any) -> AdamWWithMasterWeights:
+    return AdamWWithMasterWeights(list(params), max_grad_norm=max_grad_norm, **{**OPTIONS, **options})
+
+
 def muon(param: torch.nn.Parameter, *, max_grad_norm: float = 0.0) -> AdamWWithMasterWeights:
     groups, dtype = [{"params": [param], "momentum": MUON_MOMENTUM}], torch.bfloat16
     return AdamWWithMasterWeights(
@@ -40,12 +45,10 @@ def muon(param: torch.nn.Parameter, *, max_grad_norm: float = 0.0) -> AdamWWithM
 def test_the_first_step_of_adamw_by_hand() -> None:
     # Adam's first step moves a weight by lr against its sign: 1 - 0.1 * 0.5 * 1 (decay) - 0.1 * sign
     param = torch.nn.Parameter(torch.tensor([1.0, 1.0], dtype=torch.bfloat16))
-    adamw = AdamWWithMasterWeights([param], max_grad_norm=0, lr=0.1, weight_decay=0.5, eps=1e-12)
-    train(param, adamw, [torch.tensor([3.0, -4.0])])
-    assert torch.allclose(adamw.state[param]["master"], torch.tensor([0.85, 1.05]))
-    assert adamw.grad_norm.item() == 5.0  # 3-4-5
-    assert param.dtype == torch.bfloat16
-    assert torch.equal(param, adamw.state[param]["master"].bfloat16())
+    made = adamw(param, lr=0.1, weight_decay=0.5, eps=1e-12)
+    train(param, made, [torch.tensor([3.0, -4.0])])
+    assert torch.allclose(made.state[param]["master"], torch.tensor([0.85, 1.05]))
+    assert made.grad_norm.item() == 5.0  # 3-4-5
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (16, 16)])
@@ -56,7 +59,7 @@ def test_masters_move_as_torchs_optimizers_in_fp32_do(shape: tuple[int, int], by
     if by_muon:
         ours, theirs = muon(low), torch.optim.Muon([full], adjust_lr_fn="match_rms_adamw", **OF_MUON)
     else:
-        ours = AdamWWithMasterWeights([low], max_grad_norm=0, **OPTIONS)
+        ours = adamw(low)
         theirs = torch.optim.AdamW([full], **OPTIONS)
     train(low, ours, gradients)
     train(full, theirs, gradients)
@@ -68,22 +71,12 @@ def test_masters_move_as_torchs_optimizers_in_fp32_do(shape: tuple[int, int], by
     assert {value.dtype for value in state.values()} == {torch.float32}
 
 
-def test_many_steps_too_small_for_bf16_still_add_up() -> None:
-    low = torch.nn.Parameter(torch.ones(4, 3, dtype=torch.bfloat16))
-    # 100 steps of 1e-4 make 0.01, bf16's step at 1 is 0.0039: rounding each step away would leave 1
-    adamw = AdamWWithMasterWeights([low], max_grad_norm=0, lr=1e-4, weight_decay=0.0)
-    train(low, adamw, [torch.ones(4, 3)] * 100)
-    assert low.float().mean().item() == pytest.approx(0.99, abs=0.003)
-
-
-@pytest.mark.parametrize("by_muon", [False, True])
-def test_gradients_are_clipped_to_the_norm_before_they_enter_the_moments(by_muon: bool) -> None:
-    kind, large = MOMENTUM if by_muon else "exp_avg", torch.tensor([[3.0, 0.0], [0.0, 4.0]])  # norm 5
-    found = []
+@pytest.mark.parametrize(("made", "kind"), [(adamw, "exp_avg"), (muon, MOMENTUM)])
+def test_gradients_are_clipped_to_the_norm_before_they_enter_the_moments(made: Any, kind: str) -> None:
+    large, found = torch.tensor([[3.0, 0.0], [0.0, 4.0]]), []  # norm 5
     for max_grad_norm, gradient in ((1.0, large), (0.0, large / 5)):
         param = torch.nn.Parameter(torch.ones(2, 2))
-        made = AdamWWithMasterWeights([param], max_grad_norm=max_grad_norm, **OPTIONS)
-        ours = muon(param, max_grad_norm=max_grad_norm) if by_muon else made
+        ours = made(param, max_grad_norm=max_grad_norm)
         train(param, ours, [gradient])
         found.append(ours.state[param][kind])
     torch.testing.assert_close(*found, rtol=0, atol=1e-6)
@@ -96,23 +89,13 @@ def test_parameters_that_are_updated_in_chunks_are_those_updated_together(
     for chunk in (2**25, 30):  # the second: 90; 5 and 20
         monkeypatch.setattr(optimizer, "CHUNK_ELEMENTS", chunk)
         params = [torch.nn.Parameter(torch.ones(size, dtype=torch.bfloat16)) for size in sizes]
-        adamw = AdamWWithMasterWeights(params, max_grad_norm=0.5, **OPTIONS)
-        generator = torch.Generator().manual_seed(0)
-        for _ in range(3):
+        made = adamw(*params, max_grad_norm=0.5)
+        for step in range(3):
             for param in params:
-                param.grad = torch.randn(param.shape, generator=generator).bfloat16()
-            adamw.step()
-        assert {int(state["step"]) for state in adamw.state.values()} == {3}
-        found.append([state[kind] for state in adamw.state.values() for kind in ("master", *MOMENTS)])
+                param.grad = some(param.numel(), count=1 + step)[step].bfloat16()
+            made.step()
+        found.append([state[kind] for state in made.state.values() for kind in ("master", *MOMENTS)])
     torch.testing.assert_close(*found, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
-def test_all_singular_values_become_about_one(shape: tuple[int, int]) -> None:
-    values = torch.linalg.svdvals(orthogonalize(some(*shape, count=1)[0]))
-    # the quintic's fixed interval, by its coefficients: 0.68 to 1.13
-    assert values.min() > 0.65
-    assert values.max() < 1.16
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -168,32 +151,31 @@ def test_the_loss_scale_follows_the_rule_of_torchs_scaler_down_to_one() -> None:
 def test_the_optimizer_divides_by_the_loss_scale(fused: bool, max_grad_norm: float) -> None:
     """eps is 1, so that the update depends on the gradient's size; the norm of (3, 4) / 4 is 5 / 4."""
     clip = 0.4 if max_grad_norm else 1.0
-    gradient = 0.75 * clip  # AdamW's first update: lr g / (|g| + eps), and lr times 0.01 of decay
-    wanted = 0.5 * (1 - 0.1 * 0.01) - 0.1 * gradient / (gradient + 1)
+    gradient = 0.75 * clip  # AdamW's first update: lr g / (|g| + eps), and lr times 0.1 of decay
+    wanted = 0.5 * (1 - 0.1 * 0.1) - 0.1 * gradient / (gradient + 1)
     for scale in (1.0, 4.0):
         weight = torch.nn.Parameter(torch.tensor([0.5, -0.25], dtype=torch.float16))
         options = {"lr": 0.1, "fused": fused, "foreach": None if fused else True, "eps": 1.0}
-        adamw = AdamWWithMasterWeights([weight], max_grad_norm=max_grad_norm, **options)
+        made = adamw(weight, max_grad_norm=max_grad_norm, **options)
         if scale != 1:
-            adamw.loss_scale = LossScale("cpu")
-            adamw.loss_scale.value.fill_(scale)
-        train(weight, adamw, [torch.tensor([0.75, 1.0]) * scale])
-        assert adamw.grad_norm.item() == 1.25
-        assert adamw.state[weight]["master"][0].item() == pytest.approx(wanted, rel=1e-5)
-        assert torch.equal(weight, adamw.state[weight]["master"].half())
+            made.loss_scale = LossScale("cpu")
+            made.loss_scale.value.fill_(scale)
+        train(weight, made, [torch.tensor([0.75, 1.0]) * scale])
+        assert made.grad_norm.item() == 1.25
+        assert made.state[weight]["master"][0].item() == pytest.approx(wanted, rel=1e-5)
+        assert torch.equal(weight, made.state[weight]["master"].half())
 
 
 @pytest.mark.parametrize("kind", ["fused", "foreach", "muon"])
 def test_a_gradient_that_is_not_finite_changes_only_the_loss_scale(kind: str) -> None:
     weight = torch.nn.Parameter(torch.tensor([[0.5, -0.25]], dtype=torch.float16))
-    options = {"fused": kind == "fused", "foreach": None if kind == "fused" else True}
-    adamw = AdamWWithMasterWeights([weight], max_grad_norm=1.0, lr=0.1, **options)
-    adamw = muon(weight, max_grad_norm=1.0) if kind == "muon" else adamw
-    adamw.loss_scale = LossScale("cpu")
-    train(weight, adamw, [torch.tensor([[1.0, math.inf]])])
+    options = {"fused": True, "foreach": None} if kind == "fused" else {}
+    made = (muon if kind == "muon" else adamw)(weight, max_grad_norm=1.0, **options)
+    made.loss_scale = LossScale("cpu")
+    train(weight, made, [torch.tensor([[1.0, math.inf]])])
     assert weight.tolist() == [[0.5, -0.25]]
-    assert adamw.loss_scale.get_scale() == 2.0**15
-    assert not math.isfinite(adamw.grad_norm.item())
-    train(weight, adamw, [torch.tensor([[1.0, 1.0]])])
+    assert made.loss_scale.get_scale() == 2.0**15
+    assert not math.isfinite(made.grad_norm.item())
+    train(weight, made, [torch.tensor([[1.0, 1.0]])])
     assert weight[0, 0] < 0.5
-    assert adamw.state[weight].get("step", 1) == 1
+    assert made.state[weight].get("step", 1) == 1

@@ -120,7 +120,7 @@ def test_the_padding_is_counted_by_hand(tmp_path: Path) -> None:
 
 def test_a_stream_is_packed_as_a_file_is(tmp_path: Path) -> None:
     file = write_documents(tmp_path, [19, 27, 15, 31, 9, 37, 5])
-    for packing in ("multipack", "block_diagonal", "none"):
+    for packing in ("multipack", "block_diagonal", "none", "concat"):
         whole, stream = load(file, packing, streaming=False).train, load(file, packing, streaming=True).train
         rows = list(stream)
         assert len(rows) == len(whole)
