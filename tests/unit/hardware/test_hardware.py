@@ -38,7 +38,6 @@ def test_an_unknown_gpu_names_the_closest_then_all(typed: str, meant: str) -> No
         ("h200", 143_155 * 2**20),  # stas00/ml-engineering @c53741b
         ("b300", 287_428_771_840),  # device_total_bytes in a public log of 2026-08-14
         ("a40", 45_416 * 2**20),
-        ("rtx-a6000", 48_676 * 2**20),
         ("rtx-5090", 31.36 * 2**30),  # an OutOfMemoryError of PyTorch's, TrajectoryCrafter#20
     ],
 )

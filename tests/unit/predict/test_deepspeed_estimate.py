@@ -16,10 +16,8 @@ from slm_toolkit.predict.deepspeed_estimator import (
 T5_3B = (2_851_598_336, 32_899_072)  # parameters, largest layer: DeepSpeed's documentation, memory.rst
 SIZES = (
     (1_000_003, 999),
-    (10_163_520, 122_880),  # slm-10m
     (130_569_920, 26_624_000),  # slm-100m
     T5_3B,
-    (7_241_732_096, 131_072_000),
     (70_000_000_001, 1_050_673_153),
 )
 

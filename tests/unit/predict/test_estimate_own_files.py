@@ -34,9 +34,6 @@ def test_zero_2_offload_moves_16_bytes_per_parameter_to_the_host(tmp_path: Path)
     assert eight.deepspeed_bytes == 2 * P
 
 
-
-
-
 def test_nvme_keeps_buffers_on_the_host(tmp_path: Path) -> None:
     section = {"stage": 3, "offload_optimizer": {"device": "nvme", "buffer_count": 5}}
     zero = {"zero_optimization": {**section, "sub_group_size": 1e9}}

@@ -100,9 +100,6 @@ def test_parts_tokens_and_mfu_of_a_row_agree() -> None:
         assert (row.parts_seconds["communication"] == 0) == (row.num_gpus == 1)
 
 
-
-
-
 @GPUS
 @pytest.mark.parametrize(
     ("flag", "order"),
