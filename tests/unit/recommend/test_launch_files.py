@@ -23,12 +23,13 @@ def test_what_is_written_is_what_the_first_row_says(tmp_path: Path) -> None:
     row = json.loads(out.getvalue())[0]
     script = (tmp_path / "plan" / "launch.sh").read_text()
     (line,) = [line for line in script.splitlines() if line.startswith("slm train")]
-    words = shlex.split(line.replace('"$(dirname "$0")"', str(tmp_path / "plan")))
+    here = line.replace('"$(dirname "$0")"', str(tmp_path / "plan")).replace("$NODE_RANK", "1")
+    words = shlex.split(here)
     args = _parser(words[1]).parse_args(with_underscores(words[1:]))
     assert args.per_device_train_batch_size == row["per_device_train_batch_size"]
     assert args.max_steps == row["num_steps"]
-    assert "--num_processes 16 --num_machines 2 " in line
-    assert '--main_process_ip "$HEAD_NODE" ' in line
+    assert "--num_processes 16 --num_machines 2 --machine_rank $NODE_RANK" in line
+    assert "--main_process_ip $HEAD_NODE " in line
     config = yaml.safe_load(Path(args.strategy).read_text())
     assert (config["num_processes"], config["num_machines"]) == (16, 2)
     deepspeed = config["deepspeed_config"]
