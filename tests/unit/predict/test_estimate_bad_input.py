@@ -27,6 +27,8 @@ MODELS = {
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        ("--num_gpus 0", "--num_gpus is 0: at least 1"),
+        ("--gpu h1000", "unknown GPU 'h1000'"),
         ("--num_gpus 13", "13 GPUs can't be the same number on each node of up to 8: use full nodes"),
         ("--strategy zero.yaml", "no estimate of ZeRO stage 0"),
         ("--strategy hpz.yaml", "zero_hpz_partition_size 3 with 8 ranks"),

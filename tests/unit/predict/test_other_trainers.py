@@ -17,10 +17,11 @@ STATE = ("parameters", "master_weights", "gradients", "optimizer", "communicatio
 
 def estimate(strategy: str, *, num_gpus: int = 4, like: str | None = None, **flags: object) -> MemoryEstimate:
     trainer = trainer_named(like)
-    given = as_liked(trainer, {"seq_len": [1000], **{name: [value] for name, value in flags.items()}})
-    config = RunConfig(model="tiny", **{name: values[0] for name, values in given.items()})
-    strategy = find_strategy(strategy)
-    return peak(Setup(TINY, strategy, config.with_defaults(has_gpu=True), num_gpus=num_gpus, like=trainer))
+    given = as_liked(trainer, {"seq_len": 1000, **flags})
+    single = {name: value[0] if isinstance(value, list) else value for name, value in given.items()}
+    config = RunConfig(model="tiny", **single).with_defaults(has_gpu=True)
+    setup = Setup(TINY, find_strategy(strategy), config, num_gpus=num_gpus, like=trainer)
+    return peak(setup)
 
 
 def state_bytes(found: MemoryEstimate) -> int:
