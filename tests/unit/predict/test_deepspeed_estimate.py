@@ -12,23 +12,14 @@ from slm_toolkit.predict.deepspeed_estimator import (
     deepspeed_needs,
 )
 
+# 0.19.8's formula for stage 2 is 2P + 18P/N; memory.rst still prints 15.93 GiB from the older 4P + 16P/N
 T5_3B = (2_851_598_336, 32_899_072)  # parameters, largest layer: DeepSpeed's documentation, memory.rst
 SIZES = (
     (1_000_003, 999),
-    (10_163_520, 122_880),  # slm-10m
     (130_569_920, 26_624_000),  # slm-100m
     T5_3B,
-    (7_241_732_096, 131_072_000),
     (70_000_000_001, 1_050_673_153),
 )
-
-
-@pytest.mark.parametrize(("stage", "gpu_gib", "host_gib"), [(2, 11.29, 127.48), (3, 6.10, 127.48)])
-def test_the_t5_3b_example_on_one_node_of_8(stage: int, gpu_gib: float, host_gib: float) -> None:
-    # 0.19.8's formula for stage 2 is 2P + 18P/N; memory.rst still prints 15.93 from the older 4P + 16P/N.
-    found = deepspeed_needs(*T5_3B, zero_stage=stage, num_gpus_per_node=8, num_nodes=1)
-    assert round(found.gpu_bytes / 2**30, 2) == gpu_gib
-    assert round(found.host_bytes_per_node / 2**30, 2) == host_gib
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -37,11 +28,8 @@ def test_our_arithmetic_is_the_installed_deepspeeds_to_the_byte(stage: int) -> N
         SIZES, (1, 2, 8), (1, 2, 3, 8), *[(False, True)] * 3
     ):
         shape = {"num_gpus_per_node": gpus, "num_nodes": nodes}
-        ours = deepspeed_needs(
-            *(params, largest),
-            **{"zero_stage": stage, **shape, "offload_optimizer": optimizer},
-            **{"offload_params": offload_params, "zero_init": zero_init},
-        )
+        offload = {"offload_optimizer": optimizer, "offload_params": offload_params}
+        ours = deepspeed_needs(params, largest, zero_stage=stage, zero_init=zero_init, **shape, **offload)
         options = {**shape, "cpu_offload": optimizer}
         if stage == 2:
             host_bytes, gpu_bytes = estimate_zero2_model_states_mem_needs(params, **options)
@@ -51,9 +39,9 @@ def test_our_arithmetic_is_the_installed_deepspeeds_to_the_byte(stage: int) -> N
         assert ours == DeepSpeedNeeds(gpu_bytes, host_bytes), (params, largest, options)
 
 
-@pytest.mark.parametrize("stage", [None, 0, 1])
-def test_stages_that_deepspeed_has_no_function_for_have_no_figure(stage: int | None) -> None:
-    assert deepspeed_needs(*T5_3B, zero_stage=stage, num_gpus_per_node=8, num_nodes=1) is None
+def test_stages_that_deepspeed_has_no_function_for_have_no_figure() -> None:
+    for stage in (None, 0, 1):
+        assert deepspeed_needs(*T5_3B, zero_stage=stage, num_gpus_per_node=8, num_nodes=1) is None
 
 
 def test_a_record_keeps_our_counts_by_hand_for_zero_3_on_two_ranks() -> None:

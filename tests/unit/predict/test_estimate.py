@@ -26,21 +26,19 @@ from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy
 P = 130_569_920  # parameters of slm-100m
 TINY_STEPS = ("--strategy", "ddp", "--gpu", "a100-40gb", "--seq_len", "64")
 "one more sequence of 64 tokens takes a small part of the allocator's slack"
-KEYS = {
-    *("model", "strategy", "evidence", "gpu", "num_gpus", "gpus_per_node", "per_device_train_batch_size"),
-    *("seq_len", "attn_implementation", "numerics", "like", "gradient_checkpointing"),
-    *("gradient_accumulation_steps", "kernels", "pad_widths", "optim", "calibration", "peft", "lora_r"),
-    *("fp8", "adapted_modules", "num_trainable_params", "changes_that_fit"),
-    *("peak_allocated_bytes", "peak_reserved_bytes"),
-    *("peak_reserved_low_bytes", "peak_reserved_high_bytes", "host_bytes_per_node"),
-    *("parts", "peak_instant", "needed_bytes", "fits", "fit_probability", "verdict", "is_nearly_full"),
-    *("headroom_bytes", "batch_with_margin", "deepspeed_bytes"),
-    *("deepspeed_host_bytes", "deepspeed_stage", "deepspeed_stands_in"),
-    *("traffic_bytes", "step_seconds", "step_low_seconds", "step_high_seconds", "parts_seconds"),
-    *("tokens_per_second", "tokens_per_second_per_gpu", "mfu", "bottleneck", "inter_node_gbps"),
-    *("inter_node_gbps_needed", "usd_per_gpu_hour", "price_source", "usd_per_million_tokens"),
-    "depends_on_pcie",
-}
+
+
+KEYS = (
+    "adapted_modules attn_implementation batch_with_margin bottleneck calibration changes_that_fit "
+    "deepspeed_bytes deepspeed_host_bytes deepspeed_stage deepspeed_stands_in depends_on_pcie evidence "
+    "fit_probability fits fp8 gpu gpus_per_node gradient_accumulation_steps gradient_checkpointing "
+    "headroom_bytes host_bytes_per_node inter_node_gbps inter_node_gbps_needed is_nearly_full kernels "
+    "like lora_r mfu model needed_bytes num_gpus num_trainable_params numerics optim pad_widths parts "
+    "parts_seconds peak_allocated_bytes peak_instant peak_reserved_bytes peak_reserved_high_bytes "
+    "peak_reserved_low_bytes peft per_device_train_batch_size price_source seq_len step_high_seconds "
+    "step_low_seconds step_seconds strategy tokens_per_second tokens_per_second_per_gpu traffic_bytes "
+    "usd_per_gpu_hour usd_per_million_tokens verdict"
+)
 
 
 def estimated(*arguments: str) -> list[dict]:
@@ -59,7 +57,7 @@ def rows_of(*strategies: str, num_gpus: tuple[int, ...] = (8,), **given: object)
 def test_the_json_has_a_row_per_configuration_with_these_keys() -> None:
     rows = estimated("--seq_len", "512", "1024", "--gpu", "l4", "h200", "--num_gpus", "8", "16")
     assert len(rows) == 2 * 2 * 2 * len(STUDIED_STRATEGIES)
-    assert all(row.keys() == KEYS for row in rows)
+    assert {" ".join(sorted(row)) for row in rows} == {KEYS}
     assert {row["evidence"] for row in rows} == {"estimated"}
     assert {(row["num_gpus"], row["gpus_per_node"]) for row in rows} == {(8, 8), (16, 8)}
     assert [row["strategy"] for row in rows[:6]] == list(STUDIED_STRATEGIES)
@@ -117,76 +115,50 @@ def test_fsdp_has_blocks_in_streams_of_their_own() -> None:
 
 
 def test_deepspeeds_column_is_deepspeeds_estimate() -> None:
-    rows = {row["strategy"]: row for row in estimated("--num_gpus", "16", "--gpus_per_node", "4")}
-    sizes = (P, 32_000 * 832)  # the largest layer is a vocabulary matrix
-    for name, stage, stands_in in (
-        *(("ds_zero2", 2, False), ("ds_zero3", 3, False)),
-        ("fsdp_full_shard", 3, True),
-    ):
-        needs = deepspeed_needs(*sizes, zero_stage=stage, num_gpus_per_node=4, num_nodes=4)
-        row = rows[name]
-        assert (row["deepspeed_bytes"], row["deepspeed_host_bytes"]) == (
-            needs.gpu_bytes,
-            needs.host_bytes_per_node,
-        )
-        assert (row["deepspeed_stage"], row["deepspeed_stands_in"]) == (stage, stands_in)
-    for name in ("ddp", "ds_zero1", "fsdp_shard_grad_op"):
-        assert (rows[name]["deepspeed_bytes"], rows[name]["deepspeed_stage"]) == (None, None)
+    stages = {
+        "ds_zero2": (2, False),
+        "ds_zero3": (3, False),
+        "fsdp_full_shard": (3, True),
+        "ddp": (None, False),
+    }
+    names = ("deepspeed_bytes", "deepspeed_host_bytes", "deepspeed_stage", "deepspeed_stands_in")
+    for row in estimated("--num_gpus", "16", "--gpus_per_node", "4", "--strategy", *stages):
+        stage, stands_in = stages[row["strategy"]]
+        # the largest layer is a vocabulary matrix
+        needs = deepspeed_needs(P, 32_000 * 832, zero_stage=stage, num_gpus_per_node=4, num_nodes=4)
+        sizes = (needs.gpu_bytes, needs.host_bytes_per_node) if needs else (None, None)
+        assert tuple(row[name] for name in names) == (*sizes, stage, stands_in)
 
 
 def test_the_largest_batch_fits_and_one_more_does_not() -> None:
-    grid = ("--gpu", "a100-40gb", "--num_gpus", "1", "8", "--strategy", "single", *STUDIED_STRATEGIES)
-    rows = estimated(
-        "--largest_batch", "--model", "slm-1b", "--gradient_checkpointing", "full", "none", *grid
-    )
+    same = ("--model", "slm-1b", "--gpu", "a100-40gb")
+    grid = ("--num_gpus", "1", "8", "--strategy", "single", *STUDIED_STRATEGIES)
+    rows = estimated("--largest_batch", "--gradient_checkpointing", "full", "none", *same, *grid)
     assert len(rows) == 2 * (1 + 2 * 6)
     for row in rows:
         batch = row["per_device_train_batch_size"]
         assert batch >= 1
-        words = ("--gradient_checkpointing", row["gradient_checkpointing"], "--gpu", "a100-40gb")
-        words += ("--strategy", row["strategy"], "--num_gpus", str(row["num_gpus"]), "--model", "slm-1b")
-        fitting, next_one = estimated(*words, "--per_device_train_batch_size", str(batch), str(batch + 1))
+        words = ("--gradient_checkpointing", row["gradient_checkpointing"], "--strategy", row["strategy"])
+        words += ("--num_gpus", str(row["num_gpus"]), "--per_device_train_batch_size", str(batch))
+        fitting, next_one = estimated(*same, *words, str(batch + 1))
         assert fitting == {**row, "batch_with_margin": None}
         assert 0 <= row["batch_with_margin"] <= batch
         assert (fitting["fits"], next_one["fits"]) == (True, False)
 
 
 def test_the_largest_batch_is_0_where_not_even_1_fits() -> None:
-    words = ("--largest_batch", "--model", "slm-2b", "--strategy", "ddp", "--gpu", "l4")
-    (row,) = estimated(*words)
+    (row,) = estimated("--largest_batch", "--model", "slm-2b", "--strategy", "ddp", "--gpu", "l4")
     assert (row["per_device_train_batch_size"], row["verdict"]) == (0, "does not fit")
 
 
 def test_single_counts_one_gpu_and_equal_rows_come_once() -> None:
-    rows = rows_of("single", "ddp", num_gpus=(8, 16, 8), seed=[0, 1], seq_len=[128, 128])
-    assert [(row.strategy, row.num_gpus, row.gpus_per_node) for row in rows] == [
-        *(("single", 1, 1), ("ddp", 8, 8), ("ddp", 16, 8)),
-    ]
-
-
-def test_huge_numbers_overflow_nothing() -> None:
-    most = str(10**12)
-    rows = estimated(
-        *("--seq_len", str(2**24), "--per_device_train_batch_size", most, "--attn_implementation", "eager"),
-        *(
-            "--num_gpus",
-            most,
-            "--gpus_per_node",
-            most,
-            "--gpu",
-            "h200",
-            "--gradient_accumulation_steps",
-            most,
-        ),
-    )
-    assert {row["verdict"] for row in rows} == {"does not fit"}
+    rows = rows_of("single", "ddp", num_gpus=(8, 16, 8), seed=[0, 1])
+    assert [(row.strategy, row.num_gpus) for row in rows] == [("single", 1), ("ddp", 8), ("ddp", 16)]
 
 
 def test_the_table_says_what_a_row_is() -> None:
-    single = slm_here("estimate", "--strategy", "fsdp_full_shard", "--gpu", "h200", "--kernels", "plain")
-    assert single.code == 0, single.err
+    single = slm_here("estimate", "--strategy", "fsdp_full_shard", "--gpu", "h200", "--kernels", "plain").out
     for words in ("estimated: slm-100m, h200, GPUs: 8", "closed forms, nothing ran", "fits"):
-        assert words in single.out
-    grid = slm_here("estimate", "--seq_len", "512", "1024")
-    assert grid.code == 0, grid.err
-    assert "sequence" not in grid.out.splitlines()[0]  # a column: rows differ
+        assert words in single
+    grid = slm_here("estimate", "--seq_len", "512", "1024").out
+    assert "sequence" not in grid.splitlines()[0]  # a column: rows differ

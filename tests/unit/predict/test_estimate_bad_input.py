@@ -9,9 +9,7 @@ from conftest import FSDP2, own_strategy
 from slm_toolkit.cli.main import main
 
 FILES = {
-    "list.json": {"zero_optimization": [3]},
     "zero.json": {"zero_optimization": {"stage": 0}},
-    "tape.json": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "tape"}}},
     "hpz.json": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}},
     "fixed.json": {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 32},
 }
@@ -19,56 +17,39 @@ YAMLS = {
     "groups.yaml": FSDP2 + "parallelism_config:\n  parallelism_config_dp_shard_size: 5\n",
     "whole.yaml": "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: NO_SHARD\n",
 }
-SHAPE = {
-    *(("num_hidden_layers", 2), ("hidden_size", 576), ("num_attention_heads", 9)),
-    *(("intermediate_size", 100), ("vocab_size", 100)),
-}
+SHAPE = {"num_hidden_layers": 2, "hidden_size": 576, "intermediate_size": 100, "vocab_size": 100}
 MODELS = {
-    "heads": {**dict(SHAPE), "num_attention_heads": 7},
-    "huge": {**dict(SHAPE), "hidden_size": 9 * 10**8, "vocab_size": 10**9},
-    "beyond": {**dict(SHAPE), "hidden_size": 9 * 10**200},
+    "heads": {**SHAPE, "num_attention_heads": 7},
+    "beyond": {**SHAPE, "num_attention_heads": 9, "hidden_size": 9 * 10**200},
 }
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--num_gpus", "0"], "--num_gpus is 0: at least 1"),
-        (["--num_gpus", "13"], "13 GPUs can't be the same number on each node of up to 8: use full nodes"),
-        (["--gpu", "h1000"], "unknown GPU 'h1000'"),
+        ("--num_gpus 0", "--num_gpus is 0: at least 1"),
+        ("--gpu h1000", "unknown GPU 'h1000'"),
+        ("--num_gpus 13", "13 GPUs can't be the same number on each node of up to 8: use full nodes"),
+        ("--strategy zero.yaml", "no estimate of ZeRO stage 0"),
+        ("--strategy hpz.yaml", "zero_hpz_partition_size 3 with 8 ranks"),
+        ("--strategy fixed.yaml", "train_micro_batch_size_per_gpu 32, --per_device_train_batch_size says 4"),
+        ("--strategy fixed.yaml --largest_batch --gpu l4", "--largest_batch searches for it"),
+        ("--strategy groups.yaml", "dp_shard_size 5 with 8 ranks"),
+        ("--strategy whole.yaml", "fsdp_sharding_strategy is 'NO_SHARD'"),
+        ("--model heads", "7 heads, 7 key-value heads"),
+        ("--model beyond", "hidden_size (expected int <= 1000000000)"),
+        ("--per_device_train_batch_size 4 0", "--per_device_train_batch_size is 0"),
+        ("--seq_len 100000000", "--seq_len is 100000000: at most 16,777,216"),
+        ("--attn_implementation magic", "--attn_implementation magic: no closed form"),
+        ("--largest_batch", "--largest_batch needs --gpu"),
         (
-            ["--strategy", "list.yaml"],
-            "list.json: invalid field: zero_optimization (expected object, got array)",
-        ),
-        (["--strategy", "zero.yaml"], "no estimate of ZeRO stage 0"),
-        (["--strategy", "tape.yaml"], "device (invalid enum value 'tape')"),
-        (["--strategy", "hpz.yaml"], "zero_hpz_partition_size 3 with 8 ranks"),
-        (
-            ["--strategy", "fixed.yaml"],
-            "train_micro_batch_size_per_gpu 32, --per_device_train_batch_size says 4",
-        ),
-        (
-            ["--strategy", "fixed.yaml", "--largest_batch", "--gpu", "l4"],
-            "--largest_batch searches for it",
-        ),
-        (["--strategy", "groups.yaml"], "dp_shard_size 5 with 8 ranks"),
-        (["--strategy", "whole.yaml"], "fsdp_sharding_strategy is 'NO_SHARD'"),
-        (["--model", "heads"], "7 heads, 7 key-value heads"),
-        (["--model", "huge"], "more than 1,000,000,000,000,000 parameters"),
-        (["--model", "beyond"], "hidden_size (expected int <= 1000000000)"),
-        (["--per_device_train_batch_size", "4", "0"], "--per_device_train_batch_size is 0"),
-        (["--seq_len", "100000000"], "--seq_len is 100000000: at most 16,777,216"),
-        (["--attn_implementation", "magic"], "--attn_implementation magic: no closed form"),
-        (["--largest_batch"], "--largest_batch needs --gpu"),
-        (
-            ["--largest_batch", "--gpu", "l4", "--per_device_train_batch_size", "4"],
+            "--largest_batch --gpu l4 --per_device_train_batch_size 4",
             "--per_device_train_batch_size with --largest_batch",
         ),
-        (["--output_dir", "x"], "unknown: --output_dir"),
     ],
 )
 def test_nonsense_is_one_line_and_a_hint(
-    arguments: list[str],
+    arguments: str,
     says: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -83,7 +64,7 @@ def test_nonsense_is_one_line_and_a_hint(
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
-        main(["estimate", *arguments])
+        main(["estimate", *arguments.split()])
     printed = capsys.readouterr()
     assert (ended.value.code, printed.out) == (2, "")
     assert says in printed.err

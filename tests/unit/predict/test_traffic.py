@@ -10,7 +10,6 @@ import pytest
 from conftest import FSDP2, own_strategy
 
 from slm_toolkit.predict.grid import estimates
-from slm_toolkit.predict.setup.other_trainers import trainer_named
 from slm_toolkit.strategy.strategy import find_strategy
 
 P = 130_569_920  # parameters of slm-100m, as the paper prints them
@@ -20,32 +19,18 @@ TIMES_M = {**dict.fromkeys(TWICE, 2), "ds_zero3": 3, "fsdp_full_shard": 3}
 FSDP1_HYBRID = "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\n"
 
 
-def traffic(strategy: str, *, num_gpus: int = 8, gpus_per_node: int = 8, **given: object) -> dict[str, float]:
-    nodes = {"num_gpus": [num_gpus], "gpus_per_node": gpus_per_node}
-    nodes |= {"like": trainer_named(given.pop("like", None))}
-    (row,) = estimates({"model": "slm-100m", **given}, [find_strategy(strategy)], gpus=[None], **nodes)
+def traffic(strategy: str, *, num_gpus: int = 8, **given: object) -> dict[str, float]:
+    given = {"model": "slm-100m", **given}
+    (row,) = estimates(given, [find_strategy(strategy)], gpus=[None], num_gpus=[num_gpus])
     return row.traffic_bytes
-
-
-def sent(found: dict[str, float]) -> float:
-    return sum(size for name, size in found.items() if name not in ("intra_node", "inter_node"))
-
-
-def hybrid(folder: Path, *, copies: int, shards: int) -> str:
-    key = "parallelism_config"
-    sizes = f"{key}:\n  {key}_dp_replicate_size: {copies}\n  {key}_dp_shard_size: {shards}\n"
-    return own_strategy(folder, FSDP2 + sizes, name="hybrid")
-
-
-def zero_3(folder: Path, **more: object) -> str:
-    return own_strategy(folder, "", {"zero_optimization": {"stage": 3, **more}}, name="zero")
 
 
 @pytest.mark.parametrize("num_gpus", [2, 8, 64])
 @pytest.mark.parametrize(("strategy", "times"), TIMES_M.items())
 def test_a_step_sends_the_papers_multiple_of_the_model(strategy: str, times: int, num_gpus: int) -> None:
-    expected = times * M * (num_gpus - 1) / num_gpus
-    assert sent(traffic(strategy, num_gpus=num_gpus)) == pytest.approx(expected)
+    found = traffic(strategy, num_gpus=num_gpus)
+    sent = sum(size for name, size in found.items() if not name.endswith("_node"))
+    assert sent == pytest.approx(times * M * (num_gpus - 1) / num_gpus)
 
 
 HIDDEN = 77_306_112  # slm-100m: 9 layers of 4 x 832 x 832 and 3 x 832 x 2332
@@ -77,28 +62,42 @@ def test_four_micro_steps_repeat_only_what_the_engine_does_in_each(
 ) -> None:
     found = traffic(strategy, gradient_accumulation_steps=4)
     gathers = sum(size for name, size in found.items() if name.startswith("gather"))
-    unit = M * 7 / 8
-    assert (gathers, found["reduce_gradients"]) == pytest.approx((gathered * unit, reduced * unit))
+    assert gathers == pytest.approx(gathered * M * 7 / 8)
+    assert found["reduce_gradients"] == pytest.approx(reduced * M * 7 / 8)
 
 
 def test_a_hybrid_gathers_inside_a_node_and_reduces_shards_between_copies(tmp_path: Path) -> None:
     # 3 M x 7/8 over the eight of a node; then M / 8 of gradients over two nodes: 2 x 1/2 of it
-    found = traffic(hybrid(tmp_path, copies=2, shards=8), num_gpus=16)
+    key = "parallelism_config"
+    sizes = f"{key}:\n  {key}_dp_replicate_size: 2\n  {key}_dp_shard_size: 8\n"
+    found = traffic(own_strategy(tmp_path, FSDP2 + sizes), num_gpus=16)
     assert (found["intra_node"], found["inter_node"]) == pytest.approx((3 * M * 7 / 8, M / 8))
     assert traffic(own_strategy(tmp_path, FSDP1_HYBRID), num_gpus=16) == found
 
 
-def test_each_part_of_zero_plus_plus_saves_what_its_paper_says(tmp_path: Path) -> None:
-    def of(**more: object) -> tuple[float, ...]:
-        found = traffic(zero_3(tmp_path, **more), num_gpus=16)
-        crossing = found["inter_node"] * 8 / (15 / 16)  # one rank of eight sends out
-        names = ("gather_forward", "gather_backward", "reduce_gradients")
-        return (*(found[name] / M for name in names), crossing / M)
+R = 15 / 16
+GRADIENTS, WEIGHTS, SECONDARY = (
+    {"zero_quantized_gradients": True},
+    {"zero_quantized_weights": True},
+    {"zero_hpz_partition_size": 8},
+)
 
-    r = 15 / 16
-    assert of() == pytest.approx((r, r, r, 3))
-    assert of(zero_quantized_weights=True) == pytest.approx((r / 2, r / 2, r, 2))
-    assert of(zero_quantized_gradients=True) == pytest.approx((r, r, r / 4, 2.25))
-    assert of(zero_hpz_partition_size=8) == pytest.approx((r, 7 / 8, r, 2))  # over the eight of a node
-    both = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
-    assert of(zero_hpz_partition_size=8, **both) == pytest.approx((r / 2, 7 / 8, r / 4, 0.75))
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({}, (R, R, R, 3)),
+        (WEIGHTS, (R / 2, R / 2, R, 2)),
+        (GRADIENTS, (R, R, R / 4, 2.25)),
+        (SECONDARY, (R, 7 / 8, R, 2)),  # over the eight of a node
+        (WEIGHTS | GRADIENTS | SECONDARY, (R / 2, 7 / 8, R / 4, 0.75)),
+    ],
+)
+def test_each_part_of_zero_plus_plus_saves_what_its_paper_says(
+    more: dict, expected: tuple[float, ...], tmp_path: Path
+) -> None:
+    own = own_strategy(tmp_path, "", {"zero_optimization": {"stage": 3, **more}})
+    found = traffic(own, num_gpus=16)
+    parts = [found[name] for name in ("gather_forward", "gather_backward", "reduce_gradients")]
+    crossing = found["inter_node"] * 8 / R  # one rank of eight sends out
+    assert [*parts, crossing] == pytest.approx([M * times for times in expected])

@@ -1,10 +1,8 @@
-"""DeepSpeed's ZeRO: gradients and gathered parameters of hand-worked cases, and traces of small models."""
+"""DeepSpeed's ZeRO: gradients and gathered parameters of hand-worked cases."""
 
 import dataclasses
-import statistics
 
 import pytest
-from conftest import bench
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import ModelSpec
@@ -20,19 +18,13 @@ TWO_BUCKETS = 2 * 10_000 * 2
 
 
 def step_of_tiny(
-    strategy: str = "ds_zero2",
-    *,
-    spec: ModelSpec = TINY,
-    num_gpus: int = 2,
-    bucket: int = 10_000,
-    overlap_comm: bool = True,
-    **flags: object,
+    strategy: str = "ds_zero2", *, spec: ModelSpec = TINY, bucket: int = 10_000, **flags: object
 ) -> Step:
     config = RunConfig(model="slm-1m", kernels="plain", **flags).with_defaults(has_gpu=True)
     found = find_strategy(strategy)
-    zero = {"stage": found.zero_stage, "reduce_bucket_size": bucket, "overlap_comm": overlap_comm}
+    zero = {"stage": found.zero_stage, "reduce_bucket_size": bucket, "overlap_comm": True}
     found = dataclasses.replace(found, deepspeed_config={"zero_optimization": zero})
-    return step_of(Setup(spec, found, config, num_gpus=num_gpus))
+    return step_of(Setup(spec, found, config, num_gpus=2))
 
 
 def test_one_bucket_for_all_gradients_is_copied_flat_when_backward_has_ended() -> None:
@@ -75,17 +67,6 @@ def test_a_gradient_larger_than_a_bucket_is_reduced_where_it_lies() -> None:
     assert (zero_2.at_norm, zero_1.at_norm) == (At(0, 0, 1200), At(0, 640, 1200))
 
 
-@pytest.mark.parametrize("half", ["small_zero", "small_zero_held_out"])
-def test_stored_traces_of_small_models_are_met(half: str) -> None:
-    accuracy = bench("memory_accuracy")
-    found = accuracy.traces(accuracy.FOLDER / f"{half}.csv")
-    assert len(found) >= (160 if half == "small_zero" else 40)
-    assert {row["strategy"] for _, row in found} == {"ds_zero1", "ds_zero2"}
-    errors = [abs(error) for error, _ in found]
-    assert statistics.median(errors) <= 0.001
-    assert sum(error <= 0.02 for error in errors) >= 0.99 * len(errors)
-
-
 def gathering(model: str, numerics: str = "aligned") -> Step:
     config = RunConfig(model=model, numerics=numerics).with_defaults(has_gpu=True)
     return step_of(Setup(find_model(model), find_strategy("ds_zero3"), config, num_gpus=8))
@@ -96,12 +77,11 @@ def test_gathered_parameters_are_those_of_rehearsals() -> None:
     # --gradient_accumulation_steps 2, memory_timeline.csv, 2026-11-25; without its 17 norms of 320 elements
     found = gathering("slm-10m")
     # twice: all of the model is one bucket
-    assert found.at_last_layer.gathered == 40_632_320
-    assert found.at_loss.gathered == 20_316_160
-    assert found.at_layer(3, 0).gathered == 10_158_080
+    gathered = [at.gathered for at in (found.at_last_layer, found.at_loss, found.at_layer(3, 0))]
+    assert gathered == [40_632_320, 20_316_160, 10_158_080]
     found = gathering("slm-100m")
     assert found.at_last_layer.gathered == pytest.approx(331_535_360, rel=0.03)
-    assert found.at_loss.gathered == pytest.approx(261_108_224, rel=0.001)
-    assert found.at_layer(1, 0).gathered == pytest.approx(87_606_272, rel=0.001)
+    gathered = [at.gathered for at in (found.at_loss, found.at_layer(1, 0))]
+    assert gathered == pytest.approx([261_108_224, 87_606_272], rel=0.001)
     found = gathering("slm-2b", "fp32")  # more than stage3_max_live_parameters
     assert found.at_layer(12, 0).gathered == pytest.approx(837_298_176, rel=0.04)
