@@ -60,7 +60,6 @@ def saved_of_compiled_layer(
         (BF16, ALL, 0.0),
         pytest.param(BF16, ALL, 0.1, marks=pytest.mark.full),
         (AUTOCAST, ALL, 0.0),
-        pytest.param(AUTOCAST, ("q_proj", "v_proj"), 0.0, marks=pytest.mark.full),
         pytest.param(FP32, ALL, 0.1, marks=pytest.mark.full),
     ],
 )

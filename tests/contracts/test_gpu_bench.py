@@ -61,8 +61,7 @@ def test_arms_that_fail_crash_or_hang_are_lines_and_the_others_complete(tmp_path
     assert found["trained"]["result"]["tokens_per_second"] > 0
     assert left_over(tmp_path) == []
     with tarfile.open(out / "cpu.tar.gz") as archive:
-        names = set(archive.getnames())
-    assert {"about.json", "arms.jsonl", "records/flash/trained/record.json", "logs/flash/crash.txt"} <= names
+        assert "records/flash/trained/record.json" in archive.getnames()
 
 
 def test_the_plan_has_each_arm_once_and_every_flag_of_it_exists() -> None:

@@ -20,7 +20,6 @@ def parse(*argv: str, grid: bool = False) -> RunConfig:
         ("--model_name_or_path slm-1m", "model", "slm-1m"),
         ("--output_dir a--b_c", "output_dir", "a--b_c"),
         ("--pad_widths", "pad_widths", True),
-        ("--pad_widths false", "pad_widths", False),
         ("--save_final_model", "save_final_model", "true"),
         ("--gradient_checkpointing", "gradient_checkpointing", "full"),  # a switch in other trainers
         ("--gradient_checkpointing false", "gradient_checkpointing", "none"),
@@ -28,7 +27,6 @@ def parse(*argv: str, grid: bool = False) -> RunConfig:
         ("--per_device_train_batch_size auto", "per_device_train_batch_size", None),
         ("--kernels loss+norm+triton", "kernels", "fused"),
         ("--kernels fused+compile", "kernels", "compiled"),
-        ("--kernels fused+graphs", "kernels", "compiled+graphs"),
     ],
 )
 def test_a_flag_is_taken_as_people_type_it(typed: str, field: str, value: object) -> None:
@@ -62,7 +60,6 @@ def test_a_configuration_of_older_records_is_part_of_the_dataset() -> None:
     ("flags", "steps"),
     [
         ({}, 3 + 30),  # the warm-up, and three blocks of ten
-        ({"max_steps": 7}, 7),
         ({"num_train_epochs": 1.0}, None),
         ({"max_tokens": "2B"}, 3815),  # 2e9 / (512 x 1024) = 3814.7
     ],

@@ -29,7 +29,6 @@ def refused(*words: str) -> str:
         ("--lr 1e-3", "learning_rate", 1e-3),
         ("--epochs 3", "num_train_epochs", 3.0),
         ("--block-size=64", "seq_len", 64),
-        ("--grad_accum 2", "gradient_accumulation_steps", 2),
         ("--grad_clip 0.5", "max_grad_norm", 0.5),
     ],
 )
@@ -47,7 +46,6 @@ def test_a_name_with_the_same_meaning_is_taken_by_verbs_and_by_the_script(
     ("typed", "meant"),
     [
         ("--bf16 true --fp16=false", {}),
-        ("--fp16", {"numerics": "fp16"}),
         ("--torch_compile True --seed 1", {"kernels": "compiled", "seed": 1}),
     ],
 )
@@ -97,7 +95,6 @@ def test_a_removed_flag_is_answered_with_what_to_do_instead() -> None:
     ("precision", "numerics", "has_gpu", "is_refused"),
     [
         ("fp16", "fp16", False, False),
-        ("bf16", "fp16", False, True),
         ("fp16", "stock", True, False),
         ("fp16", "stock", False, True),  # accelerate's own fp16 needs a GPU
         ("fp16", "aligned", True, True),
@@ -133,10 +130,8 @@ def test_a_verb_without_training_flags_gives_no_hint_of_them() -> None:
         ("8xA100-40GB", (("a100-40gb",), (8,), None)),
         ("h100-80gb:8,16@2.49", (("h100-80gb",), (8, 16), 2.49)),
         ("4090", (("rtx-4090",), (), None)),
-        ("NVIDIA GeForce RTX 4090", (("rtx-4090",), (), None)),
         ("NVIDIA A100-SXM4-40GB", (("a100-40gb",), (), None)),
         ("A100:8", (("a100-40gb", "a100-80gb", "a100-80gb-pcie"), (8,), None)),
-        ("8xH100@3", (("h100-80gb", "h100-80gb-pcie"), (8,), 3)),
         ("8xh200:8", None),
     ],
 )

@@ -36,7 +36,6 @@ def test_help_shows_five_to_fifteen_flags_and_help_all_every_flag(verb: str) -> 
         short.out.splitlines()[-1]
         == f"flags from a file: --config FILE.yaml; every flag: slm {verb} --help all"
     )
-    assert (short.code, whole.code) == (0, 0)
 
 
 @pytest.mark.parametrize("verb", sorted({*_VERBS} - {"launch"}))
@@ -45,7 +44,6 @@ def test_the_examples_of_every_help_parse(verb: str) -> None:
     examples = text.splitlines()
     assert 2 <= len(examples) <= 3
     for example in examples:
-        assert len(example) <= 110
         command = re.split(r"\s{3,}", example.strip())[0]  # a remark follows
         words = shlex.split(command.partition(" > ")[0])
         assert words[:2] == ["slm", verb]

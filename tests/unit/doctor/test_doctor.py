@@ -73,13 +73,6 @@ def test_a_network_too_slow_to_hide_communication_is_named() -> None:
     assert "the network between nodes of l40s is not known" in unknown.err
 
 
-def test_kernels_that_would_be_faster_are_named_with_what_they_give() -> None:
-    asked = ("--model", "slm-1b", "--gpu", "a100-80gb", "--attn_implementation", "eager", *PLAIN)
-    finding = doctored(*asked)["faster-flag"]
-    assert "bound by attention on a100-80gb" in finding["sentence"]
-    assert finding["speedup"] > 1.2
-
-
 def test_a_finding_is_printed_once_for_several_files_or_gpus(tmp_path: Path) -> None:
     text = "distributed_type: MULTI_GPU\nnum_processes: 8\n"
     files = [own_strategy(tmp_path, text, name=name) for name in ("a", "b")]
@@ -195,7 +188,6 @@ def test_what_estimates_do_not_know_is_no_reason_to_stop() -> None:
 BAD = [  # flags, the file's text, the error
     ((), "distributed_type: [", "is not YAML"),
     ((), None, "no such file"),
-    (("--gpu", "h1000"), "distributed_type: MULTI_GPU\n", "h1000"),
     (("--fix", "."), MANY_FAULTS, "mine.yaml exists: nothing was written"),
     (("--num_gpus", "7", "--gpus_per_node", "4"), MANY_FAULTS, "7 GPUs can't be the same number"),
 ]

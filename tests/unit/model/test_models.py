@@ -61,12 +61,6 @@ def test_a_size_between_the_papers_follows_the_fit() -> None:
     assert (spec.num_layers, spec.hidden_size, spec.num_heads, spec.ffn_size) == (17, 1728, 27, 4665)
 
 
-def test_a_config_json_gives_the_same_model_as_its_preset(tmp_path: Path) -> None:
-    hf_config(PRESETS["qwen2.5-0.5b"], seq_len=128).save_pretrained(tmp_path)
-    assert find_model(str(tmp_path)).num_params == PUBLISHED["qwen2.5-0.5b"]
-    assert find_model(str(tmp_path / "config.json")).num_kv_heads == 2
-
-
 @pytest.mark.parametrize(
     ("name", "says"),
     [
@@ -115,8 +109,6 @@ def test_a_config_json_is_counted_as_training_from_it_builds_it(
 def test_an_estimate_says_what_of_a_models_config_it_leaves_out(tmp_path: Path) -> None:
     config = {**SMALL_LLAMA, "model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 512}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    for verb in ("estimate", "doctor"):
-        done = slm_here(
-            verb, "--model", str(tmp_path), "--gpu", "l4", "--seq_len", "1024", "--strategy", "single"
-        )
-        assert "sliding_window 512: sdpa and eager attention compute all 1024 tokens" in done.err, done.err
+    words = ("--model", str(tmp_path), "--gpu", "l4", "--seq_len", "1024", "--strategy", "single")
+    said = slm_here("estimate", *words).err
+    assert "sliding_window 512: sdpa and eager attention compute all 1024 tokens" in said

@@ -44,7 +44,6 @@ def test_a_value_that_deepspeed_refuses_counts_as_absent(value: object) -> None:
         ({"fsdp_sharding_strategy": 2}, "SHARD_GRAD_OP", False),
         ({"fsdp_sharding_strategy": "hybrid_shard_zero2"}, "HYBRID_SHARD_ZERO2", False),
         ({"fsdp_reshard_after_forward": "SHARD_GRAD_OP"}, "SHARD_GRAD_OP", False),
-        ({"fsdp_sharding_strategy": "mine"}, "mine", True),
     ],
 )
 def test_fsdp1_shards_by_torchs_name_or_number(section: dict[str, object], name: str, reshards: bool) -> None:

@@ -139,9 +139,8 @@ def test_a_json_that_contradicts_the_flags_or_is_not_run_is_named(
 
 def test_a_part_that_is_not_run_is_refused_by_estimates_too(tmp_path: Path) -> None:
     file = own_json(tmp_path, {"zero_optimization": {"stage": 2, "zenflow": {}}})
-    for words in (("compare", "--dry_run"), ("estimate",)):
-        done = slm_here(*words, "--model", "slm-1m", "--strategy", file)
-        assert (done.code, "ZenFlow" in done.err) == (2, True)
+    done = slm_here("estimate", "--model", "slm-1m", "--strategy", file)
+    assert (done.code, "ZenFlow" in done.err) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -208,10 +207,3 @@ def test_default_strategies_that_can_t_take_the_flags_are_left_out_and_named_one
     assert "left out: ds_zero3: --peft qlora: ZeRO-3 cuts weights apart" in done.err
     done = slm_here(*words, "--strategy", "ddp", "ds_zero3")
     assert (done.code, "ZeRO-3 cuts weights apart" in done.err) == (2, True)
-
-
-def test_tritons_adamw_is_the_step_where_the_engine_leaves_the_step_to_us() -> None:
-    config = RunConfig(kernels="triton")
-    found = {name for name in shipped_strategies() if config.has_triton_adamw(find_strategy(name))}
-    # DeepSpeed casts and clips by itself, and offload's optimizer runs on the CPU
-    assert found == {"single", "ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "fsdp_hybrid_shard"}
