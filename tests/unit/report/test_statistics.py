@@ -171,6 +171,10 @@ def test_joules_per_token_are_of_all_gpus_and_timed_steps_only() -> None:
     watch = [{"energy_joules": [9000.0] + [joules] * 8} for joules in (700.0, 300.0)]
     assert row_from(with_steps(*[1.0] * 9, gpu_watch=watch)).joules_per_token == pytest.approx(1000 / 8192)
     assert row_from(with_steps(*[0.2] * 9, gpu_watch=watch)).joules_per_token is None
+    # half of the tokens are padding, which no rate counts
+    half = {"tokens_counted": {"drawn": 100, "in_loss": 100}, "num_padding_tokens": 50}
+    padded = row_from(with_steps(*[1.0] * 9, gpu_watch=watch, **half))
+    assert padded.joules_per_token == pytest.approx(1000 / 4096)
     unknown = [watch[0], {"energy_joules": None}]
     assert row_from(with_steps(*[1.0] * 9, gpu_watch=unknown)).joules_per_token is None
 
