@@ -53,10 +53,8 @@ def test_other_nodes_and_hardware_are_other_runs_but_another_time_limit_is_not(t
     [
         (("--num_nodes", "2", "--launcher", "local"), "--num_nodes without --launcher slurm"),
         (("--num_nodes", "3"), "2 processes on 3 nodes"),
-        (("--num_nodes", "2", "--rehearse", "8"), "a rehearsal is one process"),
         (("--slurm_template", "my.sh"), "jobs get its environment"),
         (("--slurm_options=--gres=gpu:8",), "--slurm_options has gres: also set --gpus_per_node"),
-        (("--slurm_options='",), "No closing quotation"),
     ],
 )
 def test_what_can_not_be_asked_is_refused(words: tuple[str, ...], problem: str, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Parity of runs that skipped steps, because their gradients overflowed in fp16."""
 
-import dataclasses
-
 from conftest import made_record
 
 from slm_toolkit.record.parity import judge
@@ -9,9 +7,9 @@ from slm_toolkit.record.run_record import PARITY_REFERENCE, RunRecord
 
 
 def run_in(numerics: str, **changes: object) -> RunRecord:
-    made = made_record(engine="single", strategy="single", world_size=1)
-    config = {**made.asked["config"], "numerics": numerics}
-    return dataclasses.replace(made, asked={**made.asked, "config": config}, **changes)
+    asked = made_record().asked
+    asked["config"]["numerics"] = numerics
+    return made_record(engine="single", strategy="single", world_size=1, asked=asked, **changes)
 
 
 def test_only_the_steps_before_the_first_overflow_are_compared_with_fp32() -> None:

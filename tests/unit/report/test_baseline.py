@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
-from conftest import made_record, slm_here
+from conftest import made_record
 
 from slm_toolkit.report.rows import Row
 from slm_toolkit.report.tables.baseline import Change, changes
@@ -94,10 +94,3 @@ def test_another_run_or_cpu_is_no_baseline() -> None:
     for now, then in (({}, asked(seq_len=2048)), (CPU, {**CPU, "cpu": "that one"})):
         here = row("now", **now)
         assert changes([here], [row("then", **then)]) == ([], [here])
-
-
-def test_a_baseline_that_is_not_there_or_empty_is_bad_input(tmp_path: Path) -> None:
-    for folder, message in (("nowhere", "no such folder: nowhere"), (str(tmp_path), "no record.json under")):
-        done = slm_here("compare", "--baseline", folder)
-        assert done.code == 2
-        assert message in done.err

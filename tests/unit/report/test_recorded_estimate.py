@@ -50,16 +50,6 @@ def test_a_gpus_libraries_stand_in_the_estimate_for_that_gpu() -> None:
     assert state == [1_902_848, 3_805_696, 7_611_392]
 
 
-def test_an_old_records_true_means_full_checkpointing() -> None:
-    full = record_of(find_strategy("ddp"), config_of(gradient_checkpointing="full"), num_ranks=2)
-    config = {**full.asked["config"], "gradient_checkpointing": True}
-    del config["rehearse"]  # came later
-    old = dataclasses.replace(full, asked={**full.asked, "config": config})
-    assert estimate_of(old).as_json() == estimate_of(full).as_json()
-    without = record_of(find_strategy("ddp"), config_of(), num_ranks=2)
-    assert estimate_of(old).parts != estimate_of(without).parts
-
-
 @pytest.mark.parametrize("version", [1, 2])
 def test_what_a_users_own_yaml_decides_is_as_in_slm_estimate(version: int, tmp_path: Path) -> None:
     text = (ROOT / "accel_configs" / "fsdp_shard_grad_op.yaml").read_text()

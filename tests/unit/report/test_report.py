@@ -63,19 +63,6 @@ def test_no_figure_is_cut_at_any_width(width: int) -> None:
         assert max(len(line) for line in text.splitlines()) <= width
 
 
-def test_what_differs_is_a_column_and_what_does_not_stands_above() -> None:
-    small = made_record()
-    config = {**small.asked["config"], "per_device_train_batch_size": 16}
-    rows = [row_from(small), row_from(dataclasses.replace(small, asked={"config": config}))]
-    text = table(rows, 200)
-    heading, *lines = [line for line in text.splitlines() if line.strip()]
-    assert "slm-100m, 2 x NVIDIA H100 80GB HBM3" in heading
-    assert "sequence 1024" in heading
-    assert "batch" not in heading
-    assert "batch" in text
-    assert [line.split("│")[1].strip() for line in lines if line.startswith("│")] == ["4", "16"]
-
-
 def test_a_record_is_read_back_equal_and_with_a_number_that_json_lacks_not_written(tmp_path: Path) -> None:
     made = made_record(losses=[1.0, None])
     path = write_record(made, tmp_path / "run")

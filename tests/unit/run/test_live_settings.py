@@ -11,7 +11,6 @@ from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.record.parity import settings_not_as_asked
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.run.model.model import build_model
-from slm_toolkit.run.observe.measure import gradient_norms
 from slm_toolkit.run.observe.probe import model_settings, optimizer_settings
 
 CONFIG = RunConfig(model="slm-1m", seq_len=32, numerics="fp32")
@@ -60,15 +59,6 @@ def test_settings_of_an_optimizer_are_those_of_its_next_step(model: torch.nn.Mod
         {"elements": 950272, "lr": 1e-3, **both, "weight_decay": 0.1},
         {"elements": 128, "lr": 5e-4, **both, "weight_decay": 0},
     ]
-
-
-def test_gradient_norms_are_of_each_trained_parameter(model: torch.nn.Module) -> None:
-    model.model.norm.weight.grad = torch.full((128,), 0.5)  # sqrt(128 / 4) = 5.657
-    model.lm_head.weight.requires_grad_(False)
-    norms = gradient_norms(model, None)
-    assert norms.pop("model.norm.weight") == pytest.approx(5.657, rel=1e-3)
-    assert set(norms.values()) == {None}
-    assert "lm_head.weight" not in norms
 
 
 def record_with(**numerics: object) -> RunRecord:

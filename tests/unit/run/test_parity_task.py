@@ -31,12 +31,6 @@ def test_sequences_hold_documents_whose_second_halves_copy_the_first_and_whose_s
     assert torch.equal(row["labels"][~is_first], row["input_ids"][~is_first])
 
 
-def test_a_sequence_depends_on_seed_and_index_only() -> None:
-    assert not torch.equal(TOKENS[5]["input_ids"], TOKENS[4]["input_ids"])
-    later = CopiedPhrases(vocab_size=250, seq_len=64, num_sequences=9, seed=3, first=4)
-    assert torch.equal(later[1]["input_ids"], TOKENS[5]["input_ids"])
-
-
 @pytest.mark.parametrize("in_task", [True, False])
 def test_each_part_of_the_model_moves_the_loss_where_small_random_weights_hardly_do(in_task: bool) -> None:
     config = RunConfig(model="slm-1m", seq_len=64, numerics="fp32", parity=20 if in_task else None)
