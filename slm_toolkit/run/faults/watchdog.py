@@ -287,11 +287,12 @@ _WAITING = re.compile(
 )
 "a thread whose innermost frames are in these places waits for other ranks: in a collective or for the GPU"
 _STATES = {
+    None: "has ended",
     psutil.STATUS_STOPPED: "is stopped (SIGSTOP, a debugger?)",
     psutil.STATUS_TRACING_STOP: "is stopped (SIGSTOP, a debugger?)",
     psutil.STATUS_DISK_SLEEP: "waits for a disk or a network file system",
 }
-"by the state of a rank's process that does not answer"
+"by the state of a rank's process that does not answer; None: there is none"
 
 
 def status_of(pid: int) -> str | None:
