@@ -73,9 +73,8 @@ def choices(
         ]
 
     missing = _missing_here(has_gpu) if runs_here else set()
-    fused, compiled = (
-        allowed_kernels(name, filled(), specs, strategies, missing) for name in ("fused", "compiled")
-    )
+    both = [allowed_kernels(name, filled(), specs, strategies, missing) for name in ("fused", "compiled")]
+    fused, compiled = both
     chosen["kernels"], why = compiled, "without an estimate of its speed"
     if not has_gpu:
         saved = _saved_on_cpu(filled()[0], specs[0], strategies[0], num_gpus)
@@ -87,8 +86,8 @@ def choices(
             if _BATCH in free:
                 chosen[_BATCH], limit = _batch(lambda size: rows_with(**{_BATCH: size}))
                 notes = [f"batch: {chosen[_BATCH]} per GPU, because {limit}"]
-            names = ("plain", fused, kernels)
-            plain, uncompiled, best = (_seconds(rows_with(kernels=name)) for name in names)
+            sets = ("plain", fused, kernels)
+            plain, uncompiled, best = (_seconds(rows_with(kernels=name)) for name in sets)
             why = f"an estimated {plain / best:.2f} times as fast as plain"
             num_steps = _FOREVER if is_comparison else _num_steps(filled(), strategies[0], num_gpus)
             pays = num_steps * (uncompiled - best) >= _COMPILE_SECONDS * len(specs) * len(strategies)

@@ -62,8 +62,7 @@ def estimates(
     found_gpus = [None if name is None else gpu_of_name(name) for name in dict.fromkeys(gpus)]
     configs = every_config(several)
     problems = flag_problems(configs, num_gpus, gpus_per_node)
-    if find_largest_batch:
-        problems += largest_batch_problems(given, strategies, found_gpus)
+    problems += largest_batch_problems(given, strategies, found_gpus) if find_largest_batch else []
     if problems:
         raise all_of(problems, verb="estimate")
     shared = {"has_gpu": True, "gpus_per_node": gpus_per_node, "is_comparison": True, "like": like}
@@ -84,8 +83,7 @@ def estimates(
         setup_of(specs[config.model], strategy, config, count, gpus_per_node, gpu, like, deployment_of(gpu))
         for config, gpu, count, strategy in itertools.product(configs, found_gpus, num_gpus, strategies)
     ]
-    estimate_of = largest_batch if find_largest_batch else estimate
-    rows = {setup: estimate_of(setup.launched) for setup in setups}
+    rows = {setup: (largest_batch if find_largest_batch else estimate)(setup.launched) for setup in setups}
     too_large = [setup for setup, row in rows.items() if search_changes and row.fits is False]
     for setup in too_large[:MOST_SEARCHED_ROWS]:
         rows[setup] = rows[setup].with_values(changes_that_fit=changes_that_fit(setup, rows[setup]))

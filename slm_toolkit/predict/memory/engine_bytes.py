@@ -162,9 +162,8 @@ def _fsdp(setup: Setup) -> Step:
     is_whole = setup.strategy.is_fsdp1 and fsdp.auto_wrap_policy == "NO_WRAP"
     accumulates = setup.config.gradient_accumulation_steps > 1 or is_whole
     reshards = setup.placement.reshard_after_forward and not is_whole
-    is_alone = setup.shard_ranks == 1 or (
-        setup.strategy.is_fsdp1 and fsdp.backward_prefetch != "BACKWARD_PRE"
-    )
+    gathers_ahead = not setup.strategy.is_fsdp1 or fsdp.backward_prefetch == "BACKWARD_PRE"
+    is_alone = setup.shard_ranks == 1 or not gathers_ahead
     P, p, E, share = weights.total, weights.layer, weights.vocabulary, 1 / setup.gpu_state_ranks
     L, w, r = spec.num_layers, dtypes.compute, dtypes.reduced
     G, g, D = weights.trained, weights.trained_layer, weights.trained_vocabulary
@@ -193,8 +192,7 @@ def _fsdp(setup: Setup) -> Step:
         kept = (held_gradient + made) * w + (last + (L - 1 - layer) * g) / G * gradients
         return At(gathered, kept, communication=(last if layer == L - 1 else g) * r)
 
-    whole = 0 if reshards else P * w
-    flat = next_unit if is_one_unit else tail * (not is_alone)
+    whole, flat = (0 if reshards else P * w), (next_unit if is_one_unit else tail * (not is_alone))
     in_backward = whole or (tail + next_unit) * w
     of_vocabulary = max(3 * spec.tied, num_vocabularies * (1 + setup.has_fsdp1)) * D * w
     last = of_vocabulary + (before or (G - D) / G * gradients)

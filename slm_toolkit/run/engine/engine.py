@@ -12,6 +12,7 @@ from accelerate.state import PartialState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     DataLoaderConfiguration,
+    DeepSpeedPlugin,
     DistributedType,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
@@ -101,20 +102,24 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
         on_cpu = not (has_gpu or needs_gloo)
         accelerator = Accelerator(cpu=on_cpu, kwargs_handlers=[group], **options)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        if not accelerator.deepspeed_plugin.zero3_init_flag:
-            # accelerate 1.15 still tells transformers about ZeRO-3; transformers would then shard the model
-            # while building it, and draw other random weights than under every other strategy
-            unset_hf_deepspeed_config()
-        check_passed_on(  # the JSON that accelerate read: an option or variable may have replaced the YAML's
-            replace(
-                launch.strategy,
-                path=os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", launch.strategy.path),
-                accelerate_config=None,
-                deepspeed_config=accelerator.deepspeed_plugin.deepspeed_config,
-            )
-        )
-        _write_deepspeed_config(accelerator.deepspeed_plugin.deepspeed_config, config)
+        _set_up_deepspeed(accelerator.deepspeed_plugin, launch, config)
     return accelerator
+
+
+def _set_up_deepspeed(plugin: DeepSpeedPlugin, launch: Launch, config: RunConfig) -> None:
+    if not plugin.zero3_init_flag:
+        # accelerate 1.15 still tells transformers about ZeRO-3; transformers would then shard the model
+        # while building it, and draw other random weights than under every other strategy
+        unset_hf_deepspeed_config()
+    check_passed_on(  # the JSON that accelerate read: an option or variable may have replaced the YAML's
+        replace(
+            launch.strategy,
+            path=os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", launch.strategy.path),
+            accelerate_config=None,
+            deepspeed_config=plugin.deepspeed_config,
+        )
+    )
+    _write_deepspeed_config(plugin.deepspeed_config, config)
 
 
 def _write_deepspeed_config(deepspeed: dict[str, Any], config: RunConfig) -> None:
