@@ -10,6 +10,11 @@ from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Any
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.base.user_files import exists, typed_path
 from slm_toolkit.config.dataset_files import is_saved_dataset, local_files
@@ -20,6 +25,9 @@ from slm_toolkit.model.names import check_adapter_base, find_model, is_hub_id
 from slm_toolkit.record.run_record import installed_versions
 from slm_toolkit.strategy.checked_run import all_of, run_problems
 from slm_toolkit.strategy.strategy import Strategy, on_nodes
+
+_FEWEST_OPEN_FILES = 64
+"twice the need of two ranks on a CPU; with too few, torch's ranks silently wait an hour for each other"
 
 
 def check_command_line(words: list[str]) -> None:
@@ -52,7 +60,12 @@ def check_training(configs: list[RunConfig], strategies: Sequence[Strategy] = ()
 
 
 def check_surroundings() -> None:
-    """Raise ValueError for a variable that breaks a launch."""
+    """Raise ValueError for limits and variables that break a launch."""
+    soft = _FEWEST_OPEN_FILES if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if 0 <= soft < _FEWEST_OPEN_FILES:  # below 0: no limit
+        raise ValueError(
+            f"this shell allows only {soft} open files at a time\nhint: raise the limit with `ulimit -n 1024`"
+        )
     threads = os.environ.get("OMP_NUM_THREADS", "1")
     if not threads.strip().isdecimal():
         raise ValueError(f"OMP_NUM_THREADS is {threads!r}\nhint: set it to a whole number, or unset it")

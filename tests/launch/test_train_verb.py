@@ -131,7 +131,7 @@ def test_an_environment_that_cannot_work_is_told_before_torch_is_imported(
         ("--dataset here.txt --eval_steps 5 --eval_dataset gone/*.jsonl", "no such file: gone/*.jsonl"),
         ("--dataset here.txt --tokenizer_name ./gone", "no such tokenizer folder: ./gone"),
         ("--model slm1m", "unknown model 'slm1m'\nhint: did you mean slm-1m?"),
-        ("--seq_len 100000000", "--seq_len is 100000000: 2 to 16777216"),
+        ("--seq_len 100000000", "--seq_len is 100000000: at most 16,777,216"),
         ("--batch_size 4", "unknown: --batch_size 4\nhint: --per_device_train_batch_size N"),
     ],
 )

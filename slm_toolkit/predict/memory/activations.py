@@ -280,8 +280,9 @@ def _attention(
         return kept + for_matrix
     if adapters and adapters.drops:
         return kept + for_matrix + output + q
+    is_cast = adapters is not None and kernels.compute == AUTOCAST
     # as contiguous as a concatenated query, the output is copied for the output projection
-    return kept + output * (kernels.eager or is_padded or not is_kept or is_copied)
+    return kept + output * (kernels.eager or is_padded or not is_kept or is_cast or is_copied)
 
 
 HEAD_MULTIPLE = 8
