@@ -54,7 +54,7 @@ def test_weights_say_how_often_a_dataset_is_drawn(tmp_path: Path) -> None:
     mixed = f"{tmp_path / 'often.jsonl'}=3,{tmp_path / 'seldom.jsonl'}=1"
     data = load_data(config_of(mixed, seq_len=64), SPEC, num_sequences=0)
     tokens = [row["input_ids"][9].item() for row, _ in zip(data.train, range(400), strict=False)]
-    assert 0.65 < tokens.count(ord("a") + 3) / 400 < 0.85  # 3 of 4, within 4.6 standard errors; 3: special tokens
+    assert 0.65 < tokens.count(ord("a") + 3) / 400 < 0.85  # 3 of 4, within 4.6 errors; 3 special tokens
     with pytest.raises(ValueError, match="a stream can't be mixed with other data"):
         load_data(config_of(mixed, seq_len=64, streaming=True), SPEC, num_sequences=0)
     both = load_data(config_of(mixed.replace("=3", "").replace("=1", ""), seq_len=64), SPEC, num_sequences=0)
