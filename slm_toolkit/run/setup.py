@@ -67,6 +67,7 @@ from slm_toolkit.run.engine.engine import (
     scale_losses,
     set_reduction,
     start_accelerator,
+    without_unused_imports,
 )
 from slm_toolkit.run.faults.watchdog import Watchdog
 from slm_toolkit.run.first_loss import CheckedForward
@@ -308,7 +309,7 @@ def _hand_to_engine(run: Run) -> None:
     run.loss_recorder = RecordedLoss(run.model)
     optimizer = build_optimizer(run.model, config, run.launch.strategy)
     set_seed(config.seed)
-    with run.trace or nullcontext():
+    with run.trace or nullcontext(), without_unused_imports(run.launch.strategy):
         if data is not None:
             run.loader = accelerator.prepare_data_loader(make_loader(data.train, config, train=True))
         run.model, run.optimizer = accelerator.prepare(run.model, optimizer)

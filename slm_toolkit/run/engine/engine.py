@@ -2,9 +2,12 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
@@ -171,6 +174,26 @@ def _mixed_precision(launch: Launch, config: RunConfig) -> str:
         print(f"note: {note}", file=sys.stderr)
     # "no": the module itself is in 16 bits, and our optimizer has the master weights; DeepSpeed has its own
     return config.computes_in if config.numerics != "fp32" and launch.strategy.is_deepspeed else "no"
+
+
+@contextmanager
+def without_unused_imports(strategy: Strategy) -> Iterator[None]:
+    """Spare `Accelerator.prepare` two slow imports: of torch's compiler, and of `datasets`.
+
+    DeepSpeed imports its Muon, which hands functions to the compiler that AdamW never calls: they stay as
+    they are. accelerate asks whether the batches are of `datasets`; they can't be if that was not imported.
+    """
+    if strategy.is_deepspeed:
+        with suppress(ImportError), patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "1"}):
+            import_module("deepspeed.runtime.zero.muon.original_muon")
+    unused = "datasets" not in sys.modules
+    if unused:
+        sys.modules["datasets"] = None
+    try:
+        yield
+    finally:
+        if unused:
+            del sys.modules["datasets"]
 
 
 def build_optimizer(model: PreTrainedModel, config: RunConfig, strategy: Strategy) -> torch.optim.Optimizer:
