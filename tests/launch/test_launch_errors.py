@@ -67,7 +67,7 @@ def test_a_launch_with_cpu_would_not_shard_and_says_so(tmp_path: Path) -> None:
     words = (*QUICK, "--output_dir", str(tmp_path / "runs"))
     done = launch(*words, config="accel_configs/fsdp_full_shard.yaml", launcher=("--cpu",))
     assert done.code != 0
-    assert "engine 'fsdp2' requested, 'single' running" in done.err
+    assert "asks for fsdp2 on 2 processes, but the launcher started single on 1" in done.err
     assert not (tmp_path / "runs").exists()
 
 

@@ -72,10 +72,23 @@ def absolute_deepspeed_config(strategy: Strategy) -> None:
 
 
 def check_environment(launch: Launch) -> None:
-    """Raise ValueError for groups of ranks that slm_toolkit does not run, whoever asks for them."""
+    """Raise ValueError if the launcher ignored its YAML, because then nothing would be sharded.
+
+    For example, `accelerate launch --cpu` starts a single process whatever the YAML says. Also raise it for
+    groups of ranks that slm_toolkit does not run, whoever asks for them.
+    """
     check_groups(launch.strategy, num_ranks=launch.num_processes)
     if unknown := not_run_yet(_sizes_from_environment()):
         raise ValueError(f"PARALLELISM_CONFIG_* in the environment: {unknown[0]}\nhint: unset it")
+    started, asked = _strategy_from_environment(), launch.strategy
+    engine = "ddp" if started.is_single and launch.num_processes == 1 else started.engine
+    is_asked = engine == asked.engine or (asked.is_replicated and engine == "ddp")
+    if started.num_processes != launch.num_processes or not is_asked:
+        raise ValueError(
+            f"{asked.path or asked.name} asks for {asked.engine} on {launch.num_processes} processes, but "
+            f"the launcher started {started.engine} on {started.num_processes}: nothing would be sharded\n"
+            "hint: launch without --cpu, and with the same --num_machines and --num_processes everywhere"
+        )
 
 
 def check_devices(launch: Launch, *, num_gpus: int, local_processes: int) -> None:
