@@ -54,4 +54,4 @@ def test_momentum_moves_between_engines(tmp_path: Path) -> None:
 def test_muon_is_refused_under_deepspeed_before_anything_starts() -> None:
     done = slm_here("compare", "--dry_run", "--model", "slm-1m", "--optim", "muon", "--strategy", "ds_zero2")
     assert done.code == 2
-    assert "--optim muon under DeepSpeed" in done.err
+    assert "--optim muon: DeepSpeed shards" in done.err

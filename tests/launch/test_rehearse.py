@@ -142,8 +142,7 @@ def test_a_rehearsal_is_one_process_that_is_asked_for_many_ranks() -> None:
 def test_what_a_rehearsal_cannot_do_is_refused(options: dict, says: str) -> None:
     with pytest.raises(ValueError, match=says) as error:
         plan(**options)
-    assert len(str(error.value).splitlines()) == 2
-    assert "\nhint: " in str(error.value)
+    assert str(error.value).count("\nhint: ") == 1
 
 
 @pytest.mark.quick

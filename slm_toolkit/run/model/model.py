@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import set_seed  # set_seed of transformers also imports peft and bitsandbytes
 from safetensors import SafetensorError
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import (
     AttentionInterface,
@@ -283,14 +283,14 @@ def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Calla
     return checkpointed
 
 
-def _contexts() -> tuple["_Selective", "_Selective"]:
+def _contexts() -> tuple["_Save", "_Replay"]:
     """Return two contexts, for a layer's forward and for its recomputation.
 
     PyTorch's pair of contexts requires the same operators in both passes. Under ZeRO-3, the two passes gather
     different numbers of parameters, so PyTorch's pair fails.
     """
     results: deque[Any] = deque()
-    return _Selective(results, replays=False), _Selective(results, replays=True)
+    return _Save(results), _Replay(results)
 
 
 def _contexts_for_compiler() -> tuple[Any, Any]:
@@ -320,32 +320,35 @@ def _policy() -> Callable[[Any], bool]:
     return is_saved
 
 
-class _Selective(TorchDispatchMode):
-    """Saves the results that the policy chooses; when it replays, returns them instead of computing them."""
-
-    def __init__(self, results: deque[Any], *, replays: bool) -> None:
+class _Save(TorchDispatchMode):
+    def __init__(self, results: deque[Any]) -> None:
         super().__init__()
-        self.results, self.replays, self.is_saved = results, replays, _policy()
+        self.results, self.is_saved = results, _policy()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_saved = self.is_saved(op)
-        if is_saved and self.replays:
-            result, versions = self.results.popleft()
-            if versions == _versions(result):  # DeepSpeed's linear layer, for example, adds its bias in place
-                return result
+        is_in_place = op.name().partition(".")[0].endswith("_") and isinstance(args[0], torch.Tensor)
+        if is_in_place:  # DeepSpeed's linear layer adds its bias in place, for example
+            self._copy_saved(args[0])
         result = op(*args, **(kwargs or {}))
-        if is_saved and not self.replays:
-            kept = tree_map_only(torch.Tensor, _detached, result)
-            self.results.append((kept, _versions(kept)))
+        if self.is_saved(op):  # detach, because autograd is about to track the tensor itself
+            self.results.append(tree_map_only(torch.Tensor, torch.Tensor.detach, result))
         return result
 
+    def _copy_saved(self, changing: torch.Tensor) -> None:
+        """Copy saved results that share memory with `changing`, which is about to be overwritten."""
+        memory = changing.untyped_storage()._cdata
 
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    """Detach a tensor that autograd is about to track, but let both count changes in place."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # private
-        return tensor.detach()
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.clone() if tensor.untyped_storage()._cdata == memory else tensor
+
+        for number, result in enumerate(self.results):
+            self.results[number] = tree_map_only(torch.Tensor, copied, result)
 
 
-def _versions(result: Any) -> list[int]:
-    """Return how often each tensor of a result has been changed in place."""
-    return [part._version for part in tree_iter(result) if isinstance(part, torch.Tensor)]
+class _Replay(TorchDispatchMode):
+    def __init__(self, results: deque[Any]) -> None:
+        super().__init__()
+        self.results, self.is_saved = results, _policy()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.results.popleft() if self.is_saved(op) else op(*args, **(kwargs or {}))
