@@ -46,6 +46,7 @@ PAIRS = (
     ),
     Pair("num_processes", "rehearse", ", which starts one process and sets the number of ranks"),
     Pair("parity", "rehearse", ", whose losses mean nothing"),
+    Pair("repeats", "rehearse", ", whose results are always the same without a GPU", on_cpu=True),
     Pair("profile", "rehearse", ", which without a GPU has no times, and traces memory anyway", on_cpu=True),
     Pair("parity", "script", ": losses of equal runs are compared anyway"),
     Pair("largest_batch", "script", ", whose batch only its own arguments set"),
