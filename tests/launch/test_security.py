@@ -129,7 +129,7 @@ def test_a_dataset_script_is_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", ["../../x", "/tmp/x", "..", ".", "", "a/b", "a\nb", "x" * 300, "a\0b"])
+@pytest.mark.parametrize("name", ["../../x", "/tmp/x", "..", ".", "", "a/b", "a\nb", "a\0b"])
 def test_a_run_name_leads_nowhere_else(name: str) -> None:
     assert any("--run_name" in problem for problem in RunConfig(run_name=name).problems())
 
