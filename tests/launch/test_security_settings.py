@@ -107,7 +107,7 @@ def test_mpirun_is_not_started_by_a_yaml(verb: str, tmp_path: Path) -> None:
     assert not (tmp_path / "pwned").exists()
     assert done.code == 2
     assert 'mpirun_config.mpirun_hostfile is "hosts"' in done.err
-    assert "accelerate would start mpirun" in done.err
+    assert "it would run commands on other hosts" in done.err
 
 
 @pytest.mark.parametrize(
