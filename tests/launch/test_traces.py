@@ -77,10 +77,7 @@ def test_a_sample_of_the_traces_is_traced_again(table: str, asked: dict[str, str
     [
         # with layers so wide and so few tokens, most peaks are in Newton-Schulz's products
         ("fsdp_full_shard", 2, WIDE, MUON, "backward"),
-        ("ds_zero2", 8, WIDE, MUON, "backward"),
-        ("ds_zero3", 2, WIDE, MUON, "optimizer"),
         pytest.param("ddp", 2, WIDE, MUON, "optimizer", **SLOW),
-        pytest.param("ds_zero1", 2, WIDE, MUON, "optimizer", **SLOW),
         pytest.param("single", 1, WIDE, MUON, "optimizer", **SLOW),
         ("ddp", 2, LARGE_VOCABULARY, {**LOSS, "kernels": "loss"}, None),
         ("ddp", 2, LARGE_VOCABULARY, {**LOSS, "kernels": "loss+triton"}, None),
