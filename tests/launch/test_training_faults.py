@@ -227,4 +227,4 @@ def test_a_clock_that_is_set_while_a_run_trains_changes_nothing(
 def test_the_timeout_is_a_time() -> None:
     for seconds in (0.0, float("nan"), 4000.0):
         problems = RunConfig(ddp_timeout=seconds).problems()
-        assert any(told.startswith(f"--ddp_timeout is {seconds:g}: 1 to 3600") for told in problems)
+        assert any(told.startswith(f"--ddp_timeout is {seconds:g}: at ") for told in problems)

@@ -54,7 +54,7 @@ def test_it_names_the_gain_of_aligned_widths_for_each_gpu_type(tmp_path: Path) -
     shape = {"hidden_size": 780, "num_attention_heads": 13, "intermediate_size": 2048}
     (tmp_path / "config.json").write_text(json.dumps({**SMALL_LLAMA, **shape}))
     words = ("--model", str(tmp_path), "--gpu", "h100-80gb", "--strategy", "ddp", BATCH, "32")
-    finding = doctored(*words, code=1)["widths-off-tensor-cores"]
+    finding = doctored(*words)["widths-off-tensor-cores"]
     assert finding["change"] == "another shape"
     assert "hidden 780, heads 780" in finding["sentence"]
 
