@@ -142,8 +142,7 @@ class AfterStep(Observer):
         losses = " and ".join(f"{seen.losses[rank]:.4g} on rank {rank}" for rank in bad_ranks)
         if seen.is_loss_bad(self._max_loss):
             return f"the loss is {losses}"
-        norm = "unknown" if seen.grad_norms[0] is None else f"{seen.grad_norms[0]:.4g}"
-        reason = f"the norm of the gradients is {norm}, the loss {losses}"
+        reason = f"the norm of the gradients is {seen.grad_norms[0]:.4g}, the loss {losses}"
         if self._config.on_bad_step == "skip":  # a loss above the limit makes the gradients NaN
             reason += f"; or the loss of a micro-step is above {self._max_loss:.4g}"
         return reason
